@@ -1,9 +1,7 @@
 """The processes, servers and files that a run needs on its machine.
 
-local.py        the trainer's and the workers' processes, ports, hosts, and the folder for weights
+local.py        the trainer's and the workers' processes, ports, hosts, the model's folder and that for weights
 engines.py      the engine of a run, of whichever kind; servers that join and leave from outside
-servers.py      how servers of each kind are started
-kept_server.py  servers that are started again when they die
+servers.py      how servers of each kind are started, and started again when they die
 workers.py      the rollout workers: spreads rollouts, keeps workers alive
-models.py       obtains the model folder
 """

@@ -7,12 +7,11 @@ only their owner may read.
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Awaitable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_agent.cluster.kept_server import KeptServers
-from areal_agent.cluster.servers import start_embedded, start_sglang, start_vllm
+from areal_agent.cluster.servers import KeptServers, start_embedded, start_sglang, start_vllm
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.config import EngineConfig
@@ -70,7 +69,7 @@ class RunningEngine:
             return await asyncio.get_running_loop().create_future()
         failure = await self.servers.failure()
         while not set(self.urls) <= set(self.servers.urls):
-            await self.client.changed()
+            await self.client.roster.changed()
         return failure
 
 
@@ -85,26 +84,15 @@ async def open_engine(
             await _take_over(fleet, config, model, version)
             yield RunningEngine(client=fleet, address=address)
             return
-        servers = await stack.enter_async_context(_start(config, model, version, logs))
+        start = {"embedded": start_embedded, "sglang": start_sglang, "vllm": start_vllm}[config.backend]
+        servers = await stack.enter_async_context(start(config, model, version, logs))
         fleet, address = await stack.enter_async_context(_connected(config, servers.urls))
         if config.backend == "vllm":
-            await fleet.load(model, version)  # so that the fleet can restore these weights
+            await fleet.pushes.load(model, version)  # so that the fleet can restore these weights
         else:
-            fleet.begin_with(model, version)
+            fleet.pushes.begin_with(model, version)
         memory = await stack.enter_async_context(memory_of(fleet, servers.urls)) if config.release_kv else None
         yield RunningEngine(client=fleet, address=address, servers=servers, memory=memory)
-
-
-def _start(
-    config: EngineConfig, model: Path, version: WeightVersion, logs: Path
-) -> AbstractAsyncContextManager[KeptServers]:
-    match config.backend:
-        case "embedded":
-            return start_embedded(config, model, version, logs)
-        case "sglang":
-            return start_sglang(config, model, version, logs)
-        case "vllm":
-            return start_vllm(config, model, version, logs)
 
 
 @asynccontextmanager
@@ -128,7 +116,7 @@ async def _take_over(fleet: Fleet, config: EngineConfig, model: Path, version: W
     try:
         await fleet.wait_ready(config.startup_timeout_s)
         await fleet.info()
-        await fleet.load(model, version)
+        await fleet.pushes.load(model, version)
     except EngineError as error:
         raise ConfigError(f"engine.urls: {error}") from error
 

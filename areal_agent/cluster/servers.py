@@ -1,128 +1,199 @@
-"""Starts the servers of each kind on this machine: embedded engines, SGLang and vLLM.
+"""Starts the servers of each kind on this machine, and starts them again when they die, each at the URL where it was.
 
-Embedded engines run in this Python; SGLang and vLLM in the environment that has them (`engine.python`). All are kept
-alive (kept_server.py), and ended on leaving.
+    start ─▶ serves ─▶ (its process dies) ─▶ start ...      three deaths within a minute of service: it is given up
+
+Embedded engines run in this Python; SGLang and vLLM in the environment that has them (`engine.python`). Clients find
+out by themselves that a server is back. When all servers are given up, the engine has failed.
 """
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import urlsplit
 
-from areal_agent.cluster.kept_server import KeptServer, KeptServers, keep_servers
 from areal_agent.cluster.local import thread_variables, unless_it_dies
 from areal_agent.engine.config import EngineConfig, EnginePlan, visible_gpus
 from areal_agent.engine.foreign.engine import ForeignEngine
+from areal_agent.engine.foreign.server import ForeignServer
 from areal_agent.engine.foreign.weight_folders import AdapterForm, is_adapter, read_form
 from areal_agent.engine.sglang import SGLANG_LAUNCHER
 from areal_agent.engine.sglang.server import SglangServer
 from areal_agent.engine.vllm import ADAPTER_RANKS, VLLM_LAUNCHER
 from areal_agent.engine.vllm.server import ADAPTER, VllmServer
-from areal_agent.errors import EngineError, EngineUnreachable
+from areal_agent.errors import ArealAgentError, EngineError, EngineUnreachable, ProcessDied
 from areal_agent.process import ManagedProcess
 from areal_agent.types import WeightVersion
 
+logger = logging.getLogger(__name__)
 
-class ServerClient(Protocol):
-    """The calls on a server until it serves."""
 
-    async def wait_ready(self, timeout_s: float) -> None:
-        """Wait until it serves. Raises EngineUnreachable when it does not within `timeout_s`."""
-        ...
+MAX_DEATHS = 3
+WITHIN_S = 60.0
+
+
+class DeathCount:
+    """Counts deaths against the time of service. Starts do not count as service: they may take longer than a minute.
+
+    >>> now = iter([0.0, 50.0, 80.0, 85.0])
+    >>> count = DeathCount(now=lambda: next(now))
+    >>> count.begin(); count.end()           # served for 50 s
+    False
+    >>> count.begin(); count.end()           # for 5 s
+    False
+    >>> count.end()                          # died in its start
+    True
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._since: float | None = None
+        self._served_s = 0.0
+        self._deaths: deque[float] = deque(maxlen=MAX_DEATHS)
+
+    def begin(self) -> None:
+        """Start counting service."""
+        self._since = self._now()
+
+    def end(self) -> bool:
+        """Count a death. Return whether it completes `MAX_DEATHS` within `WITHIN_S` of service."""
+        if self._since is not None:
+            self._served_s += self._now() - self._since
+            self._since = None
+        self._deaths.append(self._served_s)
+        return len(self._deaths) == MAX_DEATHS and self._deaths[-1] - self._deaths[0] <= WITHIN_S
+
+
+class KeptServer:
+    """One server at one URL, served by one process after the other if need be."""
+
+    def __init__(
+        self,
+        start: Callable[[], Awaitable[ManagedProcess]],
+        serves: Callable[[ManagedProcess], Awaitable[str]],
+        end: Callable[[ManagedProcess], Awaitable[None]],
+    ) -> None:
+        """`serves` returns the URL once the server serves, and raises ProcessDied or EngineUnreachable otherwise."""
+        self.url = ""  # set once it has been started
+        self.process: ManagedProcess | None = None
+        self._start = start
+        self._serves = serves
+        self._end = end
+        self._deaths = DeathCount()
+
+    async def start(self) -> None:
+        """Start a process, and wait until it serves. Raises ProcessDied and EngineUnreachable."""
+        self.process = await self._start()
+        self.url = await self._serves(self.process)
+        self._deaths.begin()
+
+    async def keep(self) -> ProcessDied:
+        """Start it again whenever it dies. Return the last death when there are too many."""
+        while True:
+            assert self.process is not None, "it was started"
+            death: ArealAgentError = await self.process.died()
+            while True:
+                if self._deaths.end():
+                    await self.aclose()  # it may still live and serve later, or have left processes of its own
+                    return ProcessDied(f"{MAX_DEATHS} deaths within {WITHIN_S:g} s of service; the last: {death}")
+                logger.warning("%s; it is started again", str(death).partition(";")[0])
+                await self.aclose()
+                try:
+                    await self.start()
+                    break
+                except (ProcessDied, EngineUnreachable) as error:
+                    death = error
 
     async def aclose(self) -> None:
-        """Close the connections."""
-        ...
+        """End its process. Harmless when it has ended."""
+        if self.process is not None:
+            await self._end(self.process)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
-    """The command, variables and client of one kind of server."""
+class KeptServers:
+    """The servers of one engine. Made by `keep_servers`."""
 
-    launcher: Path  # run with the Python of the config
-    options: Mapping[str, str]  # of all servers
-    flags: Sequence[str]
-    client: Callable[[str], ServerClient]  # makes the client of a URL
-    variables: Callable[[int], Mapping[str, str]]  # of one server, by its number
-    own_options: Callable[[int], Mapping[str, str]] = lambda _: {}  # of one server; they come last and win
+    def __init__(self, servers: Sequence[KeptServer]) -> None:
+        self._servers = list(servers)
+        self._keepers: dict[str, asyncio.Task[None]] = {}  # by URL
+        self._given_up_urls: set[str] = set()
+        self._given_up: asyncio.Future[ArealAgentError] = asyncio.get_running_loop().create_future()
 
-    def command(self, config: EngineConfig, port: int, number: int) -> Sequence[str]:
-        """Return the command of the server with this number, listening on this port of 127.0.0.1."""
-        assert config.python is not None  # checked by Config
-        place = {"--host": "127.0.0.1", "--port": str(port)}
-        options, own_options = _words({**place, **self.options}), _words(self.own_options(number))
-        return [config.python, str(self.launcher), *options, *self.flags, *config.server_args, *own_options]
+    @property
+    def urls(self) -> tuple[str, ...]:
+        return tuple(server.url for server in self._servers)
 
+    def process_ids(self) -> Mapping[str, int]:
+        """Return the ids of the running processes, by name."""
+        processes = [server.process for server in self._servers if server.process is not None]
+        return {process.name: process.pid for process in processes}
 
-def _words(options: Mapping[str, str]) -> list[str]:
-    return [word for option in options.items() for word in option]
+    async def failure(self) -> ArealAgentError:
+        """Wait until all servers have been given up; return the reason for the last one."""
+        return await asyncio.shield(self._given_up)
+
+    async def start(self) -> None:
+        """Start all servers at once, and wait until all serve."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for server in self._servers:
+                    group.create_task(server.start())
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        self._keepers = {
+            server.url: asyncio.create_task(self._keep(server), name=server.url) for server in self._servers
+        }
+
+    async def stop(self, url: str) -> None:
+        """End a server that is not wanted any more; one that was not started here is no error."""
+        for server in [one for one in self._servers if one.url == url]:
+            self._servers.remove(server)
+            await self._end_keeper(url)
+            await server.aclose()
+
+    async def aclose(self) -> None:
+        for url in list(self._keepers):
+            await self._end_keeper(url)
+        await asyncio.gather(*(server.aclose() for server in self._servers))  # each may take seconds to end
+
+    async def _end_keeper(self, url: str) -> None:
+        keeper = self._keepers.pop(url, None)
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.wait({keeper})
+
+    async def _keep(self, server: KeptServer) -> None:
+        try:
+            death: ArealAgentError = await server.keep()
+        except Exception as error:  # the boundary: a server that cannot be kept is given up, whatever the cause
+            death = EngineUnreachable(f"the server at {server.url} could not be started again: {error!r}")
+        logger.error("the server at %s is given up: %s", server.url, death)
+        self._given_up_urls.add(server.url)
+        if self._given_up_urls.issuperset(self.urls) and not self._given_up.done():
+            self._given_up.set_result(death)
 
 
 @asynccontextmanager
-async def start_servers(config: EngineConfig, launch: Launch, logs: Path) -> AsyncGenerator[KeptServers]:
-    """Start `config.num_servers` servers; they are kept alive, and ended on leaving."""
-    ports = _choose_ports(config)
-    servers: list[KeptServer] = []
-    for number, port in enumerate(ports):
-        url = f"http://127.0.0.1:{port}"
-        name = "engine" if len(ports) == 1 else f"engine {number}"
-        servers.append(
-            KeptServer(
-                start=partial(
-                    _start, name, launch.command(config, port, number), logs, _variables(config, launch, number)
-                ),
-                serves=partial(_serves, url, launch.client, config.startup_timeout_s),
-                end=_end,
-            )
-        )
-    async with keep_servers(servers) as kept:
-        yield kept
-
-
-def _variables(config: EngineConfig, launch: Launch, number: int) -> dict[str, str]:
-    return {**thread_variables(config.threads), **launch.variables(number)}
-
-
-async def _start(name: str, command: Sequence[str], logs: Path, variables: Mapping[str, str]) -> ManagedProcess:
-    log_path = logs / f"{name.replace(' ', '-')}.log"
-    return await ManagedProcess.start(name, command, log_path=log_path, env=variables)
-
-
-async def _serves(url: str, connect: Callable[[str], ServerClient], timeout_s: float, process: ManagedProcess) -> str:
-    """Return the server's URL once it serves. Raises ProcessDied and EngineUnreachable."""
-    client = connect(url)
+async def keep_servers(servers: Sequence[KeptServer]) -> AsyncGenerator[KeptServers]:
+    """Start the servers; they are ended on leaving."""
+    kept = KeptServers(servers)
     try:
-        await unless_it_dies(process, client.wait_ready(timeout_s))
+        await kept.start()
+        yield kept
     finally:
-        await client.aclose()
-    return url
+        await kept.aclose()
 
 
-async def _end(process: ManagedProcess) -> None:
-    """End the server with all its processes, which are a session of their own."""
-    await process.aclose()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _choose_ports(config: EngineConfig) -> list[int]:
-    """Return the config's port, or free ones. Probes are closed again, for no server can use a port that is open."""
-    if config.port:
-        return [config.port]
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(config.num_servers)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+# ------------------------------------------------------------------------------------------------ embedded engines
 
 
 POLL_S = 0.05
@@ -132,17 +203,22 @@ def start_embedded(
     config: EngineConfig, model: Path, version: WeightVersion, logs: Path
 ) -> AbstractAsyncContextManager[KeptServers]:
     """Start `config.num_servers` engines that serve `model` as `version`; kept alive, and ended on leaving."""
-    places = [_Place(config, model, version, logs, number) for number in range(config.num_servers)]
+    places = [_EmbeddedPlace(config, model, version, logs, number) for number in range(config.num_servers)]
     return keep_servers([KeptServer(place.start, place.serves, ManagedProcess.aclose) for place in places])
 
 
-class _Place:
+def _name_and_log(config: EngineConfig, logs: Path, number: int) -> tuple[str, Path]:
+    """Return the name and the log file of the server with this number."""
+    name = "engine" if config.num_servers == 1 else f"engine {number}"
+    return name, logs / f"{name.replace(' ', '-')}.log"
+
+
+class _EmbeddedPlace:
     """The place of one engine: on any free port at first, and on that port whenever it is started again."""
 
     def __init__(self, config: EngineConfig, model: Path, version: WeightVersion, logs: Path, number: int) -> None:
-        self._config = config
-        self._name = "engine" if config.num_servers == 1 else f"engine {number}"
-        self._log = logs / f"{self._name.replace(' ', '-')}.log"
+        self._timeout_s = config.startup_timeout_s
+        self._name, self._log = _name_and_log(config, logs, number)
         self._announcement = self._log.with_suffix(".url")
         self._command = command_of(config, model, version)
         self._variables = thread_variables(config.threads) | visible_gpus(config, number, os.environ)
@@ -160,14 +236,13 @@ class _Place:
         return url
 
     async def _announced(self) -> str:
-        limit_s = self._config.startup_timeout_s
         try:
-            async with asyncio.timeout(limit_s):
+            async with asyncio.timeout(self._timeout_s):
                 while not self._announcement.exists():  # noqa: ASYNC110 (a file has no event)
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise EngineUnreachable(
-                f"the {self._name} did not serve within engine.startup_timeout_s = {limit_s:g}; see {self._log}"
+                f"the {self._name} did not serve within engine.startup_timeout_s = {self._timeout_s:g}; see {self._log}"
             ) from None
         return self._announcement.read_text()
 
@@ -188,8 +263,90 @@ def command_of(config: EngineConfig, model: Path, version: WeightVersion) -> Seq
         options["--kv-tokens"] = str(config.kv_tokens)
     if config.leave_gib is not None:
         options["--leave-gib"] = str(config.leave_gib)
-    words = (word for pair in options.items() for word in pair)
-    return [sys.executable, "-m", "areal_agent.engine", *words]
+    return [sys.executable, "-m", "areal_agent.engine", *_words(options)]
+
+
+# ------------------------------------------------------------------------------------------------ SGLang and vLLM
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """The command, variables and client of one kind of server."""
+
+    launcher: Path  # run with the Python of the config
+    options: Mapping[str, str]  # of all servers
+    flags: Sequence[str]
+    connect: Callable[[str], ForeignServer]  # to a URL
+    variables: Callable[[int], Mapping[str, str]]  # of one server, by its number
+    own_options: Callable[[int], Mapping[str, str]] = lambda _: {}  # of one server; they come last and win
+    begins_with: tuple[Path, WeightVersion] | None = None  # weights that it gets once it serves
+
+    def command(self, config: EngineConfig, port: int, number: int) -> Sequence[str]:
+        """Return the command of the server with this number, listening on this port of 127.0.0.1."""
+        assert config.python is not None  # checked by Config
+        options = _words({"--host": "127.0.0.1", "--port": str(port), **self.options})
+        own_options = _words(self.own_options(number))
+        return [config.python, str(self.launcher), *options, *self.flags, *config.server_args, *own_options]
+
+
+def _words(options: Mapping[str, str]) -> list[str]:
+    return [word for option in options.items() for word in option]
+
+
+def start_servers(config: EngineConfig, launch: Launch, logs: Path) -> AbstractAsyncContextManager[KeptServers]:
+    """Start `config.num_servers` servers; they are kept alive, and ended on leaving."""
+    places = [_ForeignPlace(config, launch, logs, *place) for place in enumerate(_choose_ports(config))]
+    return keep_servers([KeptServer(place.start, place.serves, _end) for place in places])
+
+
+class _ForeignPlace:
+    """The place of one server, on a port that was free when the run began."""
+
+    def __init__(self, config: EngineConfig, launch: Launch, logs: Path, number: int, port: int) -> None:
+        self._name, self._log = _name_and_log(config, logs, number)
+        self._launch = launch
+        self._command = launch.command(config, port, number)
+        self._variables = {**thread_variables(config.threads), **launch.variables(number)}
+        self._url = f"http://127.0.0.1:{port}"
+        self._timeout_s = config.startup_timeout_s
+
+    async def start(self) -> ManagedProcess:
+        return await ManagedProcess.start(self._name, self._command, log_path=self._log, env=self._variables)
+
+    async def serves(self, process: ManagedProcess) -> str:
+        async with contextlib.aclosing(ForeignEngine(self._launch.connect(self._url))) as engine:
+            await unless_it_dies(process, wait_until_it_serves(engine, self._launch.begins_with, self._timeout_s))
+        return self._url
+
+
+async def wait_until_it_serves(
+    engine: ForeignEngine, weights: tuple[Path, WeightVersion] | None, timeout_s: float
+) -> None:
+    """Wait until a server serves, and give it these weights. Raises EngineUnreachable when it does not."""
+    await engine.wait_ready(timeout_s)
+    try:
+        if weights is not None:
+            await engine.load(*weights)
+    except EngineError as error:
+        raise EngineUnreachable(f"the server at {engine.base_url} serves but refuses weights: {error}") from error
+
+
+async def _end(process: ManagedProcess) -> None:
+    """End the server with all its processes, which are a session of their own."""
+    await process.aclose()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _choose_ports(config: EngineConfig) -> list[int]:
+    """Return the config's port, or free ones. Probes are closed again, for no server can use a port that is open."""
+    if config.port:
+        return [config.port]
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(config.num_servers)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 CONTEXT_MARGIN = 8
@@ -205,7 +362,7 @@ def start_sglang(
         options=_sglang_options(config, model, version),
         flags=("--skip-server-warmup", "--incremental-streaming-output"),
         own_options=lambda number: _gpus(config, number),
-        client=lambda url: ForeignEngine(SglangServer(url)),
+        connect=SglangServer,
         variables=lambda _: {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
     )
     return start_servers(config, launch, logs)
@@ -239,27 +396,6 @@ BLOCK_TOKENS = 32
 FLAGS = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log")
 
 
-class StartedServer:
-    """A server that gets its version once it serves, also after each restart: vLLM has no flag for it."""
-
-    def __init__(self, engine: ForeignEngine, model: Path, version: WeightVersion) -> None:
-        self._engine = engine
-        self._model = model
-        self._version = version
-
-    async def wait_ready(self, timeout_s: float) -> None:
-        """Wait until it serves `model` as `version`. Raises EngineUnreachable when it does not."""
-        await self._engine.wait_ready(timeout_s)
-        try:
-            await self._engine.load(self._model, self._version)
-        except EngineError as error:
-            raise EngineUnreachable(f"the vLLM server serves but refuses weights: {error}") from error
-
-    async def aclose(self) -> None:
-        """Close the connections."""
-        await self._engine.aclose()
-
-
 def start_vllm(
     config: EngineConfig, model: Path, version: WeightVersion, logs: Path
 ) -> AbstractAsyncContextManager[KeptServers]:
@@ -273,7 +409,8 @@ def start_vllm(
         launcher=VLLM_LAUNCHER,
         options=_vllm_options(config, model) if form is None else _adapter_options(config, model, form),
         flags=(*FLAGS, *(("--enable-lora",) if form else ())),
-        client=lambda url: StartedServer(ForeignEngine(VllmServer(url)), model, version),
+        connect=VllmServer,
+        begins_with=(model, version),  # also after each restart: vLLM has no flag for the version
         variables=lambda number: visible_gpus(config, number, os.environ),
     )
     return start_servers(config, launch, logs)

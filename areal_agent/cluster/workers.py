@@ -23,8 +23,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from areal_agent.cluster.kept_server import MAX_DEATHS, WITHIN_S, DeathCount
 from areal_agent.cluster.local import start_worker
+from areal_agent.cluster.servers import MAX_DEATHS, WITHIN_S, DeathCount
 from areal_agent.engine.fleet.fleet import Fleet
 from areal_agent.engine.fleet.member import FleetView
 from areal_agent.errors import ArealAgentError, LedgerError, ProcessDied, WorkerError
@@ -73,11 +73,7 @@ class Seat:
     """The place of one worker. `engine_busy` unites the busy time of all workers' requests."""
 
     def __init__(
-        self,
-        settings: WorkerSettings,
-        logs: Path,
-        engine_busy: SpanUnion,
-        on_warning: Callable[[str], None],
+        self, settings: WorkerSettings, logs: Path, engine_busy: SpanUnion, on_warning: Callable[[str], None]
     ) -> None:
         self.settings = settings
         self.name = f"worker {settings.number}"
@@ -244,7 +240,7 @@ class WorkerPool:
                 told = view
                 for seat in self.seats:
                     seat.tell_engines(view)
-            await engine.changed()
+            await engine.roster.changed()
 
     async def run(self, spec: RolloutSpec) -> EndedRollout:
         async with self._slots:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from areal_agent.cluster.models import describe_model, obtain_model
+from areal_agent.cluster.local import describe_model, obtain_model
 from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, State, gib
 from areal_agent.errors import ConfigError, RequestError

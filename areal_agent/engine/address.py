@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from areal_agent.engine import wire
 from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.fleet.fleet import Fleet
 from areal_agent.engine.fleet.member import MemberEngine, Patience
@@ -18,6 +17,7 @@ from areal_agent.engine.pushes import size_of_folder
 from areal_agent.engine.sglang.server import SglangServer
 from areal_agent.engine.transport import Transport, load_timeout_s
 from areal_agent.engine.vllm.server import MODELS, VllmServer
+from areal_agent.engine.wire import control
 from areal_agent.engine.wire.fields import WireError, as_object, get
 from areal_agent.errors import EngineRejected, EngineUnreachable
 from areal_agent.section import Section
@@ -33,7 +33,7 @@ async def find_backend(url: str) -> Backend:
     """Ask a running server for its kind. Raises EngineUnreachable if no server of these kinds is there."""
     transport = Transport(url, keeps_connections=False)
     try:
-        told = await _fields(transport, wire.SERVER_INFO)
+        told = await _fields(transport, control.SERVER_INFO)
         if _OF_SGLANG in told:
             return "sglang"
         if _OF_THE_WIRE in told:
@@ -43,7 +43,7 @@ async def find_backend(url: str) -> Backend:
     finally:
         await transport.aclose()
     raise EngineUnreachable(
-        f"neither {wire.SERVER_INFO} nor {MODELS} shows that the server at {url} is an engine; give the URL "
+        f"neither {control.SERVER_INFO} nor {MODELS} shows that the server at {url} is an engine; give the URL "
         "of a server of areal_agent.engine, SGLang or vLLM, without a path"
     )
 

@@ -8,14 +8,14 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from areal_agent.engine import wire
 from areal_agent.engine.limits import check_request
 from areal_agent.engine.pushes import size_of
 from areal_agent.engine.transport import CONTROL_TIMEOUT_S, Transport, wait_until_healthy
-from areal_agent.engine.wire import EngineStats, WeightUpdate
-from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
+from areal_agent.engine.wire import control, generate
+from areal_agent.engine.wire.control import EngineStats
+from areal_agent.engine.wire.fields import Message
+from areal_agent.errors import EngineError, WeightUpdateError
 from areal_agent.types import (
     DiskWeights,
     EngineInfo,
@@ -30,8 +30,6 @@ from areal_agent.types import (
 
 HEALTH_TIMEOUT_S = 5.0
 QUIET_ABORT_TIMEOUT_S = 10.0  # of a cancelled call, whose connection is closed as well
-
-_UNTOLD_STATUS = 400  # of a failure in mid-stream that has no status: SGLang sends those for wrong requests
 
 
 class HttpEngine:
@@ -54,63 +52,70 @@ class HttpEngine:
         check_request(request, self._info or await self.info())
         try:
             if on_chunk is not None:
-                return await self._stream(request, on_chunk)
-            body = await self._transport.sample(wire.GENERATE, wire.encode_request(request))
+                body = generate.encode_request(request, is_streamed=True)
+                return await self._transport.answer(generate.GENERATE, body, generate.ResultReader(), on_chunk)
+            body = await self._transport.sample(generate.GENERATE, generate.encode_request(request))
         except asyncio.CancelledError:
             self._abort_in_background(request.request_id)
             raise
-        return self._transport.decoded(wire.decode_result, wire.GENERATE, body)
+        return self._transport.decoded(generate.decode_result, generate.GENERATE, body)
 
     async def abort(self, request_id: str) -> None:
         """End one request; its `generate` returns the tokens so far."""
-        await self._transport.post(wire.ABORT_REQUEST, wire.encode_abort(request_id))
+        await self._transport.post(control.ABORT_REQUEST, control.Abort(rid=request_id).encode())
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling at a token boundary. When this returns, no further token is sampled.
 
         `wait` takes as long as the requests in flight.
         """
-        body = wire.encode_pause(wire.Pause(mode=mode, push_id=self._push_id))
-        await self._transport.post(wire.PAUSE_GENERATION, body, has_limit=mode is not PauseMode.WAIT)
+        body = control.Pause(mode=mode, push_id=self._push_id).encode()
+        await self._transport.post(control.PAUSE_GENERATION, body, has_limit=mode is not PauseMode.WAIT)
         self._paused = mode
 
     async def resume(self) -> None:
         """Resume sampling. Raises EngineRejected while another client's push, which may be alive, pauses it."""
-        await self._transport.post(wire.CONTINUE_GENERATION, wire.encode_continue(self._push_id))
+        await self._transport.post(control.CONTINUE_GENERATION, control.Continue(push_id=self._push_id).encode())
         self._paused = None
 
     async def release_memory(self) -> None:
         """Free the memory of keys and values. Requests wait until `resume_memory`, and lose no token."""
-        await self._transport.post(wire.RELEASE_MEMORY, wire.encode_memory())
+        await self._transport.post(control.RELEASE_MEMORY, {})
 
     async def resume_memory(self) -> None:
         """Allocate that memory again and resume. Raises EngineRejected when it is not available."""
-        await self._transport.post(wire.RESUME_MEMORY, wire.encode_memory())
+        await self._transport.post(control.RESUME_MEMORY, {})
 
     async def begin_push(self, push_id: str) -> None:
         """Open a push of weights. Raises PushConflict while another one is open."""
         self._push_id = push_id
-        await self._push(wire.BEGIN_PUSH, wire.encode_push(push_id))
+        await self._push(control.BEGIN_PUSH, control.Push(push_id=push_id))
 
     async def send_push(self, push_id: str, weights: Weights) -> None:
         """Load and verify the weights of a push, while the old version serves."""
-        body = wire.encode_push_send(wire.PushSend(push_id=push_id, weights=weights))
-        await self._load(wire.SEND_PUSH, body, weights)
+        await self._push(control.SEND_PUSH, control.PushSend.of(push_id, weights), weights)
 
     async def commit_push(self, push_id: str, version: WeightVersion) -> None:
         """Serve the weights that were sent. The KV cache is recomputed, except during a pause `in_place`."""
-        commit = wire.PushCommit(push_id=push_id, version=version, flush_cache=self._flushes_cache)
-        await self._push(wire.COMMIT_PUSH, wire.encode_push_commit(commit))
+        commit = control.PushCommit(push_id=push_id, weight_version=version, flush_cache=self._flushes_cache)
+        await self._push(control.COMMIT_PUSH, commit)
 
     async def abort_push(self, push_id: str) -> None:
         """Drop a push. If it is not open, that is no error."""
-        await self._push(wire.ABORT_PUSH, wire.encode_push(push_id))
+        await self._push(control.ABORT_PUSH, control.Push(push_id=push_id))
 
     async def update_weights(self, weights: SharedMemoryWeights | DiskWeights, version: WeightVersion) -> None:
         """Swap the weights in one call, all or none, as SGLang does. The KV cache is treated as in `commit_push`."""
-        update = WeightUpdate(weights=weights, version=version, flush_cache=self._flushes_cache)
-        path, body = wire.encode_update(update)
-        await self._load(path, body, weights)
+        flush = self._flushes_cache
+        if isinstance(weights, DiskWeights):
+            update = control.DiskUpdate(model_path=weights.path, weight_version=version, flush_cache=flush)
+            await self._push(control.UPDATE_FROM_DISK, update, weights)
+        else:
+            path, entries, crc32 = weights.path, weights.entries, weights.crc32
+            update = control.SharedMemoryUpdate(
+                path=path, entries=entries, crc32=crc32, weight_version=version, flush_cache=flush
+            )
+            await self._push(control.UPDATE_FROM_SHARED_MEMORY, update, weights)
 
     async def load(self, model: Path, version: WeightVersion) -> None:
         """Serve a Hugging Face folder as `version`, whatever was served before."""
@@ -120,19 +125,19 @@ class HttpEngine:
 
     async def info(self) -> EngineInfo:
         """Return the model that the engine serves, and the current weight version."""
-        answer = await self._transport.get(wire.SERVER_INFO)
-        self._info = self._transport.decoded(wire.decode_info, wire.SERVER_INFO, answer)
+        answer = await self._transport.get(control.SERVER_INFO)
+        self._info = self._transport.decoded(control.decode_info, control.SERVER_INFO, answer)
         return self._info
 
     async def stats(self) -> EngineStats:
         """Return the engine's work since it started."""
-        answer = await self._transport.get(wire.SERVER_INFO)
-        return self._transport.decoded(wire.decode_stats, wire.SERVER_INFO, answer)
+        answer = await self._transport.get(control.SERVER_INFO)
+        return self._transport.decoded(control.decode_stats, control.SERVER_INFO, answer)
 
     async def health(self) -> bool:
         """Return whether the engine answers and its model thread is alive."""
         try:
-            await self._transport.get(wire.HEALTH, timeout_s=HEALTH_TIMEOUT_S)
+            await self._transport.get(control.HEALTH, timeout_s=HEALTH_TIMEOUT_S)
         except EngineError:
             return False
         return True
@@ -152,36 +157,9 @@ class HttpEngine:
     def _flushes_cache(self) -> bool:
         return self._paused is not PauseMode.IN_PLACE
 
-    async def _push(self, path: str, body: dict[str, Any]) -> None:
-        await self._transport.post(path, body, refusal=WeightUpdateError)
-
-    async def _load(self, path: str, body: dict[str, Any], weights: Weights) -> None:
-        num_bytes = await asyncio.to_thread(size_of, weights)
-        await self._transport.post(path, body, refusal=WeightUpdateError, num_bytes=num_bytes)
-
-    async def _stream(self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None]) -> GenerateResult:
-        reader, splitter = wire.ResultReader(), wire.EventSplitter()
-        body = wire.encode_request(request, is_streamed=True)
-        async with contextlib.aclosing(self._transport.stream(wire.GENERATE, body)) as pieces:
-            async for piece in pieces:
-                for event in splitter.feed(piece):
-                    chunk = self._read_event(reader, event)
-                    if chunk.token_ids:
-                        on_chunk(chunk)
-        if reader.result is None:
-            raise EngineUnreachable(
-                f"the answer of {self.base_url}{wire.GENERATE} ended before its last event; is the engine running? "
-                "see its log"
-            )
-        return reader.result
-
-    def _read_event(self, reader: wire.ResultReader, data: bytes) -> TokenChunk:
-        body = self._transport.decoded(wire.decode_event, wire.GENERATE, data)
-        if "error" in body:
-            failure = wire.decode_failure(body, _UNTOLD_STATUS)
-            message = f"the stream of {self.base_url}{wire.GENERATE} broke off with {failure.status}: {failure.message}"
-            raise EngineRejected(message) if failure.is_refusal else EngineUnreachable(message)
-        return self._transport.decoded(reader.read, wire.GENERATE, body)
+    async def _push(self, path: str, body: Message, weights: Weights | None = None) -> None:
+        num_bytes = 0 if weights is None else await asyncio.to_thread(size_of, weights)
+        await self._transport.post(path, body.encode(), refusal=WeightUpdateError, num_bytes=num_bytes)
 
     def _abort_in_background(self, request_id: str) -> None:
         """Abort a request without waiting: its caller was cancelled, and nobody needs further tokens."""

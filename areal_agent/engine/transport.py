@@ -12,20 +12,21 @@ a status of 400 to 499 it raises the error that the caller names. The transport 
 import asyncio
 import io
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 import orjson
 from aiohttp.client_proto import ResponseHandler
 from aiohttp.tracing import Trace
 
-from areal_agent.engine import wire
-from areal_agent.engine.wire.fields import WireError, decode_json
+from areal_agent.engine.wire.fields import Failure, WireError, decode_failure, decode_json
+from areal_agent.engine.wire.generate import EventSplitter, decode_event
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, PushConflict, WeightUpdateError
 from areal_agent.process import count_cancellations
+from areal_agent.types import GenerateResult, JsonObject, TokenChunk
 
 T = TypeVar("T")
 Body = TypeVar("Body")
@@ -51,6 +52,8 @@ _HEADERS = {"Content-Type": "application/json"}
 _LARGE_BYTES = 2**20
 """A larger body is sent in pieces, so that it does not block the event loop."""
 
+_UNTOLD_STATUS = 400  # of a failure in mid-stream that has no status: SGLang sends those for wrong requests
+
 _is_new_connection: ContextVar[bool] = ContextVar("whether aiohttp made a connection for the call under way")
 """aiohttp's tracing would say this too, for a fifth more CPU a call."""
 
@@ -71,6 +74,22 @@ class _Call:
     timeout_s: float | None = None
     may_repeat: bool = False
     """Whether the server may receive it twice. Nobody reads the answer to the first one then."""
+
+
+class AnswerReader(Protocol):
+    """Assembles the events of one answer."""
+
+    @property
+    def result(self) -> GenerateResult | None:
+        """The whole answer, once its last event has been read."""
+        ...
+
+    def read(self, fields: JsonObject) -> TokenChunk:
+        """Read one event; return its new tokens, if any.
+
+        Raises WireError if it cannot be read, and an EngineError if the server reports a failure.
+        """
+        ...
 
 
 class Transport:
@@ -117,6 +136,26 @@ class Transport:
     async def sample(self, path: str, body: dict[str, Any]) -> object:
         """Return the JSON of a completion, without a time limit. A stale connection does not lose it."""
         return await self._read(_Call(method="POST", path=path, payload=_encode(body), may_repeat=True))
+
+    async def answer(
+        self, path: str, body: dict[str, Any], reader: AnswerReader, on_chunk: Callable[[TokenChunk], None]
+    ) -> GenerateResult:
+        """Return a completion that arrives in events; `on_chunk` is given new tokens as they arrive."""
+        splitter, where = EventSplitter(), f"the answer of {self.base_url}{path}"
+        async with aclosing(self.stream(path, body)) as pieces:
+            async for piece in pieces:
+                for event in splitter.feed(piece):
+                    fields = self.decoded(decode_event, path, event)
+                    if "error" in fields:
+                        failure = decode_failure(fields, _UNTOLD_STATUS)
+                        message = f"{where} broke off with {failure.status}: {failure.message}"
+                        raise EngineRejected(message) if failure.is_refusal else EngineUnreachable(message)
+                    chunk = self.decoded(reader.read, path, fields)
+                    if chunk.token_ids:
+                        on_chunk(chunk)
+        if reader.result is None:
+            raise EngineUnreachable(f"{where} ended before its last event; is the engine running? see its log")
+        return reader.result
 
     async def stream(self, path: str, body: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         """Yield the bytes of a completion as they arrive, otherwise as `sample` does. Close it when leaving early."""
@@ -278,13 +317,13 @@ def _has_begun(error: Exception) -> bool:
     return isinstance(error, aiohttp.ServerDisconnectedError) and not isinstance(error.message, str)
 
 
-def _failure(payload: bytes, status: int) -> wire.Failure:
+def _failure(payload: bytes, status: int) -> Failure:
     """Return the failure that an answer describes. The HTTP status counts, whatever the body says of it."""
     try:
-        message = wire.decode_failure(_json(payload), status).message
+        message = decode_failure(_json(payload), status).message
     except WireError:
         message = payload[:200].decode(errors="replace")
-    return wire.Failure(message=message, status=status)
+    return Failure(message=message, status=status)
 
 
 def _json(payload: bytes) -> object:

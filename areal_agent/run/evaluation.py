@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from areal_agent.cluster.models import obtain_model
+from areal_agent.cluster.local import obtain_model
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError, RolloutsFailing
 from areal_agent.ledger.ledger import Ledger

@@ -30,8 +30,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from areal_agent.cluster.engines import engine_weights
-from areal_agent.cluster.local import start_trainer, weights_folder
-from areal_agent.cluster.models import obtain_model, require_same_tokenizer
+from areal_agent.cluster.local import obtain_model, require_same_tokenizer, start_trainer, weights_folder
 from areal_agent.config import Config
 from areal_agent.engine.config import may_be_on
 from areal_agent.errors import ArealAgentError, ConfigError, EngineError, ProcessDied, TrainerError

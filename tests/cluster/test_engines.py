@@ -60,7 +60,7 @@ async def stage(tmp_path: Path, small_model: Path) -> AsyncGenerator[Stage]:
         fleet = address.connect()
         stack.push_async_callback(fleet.aclose)
         await fleet.info()
-        fleet.begin_with(small_model, SERVED)
+        fleet.pushes.begin_with(small_model, SERVED)
         files = {"url_file": tmp_path / "url", "key_file": tmp_path / "key"}
         engine = RunningEngine(client=fleet, address=address)
         await stack.enter_async_context(open_engine_control(engine, **files))

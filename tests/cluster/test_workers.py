@@ -179,7 +179,7 @@ async def test_workers_hear_of_servers_that_join_and_leave(
         joining = await stack.enter_async_context(contextlib.aclosing(HttpEngine(server.base_url)))
         address = EngineAddress(backend="embedded", urls=(crew.engine.base_url,))
         fleet = await stack.enter_async_context(contextlib.aclosing(address.connect()))
-        fleet.begin_with(small_model, WeightVersion())
+        fleet.pushes.begin_with(small_model, WeightVersion())
         telling = asyncio.create_task(crew.pool.tell_of(fleet))
         stack.callback(telling.cancel)
 

@@ -1,11 +1,15 @@
-"""Real servers for tests, where their environments exist. A helper of tests."""
+"""Servers for tests: scripted ones, and real ones where their environments exist. A helper of tests."""
 
 import asyncio
-from collections.abc import Callable, Generator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
-from areal_agent.cluster.kept_server import KeptServers
+import orjson
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from areal_agent.cluster.servers import KeptServers
 from areal_agent.engine.config import EngineConfig
 from areal_agent.types import WeightVersion
 
@@ -13,6 +17,54 @@ Start = Callable[[EngineConfig, Path, WeightVersion, Path], AbstractAsyncContext
 
 STARTUP_S = 600.0
 BEGUN_WITH = WeightVersion(step=7)
+
+
+@asynccontextmanager
+async def serving_app(app: web.Application) -> AsyncGenerator[str]:
+    """Serve an application; yield its URL."""
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+class ScriptedServer:
+    """Answers requests with `events`; what else it answers is that of its kind.
+
+    `load_statuses` are the answers to loads one by one, then loads succeed.
+    """
+
+    def __init__(self) -> None:
+        self.load_statuses: list[int] = []
+        self.moves_label = True
+        self.is_alive = True
+        self.num_broken = 0  # of the next answers, which end before their last event
+        self.events: list[dict[str, object]] = []
+        self.bodies: list[dict[str, object]] = []  # of requests
+        self.calls: list[str] = []
+        self.peers: set[object] = set()
+
+    @web.middleware
+    async def note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self.calls.append(request.path_qs)
+        self.peers.add(request.transport and request.transport.get_extra_info("peername"))
+        return await handler(request)
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        self.bodies.append(await request.json())
+        response = web.StreamResponse()
+        await response.prepare(request)
+        self.num_broken, is_broken = max(0, self.num_broken - 1), self.num_broken > 0
+        for event in self.events[:-1] if is_broken else self.events:
+            await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def yes(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
 
 
 @contextmanager

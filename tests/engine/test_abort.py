@@ -14,8 +14,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from areal_agent.engine import wire
 from areal_agent.engine.embedded.grammar import Grammars
+from areal_agent.engine.wire import control, generate
 from areal_agent.errors import EngineRejected
 from areal_agent.types import FinishReason, PauseMode
 
@@ -102,7 +102,7 @@ async def test_while_its_grammar_is_compiled(is_of_all, is_streamed, tiny, serve
         answer = asyncio.create_task(served.engine.generate(request, (lambda _: None) if is_streamed else None))
         await asyncio.to_thread(grammars.is_asked.wait)
         body = {"abort_all": True} if is_of_all else {"rid": request.request_id}
-        async with session.post(wire.ABORT_REQUEST, json=body) as response:
+        async with session.post(control.ABORT_REQUEST, json=body) as response:
             assert response.status == 200
         grammars.may_answer.set()
         result = await answer
@@ -124,8 +124,8 @@ async def test_by_cancelling_generate_frees_the_slot(tiny, serve, ask):
 async def test_by_disconnecting_frees_the_slot(tiny, serve, ask):
     async with serve(tiny) as served, aiohttp.ClientSession() as session:
         served.gate.shut()
-        body = wire.encode_request(ask(1, max_tokens=400))
-        call = asyncio.create_task(session.post(served.engine.base_url + wire.GENERATE, json=body))
+        body = generate.encode_request(ask(1, max_tokens=400))
+        call = asyncio.create_task(session.post(served.engine.base_url + generate.GENERATE, json=body))
         await served.gate.steps(3)
         call.cancel()  # closes the connection and sends nothing
         await served.gate.meanwhile(served.until(lambda stats: stats.num_running == 0))
@@ -137,7 +137,7 @@ async def test_of_all_requests(tiny, serve, ask):
         served.gate.shut()
         answers = [asyncio.create_task(served.engine.generate(ask(i, max_tokens=400))) for i in range(3)]
         await served.gate.meanwhile(served.until(lambda stats: stats.num_running == 3))
-        url = served.engine.base_url + wire.ABORT_REQUEST
+        url = served.engine.base_url + control.ABORT_REQUEST
         await served.gate.meanwhile(session.post(url, json={"abort_all": True}))
         results = await asyncio.gather(*answers)
     assert {result.finish_reason for result in results} == {FinishReason.ABORT}

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from areal_agent.cluster.engines import engine_weights
+from areal_agent.engine.foreign.server import ServedModel
 from areal_agent.engine.foreign.weight_folders import (
     AdapterForm,
     begin_adapter,
@@ -24,7 +25,6 @@ from areal_agent.engine.foreign.weight_folders import (
     read_form,
     read_shapes,
 )
-from areal_agent.engine.foreign.weights import ServedModel
 from areal_agent.errors import ConfigError, WeightUpdateError
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.weights.channels import write_adapter

@@ -6,12 +6,14 @@
 """
 
 import asyncio
+from contextlib import aclosing
 
 import pytest
 from aiohttp import web
 
-from areal_agent.engine import wire
 from areal_agent.engine.transport import CONNECT_TIMEOUT_S, LATE_S, Transport, awake_timeout
+from areal_agent.engine.wire import control, generate
+from tests.engine.servers import serving_app
 
 from .slept import SleptLoop, run_in_slept_loop
 
@@ -58,13 +60,6 @@ def test_it_ends_where_the_process_sleeps_again_and_again() -> None:
         run_in_slept_loop(work)
 
 
-async def _serve(app: web.Application) -> web.AppRunner:
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    return runner
-
-
 async def _told(_: web.Request) -> web.Response:
     return web.json_response({})
 
@@ -74,18 +69,13 @@ async def _told(_: web.Request) -> web.Response:
 def test_calls_over_a_connection_that_was_slept_through(is_sampling: bool, num_steps: int) -> None:
     async def work(loop: SleptLoop) -> object:
         app = web.Application()
-        app.router.add_get(wire.SERVER_INFO, _told)
-        app.router.add_post(wire.GENERATE, _told)
-        runner = await _serve(app)
-        transport = Transport(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        ask = transport.sample(wire.GENERATE, {}) if is_sampling else transport.get(wire.SERVER_INFO)
-        try:
+        app.router.add_get(control.SERVER_INFO, _told)
+        app.router.add_post(generate.GENERATE, _told)
+        async with serving_app(app) as url, aclosing(Transport(url)) as transport:
+            ask = transport.sample(generate.GENERATE, {}) if is_sampling else transport.get(control.SERVER_INFO)
             call = asyncio.create_task(ask)
             await some_steps(num_steps)
             loop.sleep(LONG_S)
             return await call
-        finally:
-            await transport.aclose()
-            await runner.cleanup()
 
     assert run_in_slept_loop(work) == {}

@@ -11,6 +11,7 @@ from aiohttp import web
 
 from areal_agent.engine.address import find_backend
 from areal_agent.errors import EngineUnreachable
+from tests.engine.servers import serving_app
 
 from .sglang import scripted as sglang
 from .vllm import scripted as vllm
@@ -36,11 +37,8 @@ async def answering(body: object):
 
     app = web.Application()
     app.router.add_get("/{any:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    await runner.cleanup()
+    async with serving_app(app) as url:
+        yield url
 
 
 @pytest.mark.parametrize("body", [{}, {"data": [{"owned_by": "somebody"}]}, {"data": "none"}])

@@ -4,45 +4,44 @@ Its time limit grows with the time that its weights take from a slow disk.
 """
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from aiohttp import web
 
-from areal_agent.engine import wire
 from areal_agent.engine.client import HttpEngine
+from areal_agent.engine.wire import control, generate
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import DiskWeights, PauseMode, SharedMemoryWeights, TensorEntry, WeightVersion
+from tests.engine.servers import serving_app
 
 INFO = {"model_path": "m", "weight_version": "0:0", "vocab_size": 97, "max_context_tokens": 512}
+
+
+def saying(body: object, status: int = 200):
+    """Return a handler with this answer."""
+
+    async def handler(_: web.Request) -> web.Response:
+        return web.json_response(body, status=status)
+
+    return handler
 
 
 @asynccontextmanager
 async def answering(path: str, handler, **settings):
     """Yield a client of a server whose `path` is answered by `handler`."""
 
-    async def info(_: web.Request) -> web.Response:
-        return web.json_response(INFO)
-
     app = web.Application()
-    app.router.add_get(wire.SERVER_INFO, info)
+    app.router.add_get(control.SERVER_INFO, saying(INFO))
     app.router.add_route("*", path, handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    engine = HttpEngine(f"http://127.0.0.1:{runner.addresses[0][1]}", **settings)
-    try:
+    async with serving_app(app) as url, aclosing(HttpEngine(url, **settings)) as engine:
         yield engine
-    finally:
-        await engine.aclose()
-        await runner.cleanup()
 
 
 @pytest.fixture
 async def nobody(unused_tcp_port):
-    engine = HttpEngine(f"http://127.0.0.1:{unused_tcp_port}")
-    yield engine
-    await engine.aclose()
+    async with aclosing(HttpEngine(f"http://127.0.0.1:{unused_tcp_port}")) as engine:
+        yield engine
 
 
 async def test_nobody_there(nobody, ask):
@@ -62,7 +61,7 @@ async def test_large_weights_have_more_time_than_other_calls():
 
     async def answer(request: web.Request) -> web.Response:
         """A load counts as ended when a call that began after it goes unanswered; other calls never end one."""
-        if request.path == wire.SEND_PUSH:
+        if request.path == control.SEND_PUSH:
             is_loading.set()
             await has_run_out.wait()
             return web.json_response({})
@@ -85,7 +84,7 @@ async def test_a_server_that_hangs_up(ask):
         request.transport.abort()
         return web.Response()
 
-    async with answering(wire.GENERATE, hang_up) as engine:
+    async with answering(generate.GENERATE, hang_up) as engine:
         with pytest.raises(EngineUnreachable, match="no answer"):
             await engine.generate(ask())
 
@@ -104,25 +103,20 @@ async def test_answers_that_are_none(response, error, message, ask):
     async def answer(_: web.Request) -> web.Response:
         return response()
 
-    async with answering(wire.GENERATE, answer) as engine:
+    async with answering(generate.GENERATE, answer) as engine:
         with pytest.raises(error, match=message):
             await engine.generate(ask())
 
 
 async def test_an_engine_with_too_much_to_do_refuses_nothing(ask):
-    async def refuse(_: web.Request) -> web.Response:
-        return web.json_response({"error": {"message": "busy"}}, status=429)
-
-    async with answering(wire.GENERATE, refuse) as engine:
+    async with answering(generate.GENERATE, saying({"error": {"message": "busy"}}, status=429)) as engine:
         with pytest.raises(EngineUnreachable, match="429: busy"):
             await engine.generate(ask())
 
 
 async def test_a_refused_update_is_a_weight_update_error():
-    async def refuse(_: web.Request) -> web.Response:
-        return web.json_response({"success": False, "message": "bad path", "num_paused_requests": 0}, status=400)
-
-    async with answering(wire.UPDATE_FROM_DISK, refuse) as engine:
+    refusal = {"success": False, "message": "bad path", "num_paused_requests": 0}
+    async with answering(control.UPDATE_FROM_DISK, saying(refusal, status=400)) as engine:
         with pytest.raises(WeightUpdateError, match="bad path"):
             await engine.update_weights(DiskWeights(path="x"), WeightVersion(step=1))
 
@@ -132,7 +126,7 @@ async def test_cancelling_generate_sends_an_abort(ask):
     aborted: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
     async def serve(request: web.Request) -> web.Response:
-        if request.path == wire.GENERATE:
+        if request.path == generate.GENERATE:
             arrived.set()
             await asyncio.Event().wait()
         aborted.set_result(await request.json())

@@ -11,9 +11,10 @@
 
 import asyncio
 
+import orjson
 import pytest
 
-from areal_agent.engine import wire
+from areal_agent.engine.wire import control
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import DiskWeights, FinishReason, PauseMode, VersionSpan, WeightVersion
 
@@ -248,6 +249,6 @@ async def test_a_failed_update_while_paused_lets_the_old_version_go_on(tiny, ser
 
 @pytest.mark.parametrize("push_id", [None, "p"])
 def test_the_wire_carries_every_mode(push_id):
-    pauses = [wire.Pause(mode=mode, push_id=push_id) for mode in PauseMode]
-    assert [wire.decode_pause(wire.encode_pause(pause)) for pause in pauses] == pauses
-    assert wire.decode_continue(wire.encode_continue(push_id)) == push_id
+    pauses = [control.Pause(mode=mode, push_id=push_id) for mode in PauseMode]
+    assert [control.Pause.read(orjson.dumps(pause.encode())) for pause in pauses] == pauses
+    assert control.Continue.read(orjson.dumps(control.Continue(push_id=push_id).encode())).push_id == push_id

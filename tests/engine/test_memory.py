@@ -14,13 +14,14 @@ import os
 import sys
 from pathlib import Path
 
+import orjson
 import pytest
 import torch
 
-from areal_agent.engine import wire
 from areal_agent.engine.embedded.kv_cache import KVCache, KVShape
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.scheduler import Scheduler
+from areal_agent.engine.wire import control
 from areal_agent.engine.wire.fields import WireError
 from areal_agent.errors import EngineRejected
 from areal_agent.types import FinishReason, VersionSpan, WeightVersion
@@ -162,9 +163,8 @@ def test_memory_that_is_not_there_is_refused_in_words(tiny, monkeypatch):
 @pytest.mark.parametrize("tags", [["weights"], ["kv_cache", "weights"], [], "kv_cache"])
 def test_weights_are_not_released(tags):
     with pytest.raises(WireError, match="tags"):
-        wire.check_memory({"tags": tags}, wire.RELEASE_MEMORY)
+        control.Memory.read(orjson.dumps({"tags": tags}))
 
 
 def test_no_tags_are_keys_and_values():
-    wire.check_memory({}, wire.RELEASE_MEMORY)
-    wire.check_memory(wire.encode_memory(), wire.RESUME_MEMORY)
+    assert control.Memory.read(b"") == control.Memory.read(b'{"tags": ["kv_cache"]}')

@@ -7,12 +7,12 @@ import asyncio
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from areal_agent.engine import wire
+from areal_agent.engine.wire import control
 from areal_agent.types import PauseMode
 
 
 async def read(base_url: str) -> dict[str, float]:
-    async with aiohttp.ClientSession(base_url) as session, session.get(wire.METRICS) as response:
+    async with aiohttp.ClientSession(base_url) as session, session.get(control.METRICS) as response:
         assert response.status == 200 and response.content_type == "text/plain"
         text = await response.text()
     return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import aiohttp
 import pytest
 
-from areal_agent.engine import wire
 from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.pushes import Pushes
+from areal_agent.engine.wire import control
 from areal_agent.errors import EngineRejected, PushConflict
 from areal_agent.types import DiskWeights, PauseMode, WeightVersion
 
@@ -126,7 +126,7 @@ async def test_a_pause_of_no_push_is_everybodys(tiny, serve, ask) -> None:
         await served.engine.resume()
         await served.engine.abort_push("p")
         await served.engine.pause(PauseMode.RETRACT)
-        async with session.post(wire.CONTINUE_GENERATION) as answer:  # without a body, as SGLang takes it
+        async with session.post(control.CONTINUE_GENERATION) as answer:  # without a body, as SGLang takes it
             assert answer.status == 200
         assert len((await stranger.generate(ask(1))).token_ids) == 12
         await stranger.aclose()

@@ -8,6 +8,7 @@
 
 import asyncio
 import dataclasses
+from contextlib import AsyncExitStack, aclosing
 from itertools import pairwise
 
 import orjson
@@ -16,8 +17,8 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_agent.engine import wire
 from areal_agent.engine.client import HttpEngine
+from areal_agent.engine.wire import control, generate
 from areal_agent.engine.wire.fields import WireError
 from areal_agent.errors import EngineRejected, EngineUnreachable
 from areal_agent.types import (
@@ -29,6 +30,7 @@ from areal_agent.types import (
     VersionSpan,
     WeightVersion,
 )
+from tests.engine.servers import serving_app
 
 INFO = {"model_path": "m", "weight_version": "0:0", "vocab_size": 97, "max_context_tokens": 512}
 SPANS = [{"version": "0:7", "start": 0, "end": 2}, {"version": "0:8", "start": 2, "end": 4}]
@@ -85,7 +87,7 @@ def lines(events: list[dict[str, object]]) -> bytes:
 def test_events_cut_anywhere(events, cuts):
     whole = b"".join(b": comment" + end + b"data: " + data + end + end for data, end in events) + b"data: [DONE]\n\n"
     edges = sorted({0, len(whole), *(cut for cut in cuts if cut < len(whole))})
-    splitter = wire.EventSplitter()
+    splitter = generate.EventSplitter()
     found = [data for start, end in pairwise(edges) for data in splitter.feed(whole[start:end])]
     assert found == [data for data, _ in events]
 
@@ -93,7 +95,7 @@ def test_events_cut_anywhere(events, cuts):
 def test_a_line_of_a_megabyte_in_small_pieces():
     data = b"x" * 2**20
     whole = b"data: " + data + b"\n"
-    splitter = wire.EventSplitter()
+    splitter = generate.EventSplitter()
     assert [e for i in range(0, len(whole), 1000) for e in splitter.feed(whole[i : i + 1000])] == [data]
 
 
@@ -102,7 +104,7 @@ def test_a_line_of_a_megabyte_in_small_pieces():
 
 @pytest.mark.parametrize("events", [DISJOINT, CUMULATIVE, TOLD_APART_BY_LIST], ids=["new", "all", "mixed"])
 def test_both_shapes_read_the_same(events):
-    reader = wire.ResultReader()
+    reader = generate.ResultReader()
     chunks = [reader.read(e) for e in events]
     assert [chunk.token_ids for chunk in chunks] == [(5,), (6, 7), (8,)]
     assert [chunk.logprobs for chunk in chunks] == [(-0.5,), (-1.0, -1.5), (-2.0,)]
@@ -110,7 +112,7 @@ def test_both_shapes_read_the_same(events):
 
 
 def test_a_last_event_without_tokens():
-    reader = wire.ResultReader()
+    reader = generate.ResultReader()
     assert reader.read(FINISHED_APART[0]).token_ids == IDS
     assert (reader.read(FINISHED_APART[1]).token_ids, reader.result) == ((), RESULT)
 
@@ -119,15 +121,15 @@ def test_a_last_event_without_tokens():
 def test_what_the_server_writes_is_read_back(cuts, is_cumulative, num_top):
     tops = tuple(tuple((id_ + i, p - i) for i in range(num_top)) for id_, p in zip(IDS, LOGPROBS, strict=True))
     result = dataclasses.replace(RESULT, top_logprobs=tops if num_top else ())
-    reader, before = wire.ResultReader(), 0
+    reader, before = generate.ResultReader(), 0
     for cut in sorted(cuts):
         part = slice(0 if is_cumulative else before, cut)
         chunk = TokenChunk(token_ids=IDS[part], logprobs=LOGPROBS[part], top_logprobs=result.top_logprobs[part])
-        reader.read(wire.decode_event(orjson.dumps(wire.encode_chunk("r1", chunk, num_tokens=cut))))
+        reader.read(generate.decode_event(orjson.dumps(generate.encode_chunk("r1", chunk, num_tokens=cut))))
         before = cut
     request = GenerateRequest(request_id="r1", input_ids=(1,), sampling=SamplingParams())
-    last = wire.encode_result(request, result, num_sent=0 if is_cumulative else before)
-    reader.read(wire.decode_event(orjson.dumps(last)))
+    last = generate.encode_result(request, result, num_sent=0 if is_cumulative else before)
+    reader.read(generate.decode_event(orjson.dumps(last)))
     assert reader.result == result
 
 
@@ -143,7 +145,7 @@ def test_what_the_server_writes_is_read_back(cuts, is_cumulative, num_top):
     ],
 )
 def test_events_that_contradict_themselves_are_not_read(events, message):
-    reader = wire.ResultReader()
+    reader = generate.ResultReader()
     with pytest.raises(WireError, match=message):
         for e in events:
             reader.read(e)
@@ -155,7 +157,7 @@ def test_events_that_contradict_themselves_are_not_read(events, message):
 @pytest.fixture
 async def scripted():
     """Yield a client of a server that answers `/generate` with these pieces of bytes, then does `after`."""
-    running: list[tuple[HttpEngine, web.AppRunner]] = []
+    stack = AsyncExitStack()
 
     async def start(pieces: list[bytes], after=None) -> tuple[HttpEngine, list[object]]:
         bodies: list[object] = []
@@ -163,7 +165,7 @@ async def scripted():
         async def info(_: web.Request) -> web.Response:
             return web.json_response(INFO)
 
-        async def generate(http: web.Request) -> web.StreamResponse:
+        async def sample(http: web.Request) -> web.StreamResponse:
             bodies.append(await http.json())
             response = web.StreamResponse()
             await response.prepare(http)
@@ -178,20 +180,14 @@ async def scripted():
             return web.json_response({})
 
         app = web.Application()
-        app.router.add_get(wire.SERVER_INFO, info)
-        app.router.add_post(wire.GENERATE, generate)
-        app.router.add_post(wire.ABORT_REQUEST, abort)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        engine = HttpEngine(f"http://127.0.0.1:{runner.addresses[0][1]}")
-        running.append((engine, runner))
-        return engine, bodies
+        app.router.add_get(control.SERVER_INFO, info)
+        app.router.add_post(generate.GENERATE, sample)
+        app.router.add_post(control.ABORT_REQUEST, abort)
+        url = await stack.enter_async_context(serving_app(app))
+        return await stack.enter_async_context(aclosing(HttpEngine(url))), bodies
 
-    yield start
-    for engine, runner in running:
-        await engine.aclose()
-        await runner.cleanup()
+    async with stack:
+        yield start
 
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])

@@ -14,7 +14,7 @@ import logging
 import aiohttp
 import pytest
 
-from areal_agent.engine import wire
+from areal_agent.engine.wire import generate
 from areal_agent.errors import EngineRejected, EngineUnreachable
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, PauseMode, TokenChunk, WeightVersion
 
@@ -145,10 +145,10 @@ async def test_cancelling_frees_the_slot(tiny, serve, ask):
 
 
 async def test_hanging_up_frees_the_slot_and_is_no_failure(tiny, serve, ask, caplog):
-    body = wire.encode_request(ask(1, max_tokens=400), is_streamed=True)
+    body = generate.encode_request(ask(1, max_tokens=400), is_streamed=True)
     async with serve(tiny) as served, aiohttp.ClientSession() as session:
         served.gate.shut()
-        async with session.post(served.engine.base_url + wire.GENERATE, json=body) as response:
+        async with session.post(served.engine.base_url + generate.GENERATE, json=body) as response:
             assert (await response.content.readany()).startswith(b"data: {")
         await served.gate.meanwhile(served.until(lambda stats: stats.num_running == 0))
         assert (await served.engine.stats()).generated_tokens < 400

@@ -11,13 +11,14 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
 from aiohttp import web
 
 from areal_agent.engine.transport import Transport
 from areal_agent.errors import EngineRejected, EngineUnreachable
+from tests.engine.servers import serving_app
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 NO_LENGTH = b"HTTP/1.1 200 OK\r\n\r\n{}"
@@ -233,15 +234,8 @@ async def test_bodies_of_any_size(num_bytes: int) -> None:
 
     app = web.Application(client_max_size=2**24)
     app.router.add_post("/generate", measure)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    transport = Transport(f"http://127.0.0.1:{runner.addresses[0][1]}")
-    try:
+    async with serving_app(app) as url, aclosing(Transport(url)) as transport:
         assert await transport.sample("/generate", {"a": "x" * num_bytes}) == num_bytes
-    finally:
-        await transport.aclose()
-        await runner.cleanup()
 
 
 @pytest.mark.parametrize("num_steps", range(6))

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_agent.engine import wire
-from areal_agent.engine.wire.fields import WireError
+from areal_agent.engine.wire import control, fields, generate
+from areal_agent.engine.wire.fields import Message, WireError
 from areal_agent.types import (
     DiskWeights,
+    DistributedWeights,
     EngineInfo,
     FinishReason,
     GenerateRequest,
@@ -42,7 +43,7 @@ requests = st.builds(
         logit_bias=st.dictionaries(st.integers(0, 2**31), st.floats(-100, 100)).map(lambda d: tuple(d.items())),
         max_tokens=st.integers(1, 10**6),
         stop_token_ids=ids,
-        seed=st.none() | st.integers(0, wire.MAX_SEED),
+        seed=st.none() | st.integers(0, generate.MAX_SEED),
     ),
     num_top_logprobs=st.integers(0, 20),
 )
@@ -67,17 +68,23 @@ def over_the_wire(body: object) -> object:
     return orjson.loads(orjson.dumps(body))
 
 
+def resent(message: Message) -> Message:
+    return type(message).read(orjson.dumps(message.encode()))
+
+
 @settings(deadline=None)
 @given(requests, st.booleans())
 def test_requests_arrive_as_they_were_sent(request, is_streamed):
-    call = wire.decode_call(over_the_wire(wire.encode_request(request, is_streamed=is_streamed)))
-    assert call == wire.GenerateCall(request=request, is_streamed=is_streamed)
+    call = generate.GenerateCall.read(
+        orjson.dumps(generate.encode_request(request, is_streamed=is_streamed), option=orjson.OPT_SERIALIZE_NUMPY)
+    )
+    assert (call.request(), call.stream) == (request, is_streamed)
 
 
 @settings(deadline=None)
 @given(requests, results())
 def test_results_arrive_as_they_were_sent(request, result):
-    assert wire.decode_result(over_the_wire(wire.encode_result(request, result))) == result
+    assert generate.decode_result(over_the_wire(generate.encode_result(request, result))) == result
 
 
 entries = st.builds(
@@ -90,38 +97,71 @@ entries = st.builds(
 )
 
 
-@settings(deadline=None)
-@given(st.text(), st.lists(entries, max_size=4).map(tuple), st.integers(0, 2**32 - 1), versions, st.booleans())
-def test_shared_memory_manifests_arrive_as_they_were_sent(path, some, crc32, version, flush):
-    weights = SharedMemoryWeights(path=path, entries=some, crc32=crc32)
-    update = wire.WeightUpdate(weights=weights, version=version, flush_cache=flush)
-    where, body = wire.encode_update(update)
-    assert where == wire.UPDATE_FROM_SHARED_MEMORY
-    assert wire.decode_shared_memory_update(over_the_wire(body)) == update
+shared = st.builds(
+    SharedMemoryWeights, path=st.text(), entries=st.lists(entries, max_size=4).map(tuple), crc32=st.integers(0, 2**32)
+)
+distributed = st.builds(
+    DistributedWeights,
+    host=st.text(),
+    port=st.integers(1, 2**16),
+    name=st.text(),
+    entries=st.lists(entries, max_size=4).map(tuple),
+    num_bytes=st.integers(1, 2**40),
+    bucket_bytes=st.integers(1, 2**40),
+    checksum=st.integers(0, 2**32),
+    timeout_s=st.floats(1, 100),
+)
 
 
 @settings(deadline=None)
-@given(st.text(), versions, st.booleans())
-def test_disk_weights_arrive_as_they_were_sent(path, version, flush):
-    update = wire.WeightUpdate(weights=DiskWeights(path=path), version=version, flush_cache=flush)
-    where, body = wire.encode_update(update)
-    assert where == wire.UPDATE_FROM_DISK
-    assert wire.decode_disk_update(over_the_wire(body)) == update
+@given(shared | distributed | st.builds(DiskWeights, path=st.text()), st.text(min_size=1, max_size=200))
+def test_pushed_weights_arrive_as_they_were_sent(weights, push_id):
+    send = control.PushSend.of(push_id, weights)
+    assert resent(send) == send and resent(send).weights == weights
+
+
+@settings(deadline=None)
+@given(shared, versions, st.booleans())
+def test_weight_updates_arrive_as_they_were_sent(weights, version, flush):
+    update = control.SharedMemoryUpdate(
+        path=weights.path, entries=weights.entries, crc32=weights.crc32, weight_version=version, flush_cache=flush
+    )
+    assert resent(update) == update and update.weights == weights
+    from_disk = control.DiskUpdate(model_path=weights.path, weight_version=version, flush_cache=flush)
+    assert resent(from_disk) == from_disk and from_disk.weights == DiskWeights(path=weights.path)
+
+
+ENTRY = {"name": "n", "dtype": "float32", "shape": [2], "offset": 0, "num_bytes": 8}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"disk": {"model_path": "x"}, "shared_memory": {"path": "x", "entries": [], "crc32": 1}}, "and disk"),
+        ({"disk": {"model_path": "x", "also": 1}}, "'disk.also' is unknown"),
+        ({"disk": 5}, "disk is 5; it must be a JSON object"),
+        ({"shared_memory": {"path": "x", "entries": [ENTRY | {"shape": "2"}], "crc32": 1}}, "entries.0.shape is '2'"),
+        ({"shared_memory": {"path": "x", "entries": [], "crc32": True}}, "crc32 is True; it must be a valid integer"),
+    ],
+)
+def test_what_is_wrong_with_a_body_is_named(body, message):
+    with pytest.raises(WireError, match=message):
+        control.PushSend.read(orjson.dumps({"push_id": "p"} | body))
 
 
 def test_texts_that_stop_are_never_sent():
     request = GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams(stop=("END",)))
-    assert b"END" not in orjson.dumps(wire.encode_request(request))
+    assert b"END" not in orjson.dumps(generate.encode_request(request))
 
 
 def test_what_is_off_is_not_sent():
-    params = wire.encode_request(GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams()))
+    params = generate.encode_request(GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams()))
     assert set(params["sampling_params"]) == {"temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids"}
 
 
 def test_top_k_zero_is_sent_as_off():
     request = GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams(top_k=0))
-    assert wire.encode_request(request)["sampling_params"]["top_k"] == -1
+    assert generate.encode_request(request)["sampling_params"]["top_k"] == -1
 
 
 def answer(**meta: object) -> dict[str, object]:
@@ -146,7 +186,7 @@ def answer(**meta: object) -> dict[str, object]:
 
 
 def test_an_answer_of_sglang_is_read():
-    assert wire.decode_result(answer()) == GenerateResult(
+    assert generate.decode_result(answer()) == GenerateResult(
         token_ids=(5, 6),
         logprobs=(-0.5, -1.0),
         versions=(
@@ -160,7 +200,7 @@ def test_an_answer_of_sglang_is_read():
 
 def test_likeliest_tokens_of_sglang_are_read_without_impossible_ones():
     tops = [[[-0.5, 5, None], [None, 3, None]], [[-0.1, 2, None], [-1.0, 6, None]]]
-    result = wire.decode_result(answer(output_top_logprobs=tops))
+    result = generate.decode_result(answer(output_top_logprobs=tops))
     assert result.top_logprobs == (((5, -0.5),), ((2, -0.1), (6, -1.0)))
 
 
@@ -184,30 +224,25 @@ def test_likeliest_tokens_of_sglang_are_read_without_impossible_ones():
 )
 def test_answers_that_contradict_themselves_are_not_read(meta, message):
     with pytest.raises(WireError, match=message):
-        wire.decode_result(answer(**meta))
+        generate.decode_result(answer(**meta))
 
 
 @pytest.mark.parametrize(
-    "body",
-    [{"error": {"message": "why"}}, {"success": False, "message": "why"}, {"error": "why"}],
+    "body", [{"error": {"message": "why"}}, {"success": False, "message": "why"}, {"error": "why"}]
 )
 def test_the_message_of_a_failure_is_found(body):
-    assert wire.decode_failure(body, 400).message == "why"
+    assert fields.decode_failure(body, 400).message == "why"
 
 
 SGLANG_INFO = {"model_path": "m", "weight_version": "default", "context_length": None, "max_req_input_len": 4090}
 
 
 def test_what_sglang_says_of_itself_is_read():
-    assert wire.decode_info(SGLANG_INFO | {"grammar_backend": "xgrammar"}) == EngineInfo(
-        model_path="m",
-        weight_version=WeightVersion(),
-        vocab_size=2**31 - 1,
-        max_context_tokens=4090,
-        has_grammar=True,
+    assert control.decode_info(SGLANG_INFO | {"grammar_backend": "xgrammar"}) == EngineInfo(
+        model_path="m", weight_version=WeightVersion(), vocab_size=2**31 - 1, max_context_tokens=4090, has_grammar=True
     )
-    assert wire.decode_info(SGLANG_INFO | {"context_length": 8192}).max_context_tokens == 8192
-    assert not wire.decode_info(SGLANG_INFO | {"grammar_backend": "none"}).has_grammar
+    assert control.decode_info(SGLANG_INFO | {"context_length": 8192}).max_context_tokens == 8192
+    assert not control.decode_info(SGLANG_INFO | {"grammar_backend": "none"}).has_grammar
 
 
 @pytest.mark.parametrize(
@@ -216,4 +251,4 @@ def test_what_sglang_says_of_itself_is_read():
 )
 def test_an_engine_that_does_not_say_enough_of_itself(change, message):
     with pytest.raises(WireError, match=message):
-        wire.decode_info(SGLANG_INFO | change)
+        control.decode_info(SGLANG_INFO | change)

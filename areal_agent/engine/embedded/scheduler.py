@@ -43,7 +43,7 @@ from areal_agent.engine.embedded.metrics import Metrics
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.weights import WeightLayout, take_distributed_weights, take_weights
 from areal_agent.engine.embedded.workload import Row, TokenSink, Workload
-from areal_agent.engine.wire import EngineStats
+from areal_agent.engine.wire.control import EngineStats
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.process import uninterrupted
 from areal_agent.types import (

@@ -18,15 +18,14 @@ import orjson
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from areal_agent.engine import wire
 from areal_agent.engine.embedded.grammar import Grammars, Matcher
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.scheduler import ModelWeights, Scheduler, TokenStream
 from areal_agent.engine.embedded.weights import read_weights
 from areal_agent.engine.limits import check_request
 from areal_agent.engine.pushes import PUSH_TIMEOUT_S, Pushes
-from areal_agent.engine.wire import WeightUpdate
-from areal_agent.engine.wire.fields import WireError, decode_json
+from areal_agent.engine.wire import control, fields, generate
+from areal_agent.engine.wire.fields import WireError
 from areal_agent.errors import (
     ConfigError,
     EngineError,
@@ -132,33 +131,34 @@ class EngineServer:
 
     def _app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
-        app.router.add_post(wire.GENERATE, self._generate)
-        app.router.add_post(wire.ABORT_REQUEST, self._abort)
-        app.router.add_post(wire.PAUSE_GENERATION, self._pause)
-        app.router.add_post(wire.CONTINUE_GENERATION, self._continue)
-        app.router.add_post(wire.RELEASE_MEMORY, self._release_memory)
-        app.router.add_post(wire.RESUME_MEMORY, self._resume_memory)
-        app.router.add_post(wire.UPDATE_FROM_DISK, self._update_from_disk)
-        app.router.add_post(wire.UPDATE_FROM_SHARED_MEMORY, self._update_from_shared_memory)
-        app.router.add_post(wire.BEGIN_PUSH, self._begin_push)
-        app.router.add_post(wire.SEND_PUSH, self._send_push)
-        app.router.add_post(wire.COMMIT_PUSH, self._commit_push)
-        app.router.add_post(wire.ABORT_PUSH, self._abort_push)
-        app.router.add_get(wire.HEALTH, self._health)
-        app.router.add_get(wire.SERVER_INFO, self._server_info)
-        app.router.add_get(wire.MODEL_INFO, self._server_info)
-        app.router.add_get(wire.METRICS, self._metrics)
+        app.router.add_post(generate.GENERATE, self._generate)
+        app.router.add_post(control.ABORT_REQUEST, self._abort)
+        app.router.add_post(control.PAUSE_GENERATION, self._pause)
+        app.router.add_post(control.CONTINUE_GENERATION, self._continue)
+        app.router.add_post(control.RELEASE_MEMORY, self._release_memory)
+        app.router.add_post(control.RESUME_MEMORY, self._resume_memory)
+        app.router.add_post(control.UPDATE_FROM_DISK, self._update_from_disk)
+        app.router.add_post(control.UPDATE_FROM_SHARED_MEMORY, self._update_from_shared_memory)
+        app.router.add_post(control.BEGIN_PUSH, self._begin_push)
+        app.router.add_post(control.SEND_PUSH, self._send_push)
+        app.router.add_post(control.COMMIT_PUSH, self._commit_push)
+        app.router.add_post(control.ABORT_PUSH, self._abort_push)
+        app.router.add_get(control.HEALTH, self._health)
+        app.router.add_get(control.SERVER_INFO, self._server_info)
+        app.router.add_get(control.MODEL_INFO, self._server_info)
+        app.router.add_get(control.METRICS, self._metrics)
         return app
 
     # -------------------------------------------------------------------------------------------- handlers
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        call = wire.decode_call(await _json(http))
+        call = generate.GenerateCall.read(await http.read())
+        request = call.request()
         self._check_serves()
-        check_request(call.request, self._info())
+        check_request(request, self._info())
         # Thousands may wait, and a packed prompt takes a ninth of the memory of Python integers.
-        request = replace(call.request, input_ids=array("i", call.request.input_ids))
-        tokens = TokenStream() if call.is_streamed else None
+        request = replace(request, input_ids=array("i", request.input_ids))
+        tokens = TokenStream() if call.stream else None
         with self._preparations.begin(request.request_id) as preparation:
             matcher = await self._matcher(request.sampling.grammar)
         answer = self._scheduler.submit(request, tokens and tokens.put, matcher)
@@ -172,7 +172,7 @@ class EngineServer:
             with contextlib.suppress(EngineUnreachable):  # closed: nothing is sampled any more
                 self._scheduler.abandon(request.request_id, answer)
             raise
-        return _answer(wire.encode_result(request, result))
+        return _answer(generate.encode_result(request, result))
 
     async def _matcher(self, grammar: tuple[str, str] | None) -> Matcher | None:
         """Compile the grammar in a thread, because a large one takes a while."""
@@ -181,64 +181,65 @@ class EngineServer:
         return await asyncio.to_thread(self._grammars.matcher, *grammar)
 
     async def _abort(self, http: web.Request) -> web.Response:
-        request_id = wire.decode_abort(await _json(http))
+        abort = control.Abort.read(await http.read())
+        request_id = None if abort.abort_all else abort.rid
         self._preparations.abort(request_id)
         await asyncio.wrap_future(self._scheduler.abort(request_id))
         return _success("aborted, if it was in flight")
 
     async def _pause(self, http: web.Request) -> web.Response:
-        pause = wire.decode_pause(await _json(http))
+        pause = control.Pause.read(await http.read())
         with self._pushes.hold(pause.push_id):
             await asyncio.wrap_future(self._scheduler.pause(pause.mode))
         return _success(f"paused: {pause.mode}")
 
     async def _continue(self, http: web.Request) -> web.Response:
-        self._pushes.let_go(wire.decode_continue(await _json(http)))
+        self._pushes.let_go(control.Continue.read(await http.read()).push_id)
         await asyncio.wrap_future(self._scheduler.resume())
         return _success("generation goes on")
 
     async def _release_memory(self, http: web.Request) -> web.Response:
-        wire.check_memory(await _json(http), wire.RELEASE_MEMORY)
+        control.Memory.read(await http.read())
         await asyncio.wrap_future(self._scheduler.release_memory())
         return _success("the memory of keys and values is free; requests wait")
 
     async def _resume_memory(self, http: web.Request) -> web.Response:
-        wire.check_memory(await _json(http), wire.RESUME_MEMORY)
+        control.Memory.read(await http.read())
         await asyncio.wrap_future(self._scheduler.resume_memory())
         return _success("generation goes on")
 
     async def _update_from_disk(self, http: web.Request) -> web.Response:
-        return await self._update(wire.decode_disk_update(await _json(http)))
+        return await self._update(control.DiskUpdate.read(await http.read()))
 
     async def _update_from_shared_memory(self, http: web.Request) -> web.Response:
-        return await self._update(wire.decode_shared_memory_update(await _json(http)))
+        return await self._update(control.SharedMemoryUpdate.read(await http.read()))
 
-    async def _update(self, update: WeightUpdate) -> web.Response:
+    async def _update(self, update: control.DiskUpdate | control.SharedMemoryUpdate) -> web.Response:
         """Update in one call. Reading and proving run beside the model thread; only the copy runs in it."""
         self._check_serves()
         async with self._pushes.exclusive():
             weights = await asyncio.to_thread(read_weights, update.weights, self._runner.layout)
-            await self._weights.swap(weights, update.version, flush_cache=update.flush_cache)
-        return _success(f"serving weight version {update.version}")
+            await self._weights.swap(weights, update.weight_version, flush_cache=update.flush_cache)
+        return _success(f"serving weight version {update.weight_version}")
 
     async def _begin_push(self, http: web.Request) -> web.Response:
-        push_id = wire.decode_push(await _json(http), wire.BEGIN_PUSH)
+        push_id = control.Push.read(await http.read()).push_id
         self._check_serves()
         self._pushes.begin(push_id)
         return _success(f"push {push_id} has begun")
 
     async def _send_push(self, http: web.Request) -> web.Response:
-        send = wire.decode_push_send(await _json(http))
+        send = control.PushSend.read(await http.read())
         await self._pushes.send(send.push_id, send.weights)
         return _success(f"push {send.push_id} has its weights; the old version serves until the commit")
 
     async def _commit_push(self, http: web.Request) -> web.Response:
-        commit = wire.decode_push_commit(await _json(http))
-        await self._pushes.commit(commit.push_id, commit.version, flush_cache=commit.flush_cache)
-        return _success(f"serving weight version {commit.version}")
+        commit = control.PushCommit.read(await http.read())
+        await self._pushes.commit(commit.push_id, commit.weight_version, flush_cache=commit.flush_cache)
+        return _success(f"serving weight version {commit.weight_version}")
 
     async def _abort_push(self, http: web.Request) -> web.Response:
-        self._pushes.abort(wire.decode_push(await _json(http), wire.ABORT_PUSH))
+        self._pushes.abort(control.Push.read(await http.read()).push_id)
         return _success("aborted, if it was open")
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -246,7 +247,7 @@ class EngineServer:
         return _answer({})
 
     async def _server_info(self, _: web.Request) -> web.Response:
-        return _answer(wire.encode_info(self._info(), self._scheduler.stats()))
+        return _answer(control.encode_info(self._info(), self._scheduler.stats()))
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self._scheduler.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -326,21 +327,23 @@ async def _stream_answer(
         if not response.prepared:
             await response.prepare(http)
         num_sent += len(chunk.token_ids)
-        await response.write(wire.encode_event(wire.encode_chunk(request.request_id, chunk, num_tokens=num_sent)))
+        await response.write(
+            generate.encode_event(generate.encode_chunk(request.request_id, chunk, num_tokens=num_sent))
+        )
     if not response.prepared:
         answer.result()  # a failure before the first token is answered as usual
         await response.prepare(http)
-    await response.write(_last_event(request, answer, num_sent) + wire.STREAM_END)
+    await response.write(_last_event(request, answer, num_sent) + generate.STREAM_END)
     await response.write_eof()
     return response
 
 
 def _last_event(request: GenerateRequest, answer: asyncio.Future[GenerateResult], num_sent: int) -> bytes:
     try:
-        return wire.encode_event(wire.encode_result(request, answer.result(), num_sent=num_sent))
+        return generate.encode_event(generate.encode_result(request, answer.result(), num_sent=num_sent))
     except EngineError as error:
         status = 400 if isinstance(error, EngineRejected) else 503
-        return wire.encode_event(wire.encode_failure(wire.Failure(message=str(error), status=status)))
+        return generate.encode_event(fields.encode_failure(str(error), status))
 
 
 @web.middleware
@@ -370,11 +373,6 @@ def _not_served(request: web.Request, error: web.HTTPException) -> str:
     return message
 
 
-async def _json(http: web.Request) -> object:
-    """The fields of a body. A request without one, as from `curl -X POST`, has none."""
-    return decode_json(await http.read()) if http.can_read_body else {}
-
-
 def _answer(body: dict[str, Any], status: int = 200) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type="application/json")
 
@@ -384,4 +382,4 @@ def _success(message: str) -> web.Response:
 
 
 def _failure(message: str, status: int) -> web.Response:
-    return _answer(wire.encode_failure(wire.Failure(message=message, status=status)), status=status)
+    return _answer(fields.encode_failure(message, status), status=status)

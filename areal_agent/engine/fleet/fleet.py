@@ -15,12 +15,10 @@ Keepers start with the first call; `aclose` ends them.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Self, TypeVar
 
-from areal_agent.engine.fleet.keeper import Due, Keeper, Standard
+from areal_agent.engine.fleet.keeper import Keeper
 from areal_agent.engine.fleet.member import (
     FleetView,
     Member,
@@ -30,156 +28,19 @@ from areal_agent.engine.fleet.member import (
     Roster,
     Router,
     Versions,
+    ask_all,
     check_model,
 )
 from areal_agent.engine.fleet.pushes import FleetPushes
 from areal_agent.engine.fleet.relay import Relay
-from areal_agent.engine.wire import EngineStats
+from areal_agent.engine.wire.control import EngineStats
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, ServerRefused
 from areal_agent.types import EngineInfo, GenerateRequest, GenerateResult, PauseMode, TokenChunk, Weights, WeightVersion
-
-T = TypeVar("T")
-
 
 DRAIN_S = 30.0
 """Requests at a server that is being removed may take this long to end before they move."""
 
 IDLE_POLL_S = 0.2
-
-
-class Membership:
-    """Changes the roster as servers come and go. It owns the tasks of the keepers and of the servers that leave."""
-
-    def __init__(
-        self, roster: Roster, standard: Standard, connect: Callable[[str], MemberEngine], patience: Patience
-    ) -> None:
-        self._roster = roster
-        self._standard = standard
-        self._connect = connect
-        self._patience = patience
-        self._keepers: dict[str, asyncio.Task[None]] = {}  # by URL
-        self._leaving: set[asyncio.Task[None]] = set()
-        self._view: FleetView | None = None  # the last view received from another process
-        self._is_closed = False
-
-    def keep(self) -> None:
-        """Start a keeper for every server that has none."""
-        for member in self._roster.members if not self._is_closed else ():
-            if member.url not in self._keepers and member.state in (MemberState.SERVING, MemberState.QUARANTINED):
-                keeper = Keeper(member, self._roster, self._standard, self._patience)
-                self._keepers[member.url] = asyncio.create_task(keeper.run(), name=f"keeper of {member.url}")
-
-    async def add(self, url: str) -> None:
-        """Add a server. Raises ServerRefused, EngineUnreachable, or WeightUpdateError if it cannot get the weights."""
-        member = Member(engine=self._connect(url), state=MemberState.CATCHING_UP, reason="it is being added")
-        known = self._roster.find(member.url)
-        if known is not None:
-            await member.engine.aclose()
-            is_leaving = known.state is MemberState.LEAVING
-            how = "is being removed; add it again once it is gone" if is_leaving else "is one of the servers already"
-            raise ServerRefused(f"{member.url} {how}", code="known_server")
-        self._roster.enter(member)
-        try:
-            keeper = Keeper(member, self._roster, self._standard, self._patience)
-            await member.ask(lambda _: keeper.bring_back(is_new=True))  # a removal cancels it
-        except BaseException as error:
-            self._roster.forget(member)
-            await member.engine.aclose()
-            if isinstance(error, TimeoutError):
-                raise EngineUnreachable(f"{member.url} does not answer; is it running? see its log") from None
-            raise
-        self.keep()
-
-    async def remove(self, url: str, drain_s: float = DRAIN_S) -> None:
-        """Remove a server once no push is in progress. It leaves even if this call is cancelled.
-
-        Raises ServerRefused when it is not one of the servers, or the last one.
-        """
-        await self._standard.settled()
-        member = self._roster.find(url.rstrip("/"))
-        if member is None or member.state is MemberState.LEAVING:
-            known = ", ".join(member.url for member in self._roster.members)
-            raise ServerRefused(f"{url!r} is not one of the servers: {known}", code="unknown_server")
-        self._require_another(member)
-        await asyncio.shield(self._leave(member, drain_s))
-
-    def follow(self, view: FleetView) -> None:
-        """Apply what another process reports about the servers."""
-        self._view = view
-        for url in (*view.serving, *view.out):
-            if self._roster.find(url) is None:
-                self._roster.enter(
-                    Member(engine=self._connect(url), state=MemberState.QUARANTINED, reason="it has just joined")
-                )
-        for member in self._roster.members:
-            member.is_loading = view.is_loading
-            if member.url in view.out and member.state is MemberState.SERVING:
-                self._roster.fall(member, view.out[member.url], is_lost=True)
-            elif member.url in view.serving and member.state is MemberState.QUARANTINED:
-                member.looked_after.set()
-            elif member.url not in (*view.serving, *view.out) and member.state is not MemberState.LEAVING:
-                self._leave(member, DRAIN_S)
-        self.keep()
-
-    def require_in(self, url: str, version: WeightVersion) -> None:
-        """Raise EngineUnreachable if another process reports that this server is out, or should have other weights."""
-        if self._view is None:
-            return
-        if url in self._view.out:
-            raise EngineUnreachable(f"{url} is out: {self._view.out[url]}")
-        if self._view.versions and str(version) not in self._view.versions:
-            raise EngineUnreachable(f"{url} serves version {version}, which is not the version served here")
-
-    async def aclose(self) -> None:
-        """End the tasks and close the connections. Calling it again does nothing."""
-        self._is_closed = True
-        tasks = {*self._keepers.values(), *self._leaving}
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
-        await asyncio.gather(*(member.engine.aclose() for member in self._roster.members))
-
-    # ------------------------------------------------------------------------------------------- internals
-
-    def _require_another(self, member: Member) -> None:
-        others = [one for one in self._roster.members if one is not member and one.state is not MemberState.LEAVING]
-        if not others:
-            raise ServerRefused(f"{member.url} is the only server; add another one first", code="last_server")
-        if member.state is MemberState.SERVING and self._roster.serving == [member]:
-            how = "; ".join(f"{one.url} is {one.state}: {one.reason}" for one in others)
-            raise ServerRefused(
-                f"{member.url} is the only server that serves ({how}); add another one first", code="last_server"
-            )
-
-    def _leave(self, member: Member, drain_s: float) -> asyncio.Task[None]:
-        drain_s = drain_s if member.state is MemberState.SERVING else 0.0
-        self._roster.leave(member)
-        task = asyncio.create_task(self._let_go(member, drain_s), name=f"leaving of {member.url}")
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
-        return task
-
-    async def _let_go(self, member: Member, drain_s: float) -> None:
-        keeper = self._keepers.pop(member.url, None)
-        if keeper is not None:
-            keeper.cancel()
-            await asyncio.wait({keeper})
-        with contextlib.suppress(TimeoutError, EngineError):
-            async with asyncio.timeout(drain_s):
-                await self._roster.until_idle(member)
-                await _until_nobody_uses(member.engine)
-        member.take_away_all("is being removed")
-        self._roster.forget(member)
-        await member.engine.aclose()
-        if self._view is not None:  # the server may have joined again meanwhile
-            self.follow(self._view)
-
-
-async def _until_nobody_uses(engine: MemberEngine) -> None:
-    """Wait for the requests of other processes as well."""
-    while (stats := await engine.stats()).num_running + stats.num_queued:  # noqa: ASYNC110 (a server tells nobody)
-        await asyncio.sleep(IDLE_POLL_S)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,16 +52,6 @@ class MemberReport:
     reason: str  # why it does not serve
     version: WeightVersion | None
     num_requests: int
-
-    @classmethod
-    def of(cls, member: Member) -> Self:
-        return cls(
-            url=member.url,
-            state=member.state,
-            reason=member.reason,
-            version=member.version,
-            num_requests=member.num_requests,
-        )
 
 
 class Fleet:
@@ -221,12 +72,16 @@ class Fleet:
     ) -> None:
         self._patience = patience or Patience()
         self._streams_alone = streams_alone
-        self._roster = Roster([Member(engine=connect(url)) for url in urls], router)
+        self._connect = connect
+        self.roster = Roster([Member(engine=connect(url)) for url in urls], router)
         self._versions = Versions(self._patience.probe_timeout_s)
-        self._pushes = FleetPushes(self._roster, self._versions, self._patience)
-        self._membership = Membership(self._roster, self, connect, self._patience)
+        self.pushes = FleetPushes(self.roster, self._versions, self._patience)
         self._relays: dict[str, Relay] = {}  # by request id
         self._info: EngineInfo | None = None
+        self._keepers: dict[str, asyncio.Task[None]] = {}  # by URL
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._view: FleetView | None = None  # the last view received from another process
+        self._is_closed = False
 
     # ------------------------------------------------------------------------------------ protocols.Engine
 
@@ -238,11 +93,11 @@ class Fleet:
         Each token has the version that sampled it. A seed survives such a move if the draw at a position depends only
         on seed and position: with embedded engines, and with SGLang's under `--enable-deterministic-inference`.
         """
-        self._membership.keep()
+        self._keep()
         if request.request_id in self._relays:
             raise EngineRejected(f"a request {request.request_id!r} is in flight; give every request an id of its own")
         relay = self._relays[request.request_id] = Relay(
-            request, on_chunk, self._roster, self._versions, self._patience, self._streams_alone
+            request, on_chunk, self.roster, self._versions, self._patience, self._streams_alone
         )
         try:
             return await relay.run()
@@ -259,47 +114,46 @@ class Fleet:
         if mode is PauseMode.ABORT:
             for relay in self._relays.values():
                 relay.abort_soon()
-        await self._pushes.pause(mode)
+        await self.pushes.pause(mode)
 
     async def resume(self) -> None:
-        await self._pushes.resume()
+        await self.pushes.resume()
 
     async def begin_push(self, push_id: str) -> None:
         """Open a push. Waits for a serving server if there is none."""
-        self._membership.keep()
-        await self._pushes.begin(push_id)
+        self._keep()
+        await self.pushes.begin(push_id)
 
     async def send_push(self, push_id: str, weights: Weights) -> None:
-        await self._pushes.send(push_id, weights)
+        await self.pushes.send(push_id, weights)
 
     async def commit_push(self, push_id: str, version: WeightVersion) -> None:
         """Switch to the new weights. Done when one server serves them; others stop serving until they do too."""
-        await self._pushes.commit(push_id, version)
+        await self.pushes.commit(push_id, version)
 
     async def abort_push(self, push_id: str) -> None:
-        await self._pushes.abort(push_id)
+        await self.pushes.abort(push_id)
 
     # -------------------------------------------------------------------------------------- what it serves
 
-    async def load(self, model: Path, version: WeightVersion) -> None:
-        """Make all servers serve a Hugging Face folder as `version`, whatever they served before."""
-        await self._pushes.load(model, version)
-
-    def begin_with(self, model: Path, version: WeightVersion) -> None:
-        """State that all servers were started with this folder. Returning servers get it until there is a push."""
-        self._pushes.begin_with(model, version)
-
     async def wait_ready(self, timeout_s: float) -> None:
         """Wait until all servers serve. Raises EngineUnreachable when one does not within `timeout_s`."""
-        waits = (member.engine.wait_ready(timeout_s) for member in self._roster.members)
+        waits = (member.engine.wait_ready(timeout_s) for member in self.roster.members)
         for failure in await asyncio.gather(*waits, return_exceptions=True):
             if failure is not None:
                 raise failure
 
     async def info(self) -> EngineInfo:
         """Return what holds for all servers that answer. Raises EngineRejected when they serve different models."""
-        self._membership.keep()
-        infos = await self._ask_serving(lambda engine: engine.info())
+        self._keep()
+        members = await self.roster.wait_for_some(self._patience.wait_s)
+        infos, failures = await ask_all(members, lambda engine: engine.info())
+        for member, error in failures.items():
+            if not isinstance(error, EngineUnreachable):
+                raise error
+            self.roster.fall(member, str(error))
+        if not infos:
+            raise next(iter(failures.values()))
         if len({info.vocab_size for info in infos.values()}) > 1:
             models = ", ".join(sorted({info.model_path for info in infos.values()}))
             raise EngineRejected(f"the servers of one engine serve different models: {models}; start them with one")
@@ -315,31 +169,30 @@ class Fleet:
 
     async def stats(self) -> EngineStats:
         """Return the sums over all servers that answer soon, and the state of the fleet."""
-        serving = self._roster.serving
+        serving = self.roster.serving
         told = [one for one in await asyncio.gather(*map(self._stats_of, serving)) if one is not None]
         return EngineStats(
             num_running=sum(one.num_running for one in told),
             num_queued=sum(one.num_queued for one in told),
-            busy_s=told[0].busy_s if len(told) == len(self._roster.members) == 1 else None,
+            busy_s=told[0].busy_s if len(told) == len(self.roster.members) == 1 else None,
             generated_tokens=None,
             weight_version=self._version(),
             num_serving=len(serving),
-            num_out=len(self._roster.members) - len(serving),
-            num_moves=self._roster.num_moves,
+            num_out=len(self.roster.members) - len(serving),
+            num_moves=self.roster.num_moves,
         )
 
     def report(self) -> tuple[MemberReport, ...]:
         """Report the state of every server; the requests counted are those of this fleet."""
-        return tuple(map(MemberReport.of, self._roster.members))
+        return tuple(_report(member, member.num_requests) for member in self.roster.members)
 
     async def survey(self) -> tuple[MemberReport, ...]:
         """Report like `report`, but count all requests of each server that answers soon, including other processes'."""
-        members = self._roster.members
+        members = self.roster.members
         told = await asyncio.gather(*map(self._stats_of, members))
-        reports = map(MemberReport.of, members)
         return tuple(
-            report if stats is None else replace(report, num_requests=stats.num_running + stats.num_queued)
-            for report, stats in zip(reports, told, strict=True)
+            _report(member, member.num_requests if stats is None else stats.num_running + stats.num_queued)
+            for member, stats in zip(members, told, strict=True)
         )
 
     # ------------------------------------------------------------------------------------- joining, leaving
@@ -350,76 +203,131 @@ class Fleet:
         Raises ServerRefused if it is one of the servers already or has another model, and EngineUnreachable or
         WeightUpdateError if it cannot serve.
         """
-        await self._membership.add(url)
+        member = Member(engine=self._connect(url), state=MemberState.CATCHING_UP, reason="it is being added")
+        known = self.roster.find(member.url)
+        if known is not None:
+            await member.engine.aclose()
+            is_leaving = known.state is MemberState.LEAVING
+            how = "is being removed; add it again once it is gone" if is_leaving else "is one of the servers already"
+            raise ServerRefused(f"{member.url} {how}", code="known_server")
+        self.roster.enter(member)
+        try:
+            keeper = self._keeper_of(member)
+            await member.ask(lambda _: keeper.bring_back(is_new=True))  # a removal cancels it
+        except BaseException as error:
+            self.roster.forget(member)
+            await member.engine.aclose()
+            if isinstance(error, TimeoutError):
+                raise EngineUnreachable(f"{member.url} does not answer; is it running? see its log") from None
+            raise
+        self._keep()
 
     async def remove(self, url: str, drain_s: float = DRAIN_S) -> None:
-        """Remove a server. Its requests end there within `drain_s`, or continue elsewhere.
+        """Remove a server once no push is in progress. Its requests end there within `drain_s`, or continue elsewhere.
 
-        Raises ServerRefused when it is not one of the servers, or the last one.
+        It leaves even if this call is cancelled. Raises ServerRefused for the last server, or one that is unknown.
         """
-        await self._membership.remove(url, drain_s)
+        await self.pushes.settled()
+        member = self.roster.find(url.rstrip("/"))
+        if member is None or member.state is MemberState.LEAVING:
+            known = ", ".join(member.url for member in self.roster.members)
+            raise ServerRefused(f"{url!r} is not one of the servers: {known}", code="unknown_server")
+        self._require_another(member)
+        await asyncio.shield(self._leave(member, drain_s))
 
     def view(self) -> FleetView:
         """Return what other processes with a fleet of the same servers need to know."""
-        members = [member for member in self._roster.members if member.state is not MemberState.LEAVING]
+        members = [member for member in self.roster.members if member.state is not MemberState.LEAVING]
         return FleetView(
             serving=tuple(member.url for member in members if member.state is MemberState.SERVING),
             out={member.url: member.reason for member in members if member.state is not MemberState.SERVING},
-            versions=tuple(map(str, self._pushes.served)),
-            is_loading=self._pushes.is_loading,
+            versions=tuple(map(str, self.pushes.served)),
+            is_loading=self.pushes.is_loading,
         )
-
-    async def changed(self) -> None:
-        """Wait until `view` may have changed."""
-        await self._roster.changed()
 
     def follow(self, view: FleetView) -> None:
         """Apply what the process that pushes reports about the servers and their weights."""
+        self._view = view
         for version in view.versions:
             self._versions.begin(WeightVersion.parse(version))
-        self._membership.follow(view)
+        for url in (*view.serving, *view.out):
+            if self.roster.find(url) is None:
+                self.roster.enter(
+                    Member(engine=self._connect(url), state=MemberState.QUARANTINED, reason="it has just joined")
+                )
+        for member in self.roster.members:
+            member.is_loading = view.is_loading
+            if member.url in view.out and member.state is MemberState.SERVING:
+                self.roster.fall(member, view.out[member.url], is_lost=True)
+            elif member.url in view.serving and member.state is MemberState.QUARANTINED:
+                member.looked_after.set()
+            elif member.url not in (*view.serving, *view.out) and member.state is not MemberState.LEAVING:
+                self._leave(member, DRAIN_S)
+        self._keep()
 
     async def aclose(self) -> None:
-        """End the keepers and close the connections. Calling it again does nothing."""
-        await self._membership.aclose()
-
-    # --------------------------------------------------------------------------------------------- Standard
-
-    @property
-    def due(self) -> Due | None:
-        return self._pushes.due
-
-    @property
-    def is_changing(self) -> bool:
-        return self._pushes.is_changing
-
-    async def settled(self) -> None:
-        await self._pushes.settled()
-
-    def check(self, url: str, info: EngineInfo) -> None:
-        self._membership.require_in(url, info.weight_version)
-        if self._info is not None:
-            check_model(url, info, self._info)
+        """End the tasks and close the connections. Calling it again does nothing."""
+        self._is_closed = True
+        tasks = {*self._keepers.values(), *self._leaving}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await asyncio.gather(*(member.engine.aclose() for member in self.roster.members))
 
     # ------------------------------------------------------------------------------------------- internals
 
-    async def _ask_serving(self, call: Callable[[MemberEngine], Coroutine[Any, Any, T]]) -> dict[Member, T]:
-        """Ask all serving servers. One that does not answer is quarantined; if none answers, its error is raised."""
-        members = await self._roster.wait_for_some(self._patience.wait_s)
-        results = await asyncio.gather(*(member.ask(call) for member in members), return_exceptions=True)
-        answers: dict[Member, T] = {}
-        failure: BaseException | None = None
-        for member, result in zip(members, results, strict=True):
-            if not isinstance(result, BaseException):
-                answers[member] = result
-                continue
-            failure = result
-            if not isinstance(result, EngineUnreachable):
-                raise result
-            self._roster.fall(member, str(result))
-        if not answers and failure is not None:
-            raise failure
-        return answers
+    def _keep(self) -> None:
+        """Start a keeper for every server that has none."""
+        for member in self.roster.members if not self._is_closed else ():
+            if member.url not in self._keepers and member.state in (MemberState.SERVING, MemberState.QUARANTINED):
+                keeper = self._keeper_of(member)
+                self._keepers[member.url] = asyncio.create_task(keeper.run(), name=f"keeper of {member.url}")
+
+    def _keeper_of(self, member: Member) -> Keeper:
+        return Keeper(member, self.roster, self.pushes, self._check, self._patience)
+
+    def _check(self, url: str, info: EngineInfo) -> None:
+        """Raise EngineError if another process reports that this server is out, or if it has other weights or model."""
+        if self._view is not None and url in self._view.out:
+            raise EngineUnreachable(f"{url} is out: {self._view.out[url]}")
+        if self._view is not None and self._view.versions and str(info.weight_version) not in self._view.versions:
+            raise EngineUnreachable(f"{url} serves version {info.weight_version}, which is not the version served here")
+        if self._info is not None:
+            check_model(url, info, self._info)
+
+    def _require_another(self, member: Member) -> None:
+        others = [one for one in self.roster.members if one is not member and one.state is not MemberState.LEAVING]
+        if not others:
+            raise ServerRefused(f"{member.url} is the only server; add another one first", code="last_server")
+        if member.state is MemberState.SERVING and self.roster.serving == [member]:
+            how = "; ".join(f"{one.url} is {one.state}: {one.reason}" for one in others)
+            raise ServerRefused(
+                f"{member.url} is the only server that serves ({how}); add another one first", code="last_server"
+            )
+
+    def _leave(self, member: Member, drain_s: float) -> asyncio.Task[None]:
+        drain_s = drain_s if member.state is MemberState.SERVING else 0.0
+        self.roster.leave(member)
+        task = asyncio.create_task(self._let_go(member, drain_s), name=f"leaving of {member.url}")
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
+        return task
+
+    async def _let_go(self, member: Member, drain_s: float) -> None:
+        keeper = self._keepers.pop(member.url, None)
+        if keeper is not None:
+            keeper.cancel()
+            await asyncio.wait({keeper})
+        with contextlib.suppress(TimeoutError, EngineError):
+            async with asyncio.timeout(drain_s):
+                await self.roster.until_idle(member)
+                await _until_nobody_uses(member.engine)
+        member.take_away_all("is being removed")
+        self.roster.forget(member)
+        await member.engine.aclose()
+        if self._view is not None:  # the server may have joined again meanwhile
+            self.follow(self._view)
 
     async def _stats_of(self, member: Member) -> EngineStats | None:
         """Return None when the server does not answer soon."""
@@ -430,6 +338,18 @@ class Fleet:
 
     def _version(self) -> WeightVersion:
         """Return the version that serves, as far as is known."""
-        if self._pushes.due is not None:
-            return self._pushes.due.version
-        return min((member.version for member in self._roster.serving if member.version), default=WeightVersion())
+        if self.pushes.due is not None:
+            return self.pushes.due.version
+        return min((member.version for member in self.roster.serving if member.version), default=WeightVersion())
+
+
+async def _until_nobody_uses(engine: MemberEngine) -> None:
+    """Wait for the requests of other processes as well."""
+    while (stats := await engine.stats()).num_running + stats.num_queued:  # noqa: ASYNC110 (a server tells nobody)
+        await asyncio.sleep(IDLE_POLL_S)
+
+
+def _report(member: Member, num_requests: int) -> MemberReport:
+    return MemberReport(
+        url=member.url, state=member.state, reason=member.reason, version=member.version, num_requests=num_requests
+    )

@@ -4,15 +4,6 @@ serving       The server is probed every few seconds. An error means that it is 
               once it has neither answered nor sampled a token for `hung_after_s`; a slow server is left alone.
 quarantined   The server is probed again and again. When it answers it is verified and given the weights that are due.
               Then it serves, unless a push is in progress: then after the push, with the weights that are due by then.
-
-`bring_to` gives a server the weights that are due:
-
-    label right ──────────────────────────────▶ it may serve
-    label wrong ──▶ load, or push to it alone ──▶ label read back ──▶ it may serve
-                       └─ if it is ahead, a model is loaded as 0:0 before the push, as versions only go up
-
-Weights in shared memory may have been overwritten by newer ones meanwhile: then the push fails its checksum, and the
-server gets the newer weights at the next attempt.
 """
 
 import asyncio
@@ -20,92 +11,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
-from areal_agent.engine.fleet.member import Member, MemberEngine, MemberState, Patience, Roster
-from areal_agent.errors import EngineError, EngineUnreachable, WeightUpdateError
-from areal_agent.types import EngineInfo, PauseMode, Weights, WeightVersion
+from areal_agent.engine.fleet.member import Member, MemberState, Patience, Roster
+from areal_agent.engine.fleet.pushes import Due, FleetPushes, bring_to
+from areal_agent.errors import EngineError, EngineUnreachable
+from areal_agent.types import EngineInfo
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Due:
-    """The version that every server has to serve, and its weights: a model's folder, or the push `push_id`."""
-
-    version: WeightVersion
-    source: Path | Weights | None  # None: unknown
-    push_id: str = ""
-    base: Path | None = None  # a model folder that a push may start from; None: the one that a server was started with
-
-
-async def bring_to(engine: MemberEngine, due: Due, *, is_label_believed: bool = True) -> None:
-    """Make the server serve these weights. Raises EngineError if it does not."""
-    info = await engine.info()
-    served = info.weight_version
-    if served == due.version and (is_label_believed or due.source is None) and await engine.health():
-        await engine.resume()  # an interrupted push may have left it paused
-        return
-    match due.source:
-        case None:
-            raise WeightUpdateError(
-                f"{engine.base_url} serves version {served}, but {due.version} is due, and this fleet has no weights "
-                "of that; start it with those, or wait for the next push"
-            )
-        case Path() as model:
-            await engine.load(model, due.version)
-        case weights:
-            if served >= due.version:
-                await engine.load(due.base or Path(info.model_path), WeightVersion())
-            await _push(engine, due.push_id, weights, due.version)
-    await require_version(engine, due.version)
-    if not await engine.health():
-        raise EngineUnreachable(f"{engine.base_url} does not serve after it was given version {due.version}")
-
-
-async def require_version(engine: MemberEngine, version: WeightVersion) -> None:
-    """Read the label back. Raises WeightUpdateError when it is another."""
-    served = (await engine.info()).weight_version
-    if served != version:
-        raise WeightUpdateError(f"{engine.base_url} reports that it serves {served} after a push of {version}")
-
-
-async def _push(engine: MemberEngine, push_id: str, weights: Weights, version: WeightVersion) -> None:
-    """Push to this server alone. After a failure it stays paused, because it may serve the wrong weights."""
-    try:
-        await engine.begin_push(push_id)
-        await engine.send_push(push_id, weights)
-        await engine.pause(PauseMode.RETRACT)
-        await engine.commit_push(push_id, version)
-        await engine.resume()
-    except BaseException:
-        with contextlib.suppress(EngineError):
-            await engine.abort_push(push_id)
-        raise
-
-
-class Standard(Protocol):
-    """The fleet's requirements on a server."""
-
-    @property
-    def due(self) -> Due | None:
-        """The weights that are due; None if other processes push and this fleet only watches."""
-        ...
-
-    @property
-    def is_changing(self) -> bool:
-        """True during a push or a pause: no server joins meanwhile, and labels may differ."""
-        ...
-
-    async def settled(self) -> None:
-        """Wait until no push or pause is in progress."""
-        ...
-
-    def check(self, url: str, info: EngineInfo) -> None:
-        """Raise ServerRefused for another model than the fleet's, and EngineUnreachable for a server that is out."""
-        ...
 
 
 class Keeper:
@@ -115,13 +27,16 @@ class Keeper:
         self,
         member: Member,
         roster: Roster,
-        standard: Standard,
+        pushes: FleetPushes,
+        check: Callable[[str, EngineInfo], None],
         patience: Patience,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`check` raises EngineError for a server that must not serve."""
         self._member = member
         self._roster = roster
-        self._standard = standard
+        self._pushes = pushes
+        self._check = check
         self._patience = patience
         self._now = now
         self._looked_s = now()  # when the server's state was last observed
@@ -148,16 +63,16 @@ class Keeper:
         """
         self._roster.catch_up(self._member)
         while True:
-            await self._standard.settled()
-            due, info = self._standard.due, await self._info()
-            self._standard.check(self._member.url, info)
+            await self._pushes.settled()
+            due, info = self._pushes.due, await self._info()
+            self._check(self._member.url, info)
             if due is None:
                 await self._require_health()
             else:
                 await bring_to(self._member.engine, due, is_label_believed=not is_new)
-            if not self._standard.is_changing and self._standard.due is due:
+            if not self._pushes.is_changing and self._pushes.due is due:
                 break
-        self._standard.check(self._member.url, info)  # another process may have reported something meanwhile
+        self._check(self._member.url, info)  # another process may have reported something meanwhile
         self._member.version = info.weight_version if due is None else due.version
         self._hear()
         self._roster.serve(self._member)
@@ -174,7 +89,7 @@ class Keeper:
     # -------------------------------------------------------------------------------------------- serving
 
     async def _probe(self) -> None:
-        due, is_settled = self._standard.due, not self._standard.is_changing
+        due, is_settled = self._pushes.due, not self._pushes.is_changing
         try:
             info = await self._info()
             await self._require_health()
@@ -186,7 +101,7 @@ class Keeper:
                 self._roster.fall(self._member, str(error))
             return
         self._hear()
-        if is_settled and not self._standard.is_changing and self._standard.due is due:
+        if is_settled and not self._pushes.is_changing and self._pushes.due is due:
             self._judge_label(info, due)
 
     def _hear(self) -> None:

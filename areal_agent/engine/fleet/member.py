@@ -20,8 +20,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from areal_agent.engine.wire import EngineStats
-from areal_agent.errors import EngineUnreachable, ServerRefused
+from areal_agent.engine.wire.control import EngineStats
+from areal_agent.errors import EngineError, EngineUnreachable, ServerRefused
 from areal_agent.process import count_cancellations
 from areal_agent.protocols import Engine
 from areal_agent.section import Section
@@ -187,6 +187,23 @@ class Member:
         """Take away all calls, so that nobody waits for this server any more."""
         for call in self._calls:
             call.take_away(f"{self.url} {why}")
+
+
+async def ask_all(
+    members: Sequence[Member], call: Callable[[MemberEngine], Coroutine[Any, Any, T]]
+) -> tuple[dict[Member, T], dict[Member, EngineError]]:
+    """Ask all, and wait for each. Return the answers, and the failures; errors other than EngineError are raised."""
+    results = await asyncio.gather(*(member.ask(call) for member in members), return_exceptions=True)
+    answers: dict[Member, T] = {}
+    failures: dict[Member, EngineError] = {}
+    for member, result in zip(members, results, strict=True):
+        if isinstance(result, EngineError):
+            failures[member] = result
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            answers[member] = result
+    return answers, failures
 
 
 BLOCK_TOKENS = 64

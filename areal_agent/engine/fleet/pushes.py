@@ -4,6 +4,15 @@
       └─ a server that fails at a step is quarantined; if all fail, the push fails and the old version keeps serving
 
 Participants are fixed at the beginning: no server joins before the end. The version committed last is the one due.
+
+`bring_to` gives a server the weights that are due:
+
+    label right ──────────────────────────────▶ it may serve
+    label wrong ──▶ load, or push to it alone ──▶ label read back ──▶ it may serve
+                       └─ if it is ahead, a model is loaded as 0:0 before the push, as versions only go up
+
+Weights in shared memory may have been overwritten by newer ones meanwhile: then the push fails its checksum, and the
+server gets the newer weights at the next attempt.
 """
 
 import asyncio
@@ -13,10 +22,64 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_agent.engine.fleet.keeper import Due, require_version
-from areal_agent.engine.fleet.member import Member, MemberEngine, MemberState, Patience, Roster, Versions
+from areal_agent.engine.fleet.member import Member, MemberEngine, MemberState, Patience, Roster, Versions, ask_all
 from areal_agent.errors import EngineError, EnginesGone, EngineUnreachable, PushConflict, WeightUpdateError
 from areal_agent.types import PauseMode, Weights, WeightVersion
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Due:
+    """The version that every server has to serve, and its weights: a model's folder, or the push `push_id`."""
+
+    version: WeightVersion
+    source: Path | Weights | None  # None: unknown
+    push_id: str = ""
+    base: Path | None = None  # a model folder that a push may start from; None: the one that a server was started with
+
+
+async def bring_to(engine: MemberEngine, due: Due, *, is_label_believed: bool = True) -> None:
+    """Make the server serve these weights. Raises EngineError if it does not."""
+    info = await engine.info()
+    served = info.weight_version
+    if served == due.version and (is_label_believed or due.source is None) and await engine.health():
+        await engine.resume()  # an interrupted push may have left it paused
+        return
+    match due.source:
+        case None:
+            raise WeightUpdateError(
+                f"{engine.base_url} serves version {served}, but {due.version} is due, and this fleet has no weights "
+                "of that; start it with those, or wait for the next push"
+            )
+        case Path() as model:
+            await engine.load(model, due.version)
+        case weights:
+            if served >= due.version:
+                await engine.load(due.base or Path(info.model_path), WeightVersion())
+            await _push(engine, due.push_id, weights, due.version)
+    await require_version(engine, due.version)
+    if not await engine.health():
+        raise EngineUnreachable(f"{engine.base_url} does not serve after it was given version {due.version}")
+
+
+async def require_version(engine: MemberEngine, version: WeightVersion) -> None:
+    """Read the label back. Raises WeightUpdateError when it is another."""
+    served = (await engine.info()).weight_version
+    if served != version:
+        raise WeightUpdateError(f"{engine.base_url} reports that it serves {served} after a push of {version}")
+
+
+async def _push(engine: MemberEngine, push_id: str, weights: Weights, version: WeightVersion) -> None:
+    """Push to this server alone. After a failure it stays paused, because it may serve the wrong weights."""
+    try:
+        await engine.begin_push(push_id)
+        await engine.send_push(push_id, weights)
+        await engine.pause(PauseMode.RETRACT)
+        await engine.commit_push(push_id, version)
+        await engine.resume()
+    except BaseException:
+        with contextlib.suppress(EngineError):
+            await engine.abort_push(push_id)
+        raise
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,7 +125,7 @@ class FleetPushes:
         """Make all servers load a folder. Raises EngineError when one does not."""
         members = self._roster.members
         with self._loading(members):
-            failures = await self._ask(members, lambda engine: engine.load(model, version))
+            _, failures = await ask_all(members, lambda engine: engine.load(model, version))
         if failures:
             raise next(iter(failures.values()))
         self.begin_with(model, version)
@@ -121,7 +184,7 @@ class FleetPushes:
     async def abort(self, push_id: str) -> None:
         """Forget a push, even one that failed. A push that is not open is no error, nor is a server that is gone."""
         members = self._taking_part if self.is_changing else self._roster.serving
-        await self._ask(members, lambda engine: _abort(engine, push_id, self._patience.abort_s))
+        await ask_all(members, lambda engine: _abort(engine, push_id, self._patience.abort_s))
         if self._push is not None and self._push.id == push_id:
             self._push = None
             self._settle()
@@ -136,7 +199,8 @@ class FleetPushes:
 
     async def resume(self) -> None:
         """Resume all participants. A server that does not answer is quarantined."""
-        for member, error in (await self._ask(self._present(), lambda engine: engine.resume())).items():
+        _, failures = await ask_all(self._present(), lambda engine: engine.resume())
+        for member, error in failures.items():
             self._roster.fall(member, f"it did not resume after a pause: {error}", is_lost=True)
         self._paused = None
         if self._push is None or self._push.is_committed:
@@ -176,15 +240,12 @@ class FleetPushes:
             raise WeightUpdateError(str(error)) from error
 
     async def _newest(self, members: Sequence[Member]) -> WeightVersion:
-        async def learn(engine: MemberEngine) -> None:
-            versions.append((await engine.info()).weight_version)
-
-        versions: list[WeightVersion] = []
-        for member, error in (await self._ask(members, learn)).items():
+        infos, failures = await ask_all(members, lambda engine: engine.info())
+        for member, error in failures.items():
             self._roster.fall(member, str(error))
-        if not versions:
+        if not infos:
             raise WeightUpdateError("no server reports which version it serves; see their logs")
-        return max(versions)
+        return max(info.weight_version for info in infos.values())
 
     def _present(self) -> list[Member]:
         """Return the participants that still serve; without a push or a pause, all serving servers."""
@@ -198,26 +259,13 @@ class FleetPushes:
         none answers any more.
         """
         members = self._present()
-        failures = await self._ask(members, call)
+        _, failures = await ask_all(members, call)
         has_failed = len(failures) == len(members)
         for member, error in failures.items():
             if not has_failed or isinstance(error, EngineUnreachable) or not await member.engine.health():
                 self._roster.fall(member, f"{what} failed: {error}", is_lost=True)
         if has_failed:
             raise _failure_of_all(what, failures)
-
-    async def _ask(
-        self, members: Sequence[Member], call: Callable[[MemberEngine], Coroutine[Any, Any, None]]
-    ) -> dict[Member, EngineError]:
-        """Ask all, and wait for each. Return the failures by member; errors other than EngineError are raised."""
-        results = await asyncio.gather(*(member.ask(call) for member in members), return_exceptions=True)
-        failures: dict[Member, EngineError] = {}
-        for member, result in zip(members, results, strict=True):
-            if isinstance(result, EngineError):
-                failures[member] = result
-            elif result is not None:
-                raise result
-        return failures
 
 
 async def _abort(engine: MemberEngine, push_id: str, timeout_s: float) -> None:

@@ -179,9 +179,8 @@ class Relay:
         self._partial = Partial(request)
         self._is_aborted = False
         self._failures: list[str] = []
-        self._asked: tuple[Member, str, Call[GenerateResult]] | None = (
-            None  # the server that has it, its id there, and the call
-        )
+        # The server that has it, its id there, and the call.
+        self._asked: tuple[Member, str, Call[GenerateResult]] | None = None
 
     async def run(self) -> GenerateResult:
         """Sample to the end. Raises EngineRejected, and EngineUnreachable when it has failed too often."""
@@ -240,7 +239,9 @@ class Relay:
         self._asked = (member, request.request_id, call)
         member.num_requests += 1
         try:
-            watch = take if self._is_watched else None
+            # Streaming is costly, but a watching caller or another server needs the tokens.
+            is_watched = self._on_chunk is not None or self._streams_alone or len(self._roster.members) > 1
+            watch = take if is_watched else None
             return await member.ask(lambda engine: engine.generate(request, watch), call)
         finally:
             self._asked = None
@@ -248,21 +249,14 @@ class Relay:
             if member.state is MemberState.LEAVING:
                 self._roster.ring()
 
-    @property
-    def _is_watched(self) -> bool:
-        """True if tokens are to be streamed. That is costly, but a watching caller or another server needs them."""
-        return self._on_chunk is not None or self._streams_alone or len(self._roster.members) > 1
-
     async def _why_not(self, result: GenerateResult) -> str | None:
         """Return why a result is not the end of the answer; None if it is."""
         if result.finish_reason is FinishReason.ABORT and not self._is_aborted:
             return "it ended the request by itself, as when it shuts down"
         stranger = await self._versions.stranger((*self._partial.spans_before, *result.versions))
-        return (
-            None
-            if stranger is None
-            else f"it sampled with version {stranger.version}, which is not the version served here"
-        )
+        if stranger is None:
+            return None
+        return f"it sampled with version {stranger.version}, which is not the version served here"
 
     async def _move_on(self, member: Member, why: str) -> None:
         """Keep the tokens that another server can continue from. Raises EngineUnreachable if none can."""

@@ -1,6 +1,5 @@
 """The client of one SGLang or vLLM server, as `protocols.Engine`.
 
-`ForeignServer` is what the client needs from a kind of server, and `Dialect` how that kind is asked for a completion.
 A `ServerRequest` is always streamed, because closing its stream removes it from the server at once in any state:
 
     not begun, or held at a pause   close the stream: an abort would be lost (SGLang: and the next one for it, too)
@@ -8,28 +7,24 @@ A `ServerRequest` is always streamed, because closing its stream removes it from
 """
 
 import asyncio
-import contextlib
 import uuid
 from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
-from areal_agent.engine import wire
+from areal_agent.engine.foreign.server import ForeignServer, ServedModel, ServerState, ServerWeights
 from areal_agent.engine.foreign.weight_folders import WeightFolders
-from areal_agent.engine.foreign.weights import Loader, Receiver, Served, ServedModel, ServerWeights
 from areal_agent.engine.limits import check_request
-from areal_agent.engine.transport import Transport, wait_until_healthy
-from areal_agent.engine.wire import EngineStats
-from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
+from areal_agent.engine.transport import wait_until_healthy
+from areal_agent.engine.wire.control import EngineStats
+from areal_agent.errors import EngineError, EngineRejected, WeightUpdateError
 from areal_agent.process import count_cancellations
 from areal_agent.types import (
     EngineInfo,
     FinishReason,
     GenerateRequest,
     GenerateResult,
-    JsonObject,
     PauseMode,
     TokenChunk,
     Weights,
@@ -39,55 +34,15 @@ from areal_agent.types import (
 NOTHING = GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
 """The result of a request that ended before it gave anything."""
 
-_UNTOLD_STATUS = 400  # of a failure in mid-stream that has no status
-
-
-class AnswerReader(Protocol):
-    """Assembles the events of one answer."""
-
-    @property
-    def result(self) -> GenerateResult | None:
-        """The whole answer, once its last event has been read."""
-        ...
-
-    def read(self, fields: JsonObject) -> TokenChunk:
-        """Read one event; return its new tokens, if any.
-
-        Raises WireError if it cannot be read, and an EngineError if the server reports a failure.
-        """
-        ...
-
-
-class Dialect(Protocol):
-    """The requests and answers of one kind of server."""
-
-    @property
-    def path(self) -> str:
-        """The path that requests are posted to."""
-        ...
-
-    def encode(self, request: GenerateRequest, rid: str, label: str) -> dict[str, Any]:
-        """Return the body of a streamed request with the id `rid`. `label` is that of the serving weights."""
-        ...
-
-    def reader(self, request: GenerateRequest) -> AnswerReader:
-        """Return a reader for the events of the request's answer."""
-        ...
-
-    async def abort(self, transport: Transport, rid: str) -> None:
-        """Make the server end a request that has begun."""
-        ...
-
 
 class ServerRequest:
     """One call of `generate`. Its ids at the server have equal lengths, because SGLang aborts ids by prefix."""
 
-    def __init__(self, transport: Transport, dialect: Dialect, request: GenerateRequest) -> None:
+    def __init__(self, server: ForeignServer, request: GenerateRequest) -> None:
         self.rid = uuid.uuid4().hex
-        self._transport = transport
-        self._dialect = dialect
+        self._server = server
         self._request = request
-        self._reader = dialect.reader(request)
+        self._reader = server.reader(request)
         self._reading: asyncio.Task[GenerateResult] | None = None
         self._has_begun = False
         self._is_given_up = False
@@ -113,7 +68,7 @@ class ServerRequest:
     async def abort(self) -> None:
         """End the request: `run` returns what it has."""
         if self._has_begun:
-            await self._dialect.abort(self._transport, self.rid)
+            await self._server.abort(self.rid)
             return
         self._is_given_up = True
         if self._reading is not None:
@@ -122,94 +77,14 @@ class ServerRequest:
     async def _read(
         self, on_chunk: Callable[[TokenChunk], None] | None, admitted: Callable[[], Awaitable[str]]
     ) -> GenerateResult:
-        label = await admitted()
-        splitter = wire.EventSplitter()
-        body = self._dialect.encode(self._request, self.rid, label)
-        async with contextlib.aclosing(self._transport.stream(self._dialect.path, body)) as pieces:
-            async for piece in pieces:
-                for event in splitter.feed(piece):
-                    self._has_begun = True
-                    chunk = self._read_event(event)
-                    if chunk.token_ids and on_chunk is not None:
-                        on_chunk(chunk)
-        if self._reader.result is None:
-            raise EngineUnreachable(
-                f"the answer of {self._transport.base_url}{self._dialect.path} ended before its last event; is the "
-                "engine running? see its log"
-            )
-        return self._reader.result
+        body = self._server.encode(self._request, self.rid, await admitted())
 
-    def _read_event(self, event: bytes) -> TokenChunk:
-        read, path = self._transport.decoded, self._dialect.path
-        body = read(wire.decode_event, path, event)
-        if "error" not in body:
-            return read(self._reader.read, path, body)
-        failure = wire.decode_failure(body, _UNTOLD_STATUS)
-        message = f"{self._transport.base_url}{path} broke off with {failure.status}: {failure.message}"
-        raise EngineRejected(message) if failure.is_refusal else EngineUnreachable(message)
+        def take(chunk: TokenChunk) -> None:
+            self._has_begun = True
+            if on_chunk is not None:
+                on_chunk(chunk)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerState:
-    """A server's report about itself."""
-
-    model: Path  # the model that it was started with
-    served: Served  # the current weights
-    max_context_tokens: int
-    has_grammar: bool
-    applies_adapters: bool = False  # True: every request names them
-
-
-class ForeignServer(Protocol):
-    """One server of some kind. Implementations: `sglang.server.SglangServer`, `vllm.server.VllmServer`.
-
-    Each call raises EngineUnreachable if the server does not answer, or its answer cannot be read.
-    """
-
-    @property
-    def kind(self) -> str:
-        """The name of the server software."""
-        ...
-
-    @property
-    def transport(self) -> Transport:
-        """The connections to the server. The owner of this object closes them."""
-        ...
-
-    @property
-    def dialect(self) -> Dialect:
-        """Asks the server for a completion."""
-        ...
-
-    @property
-    def loader(self) -> Loader:
-        """Makes the server load weights."""
-        ...
-
-    @property
-    def receiver(self) -> Receiver:
-        """Makes the server receive weights from the trainer."""
-        ...
-
-    async def state(self) -> ServerState:
-        """Return what the server reports about itself."""
-        ...
-
-    async def stats(self, version: WeightVersion) -> EngineStats:
-        """Return the load of the server, which serves this version."""
-        ...
-
-    async def probe(self, timeout_s: float) -> None:
-        """Ask something that only a live scheduler answers, paused or not. Raises EngineError."""
-        ...
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling. With `wait`, this client's requests have ended before."""
-        ...
-
-    async def resume(self) -> None:
-        """Continue sampling."""
-        ...
+        return await self._server.transport.answer(self._server.generate_path, body, self._reader, take)
 
 
 class RequestsInFlight:
@@ -217,10 +92,10 @@ class RequestsInFlight:
 
     def __init__(self) -> None:
         self.by_id: dict[str, ServerRequest] = {}  # by this client's ids
+        self.may_begin = asyncio.Event()
+        self.may_begin.set()
         self._begun: set[ServerRequest] = set()
         self._has_ended = asyncio.Event()
-        self._may_begin = asyncio.Event()
-        self._may_begin.set()
 
     @contextmanager
     def holding(self, request_id: str, request: ServerRequest) -> Generator[None]:
@@ -237,17 +112,9 @@ class RequestsInFlight:
 
     async def begin(self, request: ServerRequest) -> None:
         """Wait until the request may go to the server; from then on it has begun."""
-        while not self._may_begin.is_set():  # another pause may follow at once
-            await self._may_begin.wait()
+        while not self.may_begin.is_set():  # another pause may follow at once
+            await self.may_begin.wait()
         self._begun.add(request)
-
-    def hold_back(self) -> None:
-        """Make requests wait from now on."""
-        self._may_begin.clear()
-
-    def let_go(self) -> None:
-        """Let waiting requests continue."""
-        self._may_begin.set()
 
     async def end_of_begun(self) -> None:
         """Wait until all requests that have begun by now have ended."""
@@ -270,16 +137,11 @@ class ForeignEngine:
         self._server = server
         self._folders = folders or WeightFolders()
         self._max_context_tokens = max_context_tokens
-        self._requests = RequestsInFlight()
+        self.requests = RequestsInFlight()
         self._info: EngineInfo | None = None
         self._model: ServedModel | None = None
         self._weights: ServerWeights | None = None
         self._paused: PauseMode | None = None
-
-    @property
-    def num_requests(self) -> int:
-        """The number of this client's requests in flight."""
-        return len(self._requests.by_id)
 
     # ------------------------------------------------------------------------------------ protocols.Engine
 
@@ -287,28 +149,28 @@ class ForeignEngine:
         self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
     ) -> GenerateResult:
         """Sample one completion, without a time limit. Cancelling the call ends it at the server, too."""
-        sent = ServerRequest(self._server.transport, self._server.dialect, request)
-        with self._requests.holding(request.request_id, sent):
+        sent = ServerRequest(self._server, request)
+        with self.requests.holding(request.request_id, sent):
             check_request(request, self._info or await self.info())
             return await sent.run(on_chunk, lambda: self._admitted(sent))
 
     async def abort(self, request_id: str) -> None:
         """End one request; its `generate` returns what it has."""
-        sent = self._requests.by_id.get(request_id)
+        sent = self.requests.by_id.get(request_id)
         if sent is not None:
             await sent.abort()
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling. `wait` lets requests in flight finish; new ones wait here."""
         if mode is PauseMode.WAIT:
-            self._requests.hold_back()
-            await self._requests.end_of_begun()
+            self.requests.may_begin.clear()
+            await self.requests.end_of_begun()
         await self._server.pause(mode)
         self._paused = mode
 
     async def resume(self) -> None:
         """Continue sampling."""
-        self._requests.let_go()
+        self.requests.may_begin.set()
         await self._server.resume()
         self._paused = None
 
@@ -394,7 +256,7 @@ class ForeignEngine:
     async def _admitted(self, request: ServerRequest) -> str:
         """Wait until a request may go to the server; return the label of its weights. Raises EngineUnreachable."""
         weights = await self._known_weights()
-        await self._requests.begin(request)
+        await self.requests.begin(request)
         weights.require_known()
         return weights.serving.label
 
@@ -405,8 +267,7 @@ class ForeignEngine:
 
     def _weights_of(self, state: ServerState, model: ServedModel) -> ServerWeights:
         known = replace(model, has_adapters=state.applies_adapters)
-        server = self._server
-        return ServerWeights(server.loader, server.receiver, self._folders, known, state.served, base_url=self.base_url)
+        return ServerWeights(self._server, self._folders, known, state.served)
 
     async def _known_weights(self) -> ServerWeights:
         if self._weights is None:

@@ -16,36 +16,25 @@ import mmap
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import orjson
+from safetensors import SafetensorError, safe_open
 
 from areal_agent.engine.pushes import WEIGHTS, weight_files
-from areal_agent.engine.wire.fields import WireError, as_ids, as_integer, as_object, decode_json, get
+from areal_agent.engine.wire.fields import WireError, as_integer, as_object, decode_json, get
 from areal_agent.errors import WeightUpdateError
 from areal_agent.files import MANIFEST, encode_manifest, read_manifest
 from areal_agent.process import uninterrupted
-from areal_agent.types import DiskWeights, SharedMemoryWeights, TensorEntry
+from areal_agent.types import DiskWeights, JsonObject, SharedMemoryWeights, TensorEntry
 
 TIED_HEAD = "lm_head.weight"
 
 ITEM_BYTES: Mapping[str, int] = {"F32": 4, "BF16": 2, "F16": 2}
 
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100 * 2**20
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StoredTensor:
-    """One tensor of a file: its dtype in safetensors' notation (`F32`), shape, and byte range after the header."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -56,14 +45,16 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def read_file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Read the shapes of all tensors in a file. Raises WeightUpdateError if it is not whole."""
     try:
-        with file.open("rb") as opened:
-            tensors, header_bytes = _read_header(opened.read(_LENGTH_BYTES), opened.read)
-        _check_whole(tensors, file.stat().st_size - header_bytes)
-    except (OSError, WireError) as error:
+        with safe_open(file, "np") as opened:
+            tensors = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
+            for name, tensor in tensors.items():
+                if (dtype := tensor.get_dtype()) not in ITEM_BYTES:
+                    raise ValueError(f"{name!r} is of type {dtype!r}; it must be one of {', '.join(ITEM_BYTES)}")
+            return {name: tuple(tensor.get_shape()) for name, tensor in tensors.items()}
+    except (OSError, ValueError, SafetensorError) as error:
         raise WeightUpdateError(
             f"cannot read weights from {str(file)!r}: {error}; it must be a whole safetensors file"
         ) from error
-    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
 def _files(folder: Path) -> list[Path]:
@@ -96,49 +87,20 @@ def prove_fits(
             )
 
 
-def encode_header(tensors: Mapping[str, StoredTensor]) -> bytes:
-    """Encode the header of a safetensors file. The tensors' bytes follow it without gaps, in this order."""
-    header = orjson.dumps(
-        {
-            name: {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (tensor.start, tensor.end)}
-            for name, tensor in tensors.items()
-        }
-    )
-    padded = header.ljust(-(-len(header) // _LENGTH_BYTES) * _LENGTH_BYTES)
+def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """Encode the header of a safetensors file from names, dtypes (`F32`) and shapes.
+
+    The tensors' bytes follow it without gaps, in this order.
+    """
+    header: dict[str, JsonObject] = {}
+    start = 0
+    for name, dtype, shape in tensors:
+        end = start + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (start, end)}
+        start = end
+    encoded = orjson.dumps(header)
+    padded = encoded.ljust(-(-len(encoded) // _LENGTH_BYTES) * _LENGTH_BYTES)
     return len(padded).to_bytes(_LENGTH_BYTES, "little") + padded
-
-
-def _read_header(length: bytes, read: Any) -> tuple[dict[str, StoredTensor], int]:
-    """Return the tensors of a file and the number of bytes before their data."""
-    num_bytes = int.from_bytes(length, "little")
-    if len(length) < _LENGTH_BYTES or num_bytes > _MAX_HEADER_BYTES:
-        raise WireError("it does not begin with the length of a header")
-    fields = as_object(decode_json(read(num_bytes)), "the header")
-    tensors = {name: _decode_tensor(as_object(entry, name)) for name, entry in fields.items() if name != "__metadata__"}
-    return tensors, _LENGTH_BYTES + num_bytes
-
-
-def _decode_tensor(fields: Mapping[str, Any]) -> StoredTensor:
-    offsets = as_ids(get(fields, "data_offsets", list), "data_offsets")
-    if len(offsets) != 2:
-        raise WireError(f"data_offsets is {offsets}; it must be a start and an end")
-    tensor = StoredTensor(
-        dtype=get(fields, "dtype", str),
-        shape=as_ids(get(fields, "shape", list), "shape"),
-        start=offsets[0],
-        end=offsets[1],
-    )
-    if tensor.dtype not in ITEM_BYTES:
-        raise WireError(f"it has a tensor of type {tensor.dtype!r}; it must be one of {', '.join(ITEM_BYTES)}")
-    if tensor.end - tensor.start != math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]:
-        raise WireError(f"a tensor of shape {tensor.shape} lies at bytes {tensor.start} to {tensor.end}")
-    return tensor
-
-
-def _check_whole(tensors: Mapping[str, StoredTensor], num_bytes: int) -> None:
-    needed = max((tensor.end for tensor in tensors.values()), default=0)
-    if num_bytes != needed or any(tensor.start < 0 for tensor in tensors.values()):
-        raise WireError(f"its tensors take {needed} bytes and it has {num_bytes}: it was cut off or overwritten")
 
 
 _DTYPES: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -232,7 +194,7 @@ def _copy(weights: SharedMemoryWeights, target: Path) -> None:
         mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
     crc32 = 0
     with mapped, memoryview(mapped) as memory, target.open("wb") as file:
-        file.write(encode_header(_stored(weights.entries)))
+        file.write(encode_header((entry.name, _dtype_of(entry), entry.shape) for entry in weights.entries))
         for entry in weights.entries:
             if not 0 <= entry.offset <= len(memory) - entry.num_bytes:
                 raise WeightUpdateError(
@@ -249,17 +211,10 @@ def _copy(weights: SharedMemoryWeights, target: Path) -> None:
         )
 
 
-def _stored(entries: tuple[TensorEntry, ...]) -> dict[str, StoredTensor]:
-    """Place the tensors in the file one after the other, without the gaps that they have in memory."""
-    stored: dict[str, StoredTensor] = {}
-    start = 0
-    for entry in entries:
-        if entry.dtype not in _DTYPES:
-            raise WeightUpdateError(f"{entry.name!r} has dtype {entry.dtype!r}; it must be one of {', '.join(_DTYPES)}")
-        end = start + entry.num_bytes
-        stored[entry.name] = StoredTensor(dtype=_DTYPES[entry.dtype], shape=entry.shape, start=start, end=end)
-        start = end
-    return stored
+def _dtype_of(entry: TensorEntry) -> str:
+    if entry.dtype not in _DTYPES:
+        raise WeightUpdateError(f"{entry.name!r} has dtype {entry.dtype!r}; it must be one of {', '.join(_DTYPES)}")
+    return _DTYPES[entry.dtype]
 
 
 def _pieces(entry: TensorEntry) -> Iterator[slice]:
@@ -272,8 +227,6 @@ CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """The prefix that PEFT adds to the names of a model's matrices."""
-
-_FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -353,12 +306,8 @@ def begin_adapter(folder: Path, form: AdapterForm, saved: Path | None) -> Path:
     if saved is not None:
         shutil.copyfile(saved / ADAPTER_WEIGHTS, folder / ADAPTER_WEIGHTS)
         return folder
-    tensors: dict[str, StoredTensor] = {}
-    end = 0
-    for name, (rows, columns) in form.shapes(read_shapes(form.base)).items():
-        start, end = end, end + _FLOAT32_BYTES * rows * columns
-        tensors[name] = StoredTensor(dtype="F32", shape=(rows, columns), start=start, end=end)
+    shapes = form.shapes(read_shapes(form.base))
     with (folder / ADAPTER_WEIGHTS).open("wb") as file:
-        file.write(encode_header(tensors))
-        file.truncate(file.tell() + end)  # zeros
+        file.write(encode_header((name, "F32", shape) for name, shape in shapes.items()))
+        file.truncate(file.tell() + sum(map(math.prod, shapes.values())) * ITEM_BYTES["F32"])  # zeros
     return folder

@@ -1,6 +1,6 @@
 """A real SGLang server as an engine. Written for 0.5.23, and tested against it.
 
-    server.py               `SglangServer`, the `foreign.engine.ForeignServer` of one server
+    server.py               `SglangServer`, the `foreign.server.ForeignServer` of one server
     launcher.py             starts SGLang's server, in SGLang's own environment
     scheduler_extension.py  runs in SGLang's schedulers, in the same environment
 

@@ -1,4 +1,4 @@
-"""One SGLang server, as `foreign.engine.ForeignServer`.
+"""One SGLang server, as `foreign.server.ForeignServer`.
 
 How SGLang deviates from the common wire, and what is done about it:
 
@@ -6,7 +6,7 @@ How SGLang deviates from the common wire, and what is done about it:
     an abort takes ids by prefix, is lost at a pause     foreign/engine.py: ids of equal length, streams that are closed
     `/health` samples a token, so fails while paused     `/server_info` goes through the scheduler and needs no model
     a label only changes when it is given                every update gives one, and it is read back
-    it may answer 400 although the weights changed       foreign/weights.py pauses first and undoes whatever fails
+    it may answer 400 although the weights changed       foreign/server.py pauses first and undoes whatever fails
     idle connections are closed after 5 s                every call has its own connection
     events may hold all tokens so far                    refused; a flag of its start tells
     tensors that a folder lacks keep their old value     foreign/weight_folders.py checks the folder first
@@ -15,20 +15,15 @@ How SGLang deviates from the common wire, and what is done about it:
 Seeds of requests work if the server was started with `--enable-deterministic-inference`.
 """
 
-import asyncio
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from areal_agent.engine import wire
-from areal_agent.engine.foreign.engine import ServerState
-from areal_agent.engine.foreign.weights import Served, label_meta
-from areal_agent.engine.pushes import size_of_folder
+from areal_agent.engine.foreign.server import ForeignServer, Served, ServerState, label_first, label_spans
 from areal_agent.engine.sglang import SGLANG_LAUNCHER
-from areal_agent.engine.transport import Transport
-from areal_agent.engine.wire import EngineStats
-from areal_agent.engine.wire.fields import WireError, as_integer, as_object, get
+from areal_agent.engine.wire import control, generate
+from areal_agent.engine.wire.control import EngineStats
+from areal_agent.engine.wire.fields import UNLABELLED, WireError, as_integer, as_object, get
 from areal_agent.engine.wire.generate import decode_tokens, finished, top_entries
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import (
@@ -39,7 +34,6 @@ from areal_agent.types import (
     JsonObject,
     PauseMode,
     TokenChunk,
-    TopLogprobs,
     WeightVersion,
 )
 
@@ -52,22 +46,14 @@ class SglangAnswer:
     """
 
     def __init__(self, *, takes_unlabelled: bool = False) -> None:
-        """If `takes_unlabelled`, weights that nobody has labelled count as the first version."""
-        self._takes_unlabelled = takes_unlabelled
         self.result: GenerateResult | None = None
-        self._reader = wire.ResultReader()
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._top_logprobs: list[TopLogprobs] = []
+        self._takes_unlabelled = takes_unlabelled
+        self._reader = generate.ResultReader()
 
     def read(self, fields: JsonObject) -> TokenChunk:
-        """Read one event; return its new tokens, if any.
-
-        Raises WireError if it cannot be read, and an EngineError if the server reports a failure.
-        """
         meta = as_object(get(fields, "meta_info", dict), "meta_info")
         if self._takes_unlabelled:
-            meta = label_meta(meta)
+            meta = _labelled(meta)
             fields = {**fields, "meta_info": meta}
         finish = meta.get("finish_reason")
         if finish is not None and as_object(finish, "finish_reason").get("type") == FinishReason.ABORT:
@@ -75,27 +61,24 @@ class SglangAnswer:
             return self._read_abort(meta)
         chunk = self._reader.read(fields)
         self.result = self._reader.result
-        return self._keep(chunk)
+        return chunk
 
     def _read_abort(self, meta: JsonObject) -> TokenChunk:
-        seen, after = len(self._token_ids), as_integer(meta.get("completion_tokens", 0), "completion_tokens")
+        tokens = self._reader.tokens
+        seen, after = len(tokens.ids), as_integer(meta.get("completion_tokens", 0), "completion_tokens")
         entries = _new_entries(meta.get("output_token_logprobs") or [], seen, after)
         tops = _new_entries(top_entries(meta), seen, after)
-        chunk = self._keep(decode_tokens([_id_of(entry) for entry in entries], entries, tops))
-        tokens = TokenChunk(
-            token_ids=tuple(self._token_ids),
-            logprobs=tuple(self._logprobs),
-            top_logprobs=tuple(self._top_logprobs),
-        )
-        spans = _cut(meta.get("weight_versions") or [], len(tokens.token_ids))
-        self.result = finished(tokens, {**meta, "weight_versions": spans})
+        chunk = decode_tokens([_id_of(entry) for entry in entries], entries, tops)
+        tokens.add(chunk)
+        spans = _cut(meta.get("weight_versions") or [], len(tokens.ids))
+        self.result = finished(tokens.all(), {**meta, "weight_versions": spans})
         return chunk
 
-    def _keep(self, chunk: TokenChunk) -> TokenChunk:
-        self._token_ids += chunk.token_ids
-        self._logprobs += chunk.logprobs
-        self._top_logprobs += chunk.top_logprobs
-        return chunk
+
+def _labelled(meta: JsonObject) -> JsonObject:
+    """Label weights that nobody has labelled: in the current label, and in the spans."""
+    told, spans = label_first(meta, "weight_version"), meta.get("weight_versions")
+    return {**told, "weight_versions": label_spans(cast("list[Any]", spans))} if isinstance(spans, list) else told
 
 
 def _raise_failure(finish: JsonObject) -> None:
@@ -132,40 +115,15 @@ def _cut(spans: Sequence[Any], num_tokens: int) -> list[dict[str, Any]]:
     ]
 
 
-class SglangDialect:
-    """The common wire, apart from the end of an aborted answer."""
-
-    path = wire.GENERATE
-
-    def __init__(self, *, takes_unlabelled: bool = False) -> None:
-        self._takes_unlabelled = takes_unlabelled
-
-    def encode(self, request: GenerateRequest, rid: str, label: str) -> dict[str, Any]:
-        """Return the body of a request. SGLang does not need the label."""
-        del label
-        return {**wire.encode_request(request, is_streamed=True), "rid": rid}
-
-    def reader(self, request: GenerateRequest) -> SglangAnswer:
-        """Return a reader for the events of an answer."""
-        del request
-        return SglangAnswer(takes_unlabelled=self._takes_unlabelled)
-
-    async def abort(self, transport: Transport, rid: str) -> None:
-        """Make the server end a request that has begun."""
-        await transport.post(wire.ABORT_REQUEST, wire.encode_abort(rid))
-
-
 LOADS = "/v1/loads"
 
 RECEIVED = "areal-agent-push:"
 """The prefix of a push's path, from which weights received by torch.distributed are loaded (scheduler_extension.py)."""
 
-_UNLABELLED = "default"  # SGLang's label of weights that nobody labelled
-
 
 def decode_served(model_info: object) -> Served:
     """Read `/model_info`, which describes the current weights; the label in `/server_info` stays that of the start."""
-    fields = as_object(model_info, wire.MODEL_INFO)
+    fields = as_object(model_info, control.MODEL_INFO)
     path = get(fields, "model_path", str)
     source = None if path.startswith(RECEIVED) else Path(path)
     return Served(source=source, label=get(fields, "weight_version", str))
@@ -176,13 +134,13 @@ def decode_start(server_info: object) -> EngineInfo:
 
     Its context is `max_req_input_len`: a longer request within `context_length` is silently cut.
     """
-    started = as_object(server_info, wire.SERVER_INFO)
-    return wire.decode_info({**started, "context_length": None, "weight_version": _UNLABELLED})
+    started = as_object(server_info, control.SERVER_INFO)
+    return control.decode_info({**started, "context_length": None, "weight_version": UNLABELLED})
 
 
 def tells_new_tokens(server_info: object) -> bool:
     """Return whether events hold only new tokens, as on the common wire."""
-    return as_object(server_info, wire.SERVER_INFO).get("incremental_streaming_output") is not False
+    return as_object(server_info, control.SERVER_INFO).get("incremental_streaming_output") is not False
 
 
 def decode_loads(body: object, version: WeightVersion) -> EngineStats:
@@ -198,78 +156,57 @@ def decode_loads(body: object, version: WeightVersion) -> EngineStats:
     )
 
 
-class SglangLoader:
-    """Makes one server load weights. A load has succeeded when the label has changed."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
-        """Make the paused server load a folder under a label. Raises EngineError unless it confirms the label."""
-        path = os.path.abspath(folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
-        num_bytes = await asyncio.to_thread(size_of_folder, folder)
-        await self.update(path, label, flush_cache=flush_cache, num_bytes=num_bytes)
-
-    async def update(self, path: str, label: str, *, flush_cache: bool, num_bytes: int = 0) -> None:
-        """Make the server load what it knows as `path`, of which `num_bytes` come from a disk. Errors as in `load`."""
-        body = {"model_path": path, "weight_version": label, "flush_cache": flush_cache}
-        await self._transport.post(wire.UPDATE_FROM_DISK, body, refusal=WeightUpdateError, num_bytes=num_bytes)
-        answer = await self._transport.get(wire.MODEL_INFO)
-        served = self._transport.decoded(decode_served, wire.MODEL_INFO, answer)
-        if served.label != label:
-            raise WeightUpdateError(
-                f"{self._transport.base_url} reports that it serves {served.label} after an update to {label}"
-            )
-
-
 ACTION = "areal_agent."
 CHECK_WEIGHTS = "/weights_checker"
 
 _BETWEEN_REPLICAS = " | "  # as SGLang joins them
 
 
-class SglangReceiver:
-    """Makes the schedulers receive weights, which are then loaded like a folder whose name only they know."""
-
-    def __init__(self, transport: Transport, loader: SglangLoader) -> None:
-        self._transport = transport
-        self._loader = loader
-
-    async def ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
-        """Call a method of the schedulers and return each replica's answer."""
-        body = {"action": ACTION + method, "skip_tensor_list": arguments}
-        try:
-            answer = await self._transport.post(CHECK_WEIGHTS, body, refusal=WeightUpdateError)
-        except EngineError as error:
-            raise WeightUpdateError(f"{error}; see its log. Was it started by {SGLANG_LAUNCHER}?") from error
-        return self._transport.decoded(_messages, CHECK_WEIGHTS, answer)
-
-    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
-        """Make the paused server load what they hold. Raises EngineError unless it confirms the label."""
-        await self._loader.update(RECEIVED + push_id, label, flush_cache=flush_cache)
-
-
 def _messages(body: object) -> list[str]:
     return get(as_object(body, CHECK_WEIGHTS), "message", str).split(_BETWEEN_REPLICAS)
 
 
-class SglangServer:
-    """The address of one server, and how to talk to it."""
-
+class SglangServer(ForeignServer):
     kind = "SGLang"
+    launcher = SGLANG_LAUNCHER
+    generate_path = generate.GENERATE
 
-    def __init__(self, base_url: str, *, takes_unlabelled: bool = False) -> None:
-        """If `takes_unlabelled`, weights that nobody has labelled count as the first version."""
-        self.transport = Transport(base_url, keeps_connections=False)  # uvicorn closes them after 5 s
-        self.dialect = SglangDialect(takes_unlabelled=takes_unlabelled)
-        self.loader = SglangLoader(self.transport)
-        self.receiver = SglangReceiver(self.transport, self.loader)
+    def encode(self, request: GenerateRequest, rid: str, label: str) -> dict[str, Any]:
+        return {**generate.encode_request(request, is_streamed=True), "rid": rid}
+
+    def reader(self, request: GenerateRequest) -> SglangAnswer:
+        return SglangAnswer(takes_unlabelled=self.takes_unlabelled)
+
+    async def abort(self, rid: str) -> None:
+        await self.transport.post(control.ABORT_REQUEST, control.Abort(rid=rid).encode())
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling; SGLang has no `wait`."""
+        body = control.Pause(mode=PauseMode.RETRACT if mode is PauseMode.WAIT else mode).encode()
+        await self.transport.post(control.PAUSE_GENERATION, body, has_limit=mode is not PauseMode.ABORT)
+
+    async def resume(self) -> None:
+        await self.transport.post(control.CONTINUE_GENERATION, {})
+
+    async def load_folder(self, path: str, label: str, *, flush_cache: bool, num_bytes: int = 0) -> None:
+        body = {"model_path": path, "weight_version": label, "flush_cache": flush_cache}
+        await self.transport.post(control.UPDATE_FROM_DISK, body, refusal=WeightUpdateError, num_bytes=num_bytes)
+
+    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
+        """Load what the schedulers hold, like a folder whose name only they know."""
+        await self.load_folder(RECEIVED + push_id, label, flush_cache=flush_cache)
+
+    async def label(self) -> str:
+        return (await self._served()).label
+
+    async def ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
+        """Call a method of the schedulers and return each replica's answer."""
+        return await self.call(CHECK_WEIGHTS, {"action": ACTION + method, "skip_tensor_list": arguments}, _messages)
 
     async def state(self) -> ServerState:
         """Return what it was started with, and the weights that serve now."""
-        ask, read = self.transport.get, self.transport.decoded
-        told = await ask(wire.SERVER_INFO)
-        started = read(decode_start, wire.SERVER_INFO, told)
+        told = await self.transport.get(control.SERVER_INFO)
+        started = self.transport.decoded(decode_start, control.SERVER_INFO, told)
         if not tells_new_tokens(told):
             raise EngineRejected(
                 f"the SGLang server at {self.transport.base_url} repeats all tokens of an answer in every event; start "
@@ -277,7 +214,7 @@ class SglangServer:
             )
         return ServerState(
             model=Path(started.model_path),
-            served=read(decode_served, wire.MODEL_INFO, await ask(wire.MODEL_INFO)),
+            served=await self._served(),
             max_context_tokens=started.max_context_tokens,
             has_grammar=started.has_grammar,
         )
@@ -289,13 +226,7 @@ class SglangServer:
 
     async def probe(self, timeout_s: float) -> None:
         """Ask `/server_info`, which goes through the scheduler."""
-        await self.transport.get(wire.SERVER_INFO, timeout_s=timeout_s)
+        await self.transport.get(control.SERVER_INFO, timeout_s=timeout_s)
 
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling; SGLang has no `wait`."""
-        body = wire.encode_pause(wire.Pause(mode=PauseMode.RETRACT if mode is PauseMode.WAIT else mode))
-        await self.transport.post(wire.PAUSE_GENERATION, body, has_limit=mode is not PauseMode.ABORT)
-
-    async def resume(self) -> None:
-        """Continue sampling."""
-        await self.transport.post(wire.CONTINUE_GENERATION, {})
+    async def _served(self) -> Served:
+        return self.transport.decoded(decode_served, control.MODEL_INFO, await self.transport.get(control.MODEL_INFO))

@@ -1,6 +1,6 @@
 """A real vLLM server as an engine. Written for 0.32.0, and tested against its build for CPUs.
 
-    server.py            `VllmServer`, the `foreign.engine.ForeignServer` of one server
+    server.py            `VllmServer`, the `foreign.server.ForeignServer` of one server
     launcher.py          starts vLLM's server, in vLLM's own environment
     worker_extension.py  runs in vLLM's workers, in the same environment
 

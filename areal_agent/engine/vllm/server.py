@@ -1,4 +1,4 @@
-"""One vLLM server, as `foreign.engine.ForeignServer`. It is started by launcher.py.
+"""One vLLM server, as `foreign.server.ForeignServer`. It is started by launcher.py.
 
 How vLLM deviates from what this project needs, and what is done about it:
 
@@ -8,7 +8,7 @@ How vLLM deviates from what this project needs, and what is done about it:
     a load does not change the label                     it is set afterwards, and read back
     a flush may be refused with a success status         the answer is read; running requests are reset first
     the prefix cache is keyed by tokens alone            requests are salted with the label of the weights
-    the folder that serves is not reported after a load  foreign/weights.py remembers it
+    the folder that serves is not reported after a load  foreign/server.py remembers it
     `/health` answers while the scheduler hangs          `/is_paused` goes through the scheduler
     an answer ends at the model's end token              `encode_sampling` uses only the tokens of the request
     the likeliest tokens start with the sampled one      one more is requested, and they are ranked
@@ -18,8 +18,6 @@ How vLLM deviates from what this project needs, and what is done about it:
 Seeds work. On a CPU, vLLM needs a head dimension of 32 or more.
 """
 
-import asyncio
-import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,14 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from areal_agent.engine.foreign.engine import ServerState
+from areal_agent.engine.foreign.server import ForeignServer, Served, ServerState, label_spans
 from areal_agent.engine.foreign.weight_folders import is_adapter
-from areal_agent.engine.foreign.weights import Served, label_spans
-from areal_agent.engine.pushes import size_of_folder
-from areal_agent.engine.transport import Transport
 from areal_agent.engine.vllm import VLLM_LAUNCHER
-from areal_agent.engine.wire import EngineStats
+from areal_agent.engine.wire.control import EngineStats
 from areal_agent.engine.wire.fields import (
+    UNLABELLED,
     WireError,
     as_ids,
     as_integer,
@@ -46,7 +42,8 @@ from areal_agent.engine.wire.fields import (
     decode_spans,
     get,
 )
-from areal_agent.errors import EngineError, WeightUpdateError
+from areal_agent.engine.wire.generate import Tokens
+from areal_agent.errors import WeightUpdateError
 from areal_agent.types import (
     FinishReason,
     GenerateRequest,
@@ -72,25 +69,19 @@ class VllmAnswer:
     """
 
     def __init__(self, *, num_top_logprobs: int, takes_unlabelled: bool = False) -> None:
-        """If `takes_unlabelled`, weights that nobody has labelled count as the first version."""
-        self._takes_unlabelled = takes_unlabelled
         self.result: GenerateResult | None = None
+        self._takes_unlabelled = takes_unlabelled
         self._num_top_logprobs = num_top_logprobs
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._top_logprobs: list[TopLogprobs] = []
+        self._tokens = Tokens()
 
     def read(self, fields: JsonObject) -> TokenChunk:
-        """Read one event; return its new tokens, if any."""
         choices: list[Any] = get(fields, "choices", list)
         if not choices:
             self._read_usage(as_object(fields.get("usage"), "usage"))
             return _NO_TOKENS
         choice = as_object(choices[0], "an entry of choices")
         chunk = self._new_tokens(choice)
-        self._token_ids += chunk.token_ids
-        self._logprobs += chunk.logprobs
-        self._top_logprobs += chunk.top_logprobs
+        self._tokens.add(chunk)
         if choice.get("finish_reason") is not None:
             self.result = self._finished(choice)
         return chunk
@@ -99,12 +90,13 @@ class VllmAnswer:
         spans: Sequence[Any] = choice.get("weight_versions") or []
         if self._takes_unlabelled:
             spans = label_spans(spans)
+        tokens = self._tokens.all()
         return GenerateResult(
-            token_ids=tuple(self._token_ids),
-            logprobs=tuple(self._logprobs),
-            versions=decode_spans(spans, len(self._token_ids)),
+            token_ids=tokens.token_ids,
+            logprobs=tokens.logprobs,
+            versions=decode_spans(spans, len(tokens.token_ids)),
             finish_reason=as_member(FinishReason, choice.get("finish_reason"), "finish_reason"),
-            top_logprobs=tuple(self._top_logprobs),
+            top_logprobs=tokens.top_logprobs,
         )
 
     def _read_usage(self, usage: JsonObject) -> None:
@@ -148,9 +140,6 @@ METRICS = "/metrics"
 
 ADAPTER = "policy"
 """The name of the adapters that requests are answered with."""
-
-UNLABELLED = "default"
-"""vLLM's label of weights that nobody labelled: those that it was started with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,75 +199,11 @@ def _told(sums: JsonObject, name: str) -> float:
     return as_number(sums.get(name), name)
 
 
+GENERATE = "/inference/v1/generate"
+ABORT_REQUESTS = "/abort_requests"
 COLLECTIVE_RPC = "/collective_rpc"
 RESET_CACHE = "/reset_prefix_cache?reset_running_requests=true"
 UPDATE_LABEL = "/update_weight_version"
-
-
-class VllmLoader:
-    """Makes one server load weights. A load does not change the label, so it is set afterwards and read back."""
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-
-    async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
-        """Make the paused server load a folder under a label. Raises EngineError unless it confirms the label."""
-        path = os.path.abspath(folder)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
-        method = "load_adapter" if is_adapter(Path(path)) else "load_folder"
-        num_bytes = await asyncio.to_thread(size_of_folder, folder)
-        await self.let_workers(method, path, label, flush_cache=flush_cache, num_bytes=num_bytes)
-
-    async def let_workers(
-        self, method: str, argument: str, label: str, *, flush_cache: bool, num_bytes: int = 0
-    ) -> None:
-        """Make all workers load with their method `method`, reading `num_bytes` from a disk; the rest is as in `load`.
-
-        With `flush_cache`, running requests are reset to their beginning, so that all their keys and values are
-        computed again.
-        """
-        try:
-            await self._tell(COLLECTIVE_RPC, {"method": method, "args": [argument]}, num_bytes)
-        except EngineError as error:
-            raise WeightUpdateError(f"{error}; see its log. Was it started by {VLLM_LAUNCHER}?") from error
-        if flush_cache:
-            await self._flush_cache()
-        await self._tell(UPDATE_LABEL, {"new_version": label})
-        served = self._transport.decoded(decode_label, WEIGHT_INFO, await self._transport.get(WEIGHT_INFO))
-        if served != label:
-            raise WeightUpdateError(
-                f"{self._transport.base_url} reports that it serves {served} after an update to {label}"
-            )
-
-    async def _flush_cache(self) -> None:
-        answer = await self._tell(RESET_CACHE, {})
-        if answer != {"success": True}:
-            raise WeightUpdateError(
-                f"{self._transport.base_url} kept keys and values of the previous weights: {answer}"
-            )
-
-    async def _tell(self, path: str, body: dict[str, object], num_bytes: int = 0) -> object:
-        return await self._transport.post(path, body, refusal=WeightUpdateError, num_bytes=num_bytes)
-
-
-class VllmReceiver:
-    """Makes all workers of one server receive weights."""
-
-    def __init__(self, transport: Transport, loader: VllmLoader) -> None:
-        self._transport = transport
-        self._loader = loader
-
-    async def ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
-        """Call a method of the workers and return each worker's answer."""
-        body = {"method": method, "args": arguments}
-        try:
-            answer = await self._transport.post(COLLECTIVE_RPC, body, refusal=WeightUpdateError)
-        except EngineError as error:
-            raise WeightUpdateError(f"{error}; see its log. Was it started by {VLLM_LAUNCHER}?") from error
-        return self._transport.decoded(_results, COLLECTIVE_RPC, answer)
-
-    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
-        """Make the paused server load what its workers hold. Raises EngineError unless it confirms the label."""
-        await self._loader.let_workers("load_received", push_id, label, flush_cache=flush_cache)
 
 
 def _results(body: object) -> list[str]:
@@ -328,30 +253,28 @@ def _num_logprobs(request: GenerateRequest) -> int:
     return request.num_top_logprobs + 1 if request.num_top_logprobs else 0
 
 
-GENERATE = "/inference/v1/generate"
-ABORT_REQUESTS = "/abort_requests"
-
-_PREFIX = "generate-tokens-"  # vLLM's own prefix of the id that it was given
+_MODES = {PauseMode.ABORT: "abort", PauseMode.RETRACT: "keep", PauseMode.IN_PLACE: "keep", PauseMode.WAIT: "wait"}
 
 
-class VllmDialect:
-    """Token ids in, token ids out, in events. Each request carries the label of the weights that serve when it is sent.
+class VllmServer(ForeignServer):
+    """Every request carries the label of the weights that serve when it is sent.
 
-    The label salts the prefix cache, so that keys and values of other weights are never reused. If the server
-    `applies_adapter`, every request names the adapters.
+    The label salts the prefix cache, so that keys and values of other weights are never reused. A server that applies
+    adapters is told their name with every request.
     """
 
-    path = GENERATE
+    kind = "vLLM"
+    launcher = VLLM_LAUNCHER
+    generate_path = GENERATE
 
-    def __init__(self, *, takes_unlabelled: bool = False) -> None:
-        self.applies_adapter = False
-        self._takes_unlabelled = takes_unlabelled
+    def __init__(self, base_url: str, *, takes_unlabelled: bool = False) -> None:
+        super().__init__(base_url, takes_unlabelled=takes_unlabelled)
+        self._applies_adapter = False
 
     def encode(self, request: GenerateRequest, rid: str, label: str) -> dict[str, Any]:
-        """Return the body of a request."""
         ids = request.input_ids
         return {
-            **({"model": ADAPTER} if self.applies_adapter else {}),
+            **({"model": ADAPTER} if self._applies_adapter else {}),
             "request_id": rid,
             "token_ids": np.asarray(ids) if isinstance(ids, array) else ids,
             "sampling_params": encode_sampling(request),
@@ -361,42 +284,58 @@ class VllmDialect:
         }
 
     def reader(self, request: GenerateRequest) -> VllmAnswer:
-        """Return a reader for the events of the request's answer."""
-        return VllmAnswer(num_top_logprobs=request.num_top_logprobs, takes_unlabelled=self._takes_unlabelled)
+        return VllmAnswer(num_top_logprobs=request.num_top_logprobs, takes_unlabelled=self.takes_unlabelled)
 
-    async def abort(self, transport: Transport, rid: str) -> None:
-        """Make the server end a request that has begun."""
-        await transport.post(ABORT_REQUESTS, {"request_ids": [_PREFIX + rid]})
+    async def abort(self, rid: str) -> None:
+        await self.transport.post(ABORT_REQUESTS, {"request_ids": [f"generate-tokens-{rid}"]})  # vLLM's own prefix
 
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling. `wait` also waits for the requests of other clients."""
+        path = f"/pause?mode={_MODES[mode]}&clear_cache=false"
+        await self.transport.post(path, {}, has_limit=mode is not PauseMode.WAIT)
 
-_MODES = {PauseMode.ABORT: "abort", PauseMode.RETRACT: "keep", PauseMode.IN_PLACE: "keep", PauseMode.WAIT: "wait"}
+    async def resume(self) -> None:
+        await self.transport.post("/resume", {})
 
+    async def load_folder(self, path: str, label: str, *, flush_cache: bool, num_bytes: int) -> None:
+        method = "load_adapter" if is_adapter(Path(path)) else "load_folder"
+        await self._let_workers(method, path, label, flush_cache=flush_cache, num_bytes=num_bytes)
 
-class VllmServer:
-    """The address of one server, and how to talk to it."""
+    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
+        await self._let_workers("load_received", push_id, label, flush_cache=flush_cache)
 
-    kind = "vLLM"
+    async def label(self) -> str:
+        return self.transport.decoded(decode_label, WEIGHT_INFO, await self.transport.get(WEIGHT_INFO))
 
-    def __init__(self, base_url: str, *, takes_unlabelled: bool = False) -> None:
-        """If `takes_unlabelled`, weights that nobody has labelled count as the first version."""
-        self.transport = Transport(base_url, keeps_connections=False)  # uvicorn closes them after 5 s
-        self.dialect = VllmDialect(takes_unlabelled=takes_unlabelled)
-        self.loader = VllmLoader(self.transport)
-        self.receiver = VllmReceiver(self.transport, self.loader)
+    async def ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
+        """Call a method of the workers and return each worker's answer."""
+        return await self.call(COLLECTIVE_RPC, {"method": method, "args": arguments}, _results)
+
+    async def _let_workers(
+        self, method: str, argument: str, label: str, *, flush_cache: bool, num_bytes: int = 0
+    ) -> None:
+        """Make all workers load with their method `method`, and set the label, which a load does not change."""
+        await self.call(COLLECTIVE_RPC, {"method": method, "args": [argument]}, lambda _: None, num_bytes)
+        if flush_cache:  # running requests are reset to their beginning
+            answer = await self.transport.post(RESET_CACHE, {}, refusal=WeightUpdateError)
+            if answer != {"success": True}:
+                raise WeightUpdateError(
+                    f"{self.transport.base_url} kept keys and values of the previous weights: {answer}"
+                )
+        await self.transport.post(UPDATE_LABEL, {"new_version": label}, refusal=WeightUpdateError)
 
     async def state(self) -> ServerState:
         """Return what it was started with and what serves now. Only the source of the first weights is reported."""
-        ask, read = self.transport.get, self.transport.decoded
-        started = read(decode_started, MODELS, await ask(MODELS))
-        label = read(decode_label, WEIGHT_INFO, await ask(WEIGHT_INFO))
+        started = self.transport.decoded(decode_started, MODELS, await self.transport.get(MODELS))
+        label = await self.label()
         begun_with = started.adapter or started.model
-        self.dialect.applies_adapter = started.adapter is not None
+        self._applies_adapter = started.adapter is not None
         return ServerState(
             model=started.model,
             served=Served(source=begun_with if label == UNLABELLED else None, label=label),
             max_context_tokens=started.max_context_tokens,
             has_grammar=True,
-            applies_adapters=started.adapter is not None,
+            applies_adapters=self._applies_adapter,
         )
 
     async def stats(self, version: WeightVersion) -> EngineStats:
@@ -407,12 +346,3 @@ class VllmServer:
     async def probe(self, timeout_s: float) -> None:
         """Ask `/is_paused`, which goes through the scheduler."""
         await self.transport.get(IS_PAUSED, timeout_s=timeout_s)
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling. `wait` also waits for the requests of other clients."""
-        path = f"/pause?mode={_MODES[mode]}&clear_cache=false"
-        await self.transport.post(path, {}, has_limit=mode is not PauseMode.WAIT)
-
-    async def resume(self) -> None:
-        """Continue sampling."""
-        await self.transport.post("/resume", {})

@@ -1,98 +1,157 @@
-"""Control calls as JSON, and back: abort, pause and continue, the memory of keys and values, and `/server_info`.
+"""All calls but `/generate` as JSON: pauses, weights, the memory of keys and values, and an engine's report.
 
-POST /pause_generation            {"mode"?, "push_id"?}      the push that this pause is a step of, if any
-POST /continue_generation         {"push_id"?}               SGLang has no pushes, and no such field
-POST /release_memory_occupation   {"tags"?: ["kv_cache"]}    SGLang's path; only this tag
-POST /resume_memory_occupation    the same
+Pushes, `push_id` and updates from shared memory are our extension of SGLang's API. The sender names its push. 400: the
+weights or the version are refused. 409: another push is open, or this one is not.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
 
 from areal_agent.engine.wire.fields import (
+    UNLABELLED,
+    Message,
+    Version,
     WireError,
     as_integer,
-    as_member,
     as_number,
     as_object,
     decode_version,
     get,
-    refuse_unknown,
 )
-from areal_agent.types import EngineInfo, JsonObject, PauseMode, WeightVersion
+from areal_agent.types import (
+    DiskWeights,
+    DistributedWeights,
+    EngineInfo,
+    JsonObject,
+    PauseMode,
+    SharedMemoryWeights,
+    TensorEntry,
+    Weights,
+    WeightVersion,
+)
 
 ABORT_REQUEST = "/abort_request"
 PAUSE_GENERATION = "/pause_generation"
 CONTINUE_GENERATION = "/continue_generation"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Pause:
-    """The body of `/pause_generation`."""
+class Abort(Message):
+    rid: str | None = None
+    abort_all: bool = False
 
-    mode: PauseMode
+    @model_validator(mode="after")
+    def _names_a_request(self) -> Self:
+        if self.rid is None and not self.abort_all:
+            raise ValueError("rid is missing; name a request, or set abort_all")
+        return self
+
+
+class Pause(Message):
+    mode: PauseMode = PauseMode.ABORT  # SGLang's default
+    push_id: str | None = None  # the push that this pause is a step of, if any
+
+
+class Continue(Message):
     push_id: str | None = None
-
-
-def encode_pause(pause: Pause) -> dict[str, Any]:
-    """Encode the body of `/pause_generation`."""
-    return {"mode": pause.mode.value, **encode_continue(pause.push_id)}
-
-
-def decode_pause(body: object) -> Pause:
-    """Read the body of `/pause_generation`. SGLang's default mode is `abort`."""
-    fields = as_object(body, "the body")
-    refuse_unknown(fields, {"mode", "push_id"}, PAUSE_GENERATION)
-    mode = as_member(PauseMode, fields.get("mode", PauseMode.ABORT.value), "mode")
-    return Pause(mode=mode, push_id=_push_id(fields))
-
-
-def encode_continue(push_id: str | None) -> dict[str, Any]:
-    """Encode the body of `/continue_generation`."""
-    return {} if push_id is None else {"push_id": push_id}
-
-
-def decode_continue(body: object) -> str | None:
-    """Read the body of `/continue_generation`; return the id of the calling push, or None."""
-    fields = as_object(body, "the body")
-    refuse_unknown(fields, {"push_id"}, CONTINUE_GENERATION)
-    return _push_id(fields)
-
-
-def encode_abort(request_id: str) -> dict[str, Any]:
-    """Encode the body of `/abort_request`."""
-    return {"rid": request_id}
-
-
-def decode_abort(body: object) -> str | None:
-    """Read the body of `/abort_request`; return the request's id, or None for all requests."""
-    fields = as_object(body, "the body")
-    refuse_unknown(fields, {"rid", "abort_all"}, ABORT_REQUEST)
-    return None if fields.get("abort_all") is True else get(fields, "rid", str)
-
-
-def _push_id(fields: JsonObject) -> str | None:
-    return None if fields.get("push_id") is None else get(fields, "push_id", str)
 
 
 RELEASE_MEMORY = "/release_memory_occupation"
 RESUME_MEMORY = "/resume_memory_occupation"
 
-_TAGS = ["kv_cache"]
+
+class Memory(Message):
+    """The body of both memory calls. Only the memory of keys and values can be released."""
+
+    tags: tuple[Literal["kv_cache"]] = ("kv_cache",)
 
 
-def encode_memory() -> dict[str, Any]:
-    """Encode the body of both memory calls."""
-    return {"tags": _TAGS}
+UPDATE_FROM_DISK = "/update_weights_from_disk"
+UPDATE_FROM_SHARED_MEMORY = "/update_weights_from_shared_memory"
 
 
-def check_memory(body: object, path: str) -> None:
-    """Check the body of a memory call. Raises WireError for anything but keys and values."""
-    fields = as_object(body, "the body")
-    refuse_unknown(fields, {"tags"}, path)
-    tags = get({"tags": _TAGS, **fields}, "tags", list)
-    if tags != _TAGS:
-        raise WireError(f"tags is {tags!r:.80}; {path} takes {_TAGS}: of keys and values alone")
+class WeightUpdate(Message):
+    """A set of weights to load in one call. The version is required: weights never change without a label."""
+
+    weight_version: Version
+    flush_cache: bool = True  # recompute the keys and values of every request under the new weights
+
+
+class DiskUpdate(WeightUpdate):
+    model_path: str
+
+    @property
+    def weights(self) -> DiskWeights:
+        return DiskWeights(path=self.model_path)
+
+
+class SharedMemoryUpdate(WeightUpdate):
+    path: str
+    entries: tuple[TensorEntry, ...]
+    crc32: int
+
+    @property
+    def weights(self) -> SharedMemoryWeights:
+        return SharedMemoryWeights(path=self.path, entries=self.entries, crc32=self.crc32)
+
+
+BEGIN_PUSH = "/begin_weight_push"
+SEND_PUSH = "/send_weight_push"
+COMMIT_PUSH = "/commit_weight_push"
+ABORT_PUSH = "/abort_weight_push"
+
+PushId = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class Push(Message):
+    """The body of `/begin_weight_push` and of `/abort_weight_push`."""
+
+    push_id: PushId
+
+
+class Folder(Message):
+    model_path: str
+
+
+class PushSend(Message):
+    """The body of `/send_weight_push`, which has the weights in one of three forms."""
+
+    push_id: PushId
+    shared_memory: SharedMemoryWeights | None = None
+    disk: Folder | None = None
+    distributed: DistributedWeights | None = None
+
+    @classmethod
+    def of(cls, push_id: str, weights: Weights) -> Self:
+        match weights:
+            case SharedMemoryWeights():
+                return cls(push_id=push_id, shared_memory=weights)
+            case DiskWeights():
+                return cls(push_id=push_id, disk=Folder(model_path=weights.path))
+            case DistributedWeights():
+                return cls(push_id=push_id, distributed=weights)
+
+    @model_validator(mode="after")
+    def _has_one_form(self) -> Self:
+        given = [name for name in ("shared_memory", "disk", "distributed") if getattr(self, name) is not None]
+        if len(given) != 1:
+            told = " and ".join(given) or "none"
+            raise ValueError(f"{SEND_PUSH} takes one of shared_memory, disk, distributed; it was given {told}")
+        for name in ("num_bytes", "bucket_bytes", "timeout_s") if self.distributed else ():
+            if getattr(self.distributed, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self.distributed, name)}; it must be above 0")
+        return self
+
+    @property
+    def weights(self) -> Weights:
+        weights = self.shared_memory or self.distributed or (self.disk and DiskWeights(path=self.disk.model_path))
+        assert weights is not None, "it has one form"
+        return weights
+
+
+class PushCommit(WeightUpdate):
+    push_id: PushId
 
 
 HEALTH = "/health"
@@ -104,7 +163,6 @@ UNTOLD_VOCAB_SIZE = 2**31 - 1
 """The vocabulary size of an engine that does not report it, such as SGLang: then no id is refused before it is sent."""
 
 _CONTEXT_NAMES = ("max_context_tokens", "context_length", "max_req_input_len")  # our name, then SGLang's
-_UNLABELLED = "default"  # SGLang's label of the weights that it starts with
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +200,7 @@ def decode_info(body: object) -> EngineInfo:
     version = fields.get("weight_version")
     return EngineInfo(
         model_path=get(fields, "model_path", str),
-        weight_version=WeightVersion() if version == _UNLABELLED else decode_version(version),
+        weight_version=WeightVersion() if version == UNLABELLED else decode_version(version),
         vocab_size=as_integer(fields.get("vocab_size", UNTOLD_VOCAB_SIZE), "vocab_size"),
         max_context_tokens=_decode_context(fields),
         has_grammar=_decode_grammar(fields),

@@ -1,16 +1,20 @@
-"""Strict reading of decoded JSON: a field that is missing, unknown or of the wrong type is an error, never a default.
+"""Strict reading of JSON: a field that is missing, unknown or of the wrong type is an error, never a default.
 
-Every message names the field and the value received. This file also has the parts that several bodies share: failures,
-and weight versions with the spans of tokens that they sampled.
+The body of a call is a `Message`, a schema that reads, refuses and writes it. The answers of servers have fields that
+nobody needs, so they are read one field at a time. Every error names the field and the value received. This file also
+has the parts that several bodies share: failures, and weight versions with the spans of tokens that they sampled.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, Self, TypeVar, cast
 
 import orjson
+from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, ValidationError
+from pydantic_core import ErrorDetails
 
 from areal_agent.types import JsonObject, VersionSpan, WeightVersion
 
@@ -18,8 +22,49 @@ T = TypeVar("T")
 E = TypeVar("E", bound=StrEnum)
 
 
+UNLABELLED = "default"
+"""The label that SGLang and vLLM give to weights that nobody labelled: those that they were started with."""
+
+
 class WireError(ValueError):
     """A body that violates the wire format."""
+
+
+class Message(BaseModel):
+    """A JSON object that is sent to an engine."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def read(cls, data: bytes) -> Self:
+        """Read a body; an empty one has no fields. Raises WireError for the first fault found."""
+        try:
+            return cls.model_validate_json(data or b"{}")
+        except ValidationError as error:
+            raise WireError(_explain(error.errors(include_url=False)[0], sorted(cls.model_fields))) from None
+
+    def encode(self) -> dict[str, Any]:
+        """Return the body, without fields that were not given."""
+        return self.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+
+
+def _explain(fault: ErrorDetails, names: Sequence[str]) -> str:
+    """Say what is wrong with a body that may have fields of these names."""
+    name, value, what = ".".join(map(str, fault["loc"]))[:80] or "the body", fault["input"], fault["msg"]
+    match fault["type"]:
+        case "json_invalid":
+            return f"{value!r:.80} is not JSON: {fault.get('ctx', {}).get('error')}"
+        case "missing":
+            return f"{name} is missing"
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            known = f"; the body takes {', '.join(names)}" if len(fault["loc"]) == 1 else ""
+            return f"{name!r} is unknown{known}"
+        case "model_type" | "dataclass_type":
+            return f"{name} is {value!r:.80}; it must be a JSON object"
+        case "value_error":
+            return what.removeprefix("Value error, ")
+        case _:
+            return f"{name} is {value!r:.80}; {re.sub('^[A-Z][a-z]+ should', 'it must', what)}"
 
 
 def decode_json(data: bytes) -> object:
@@ -33,12 +78,6 @@ def as_object(value: object, where: str) -> JsonObject:
     if not isinstance(value, dict):
         raise WireError(f"{where} is {value!r:.80}; it must be a JSON object")
     return cast(JsonObject, value)
-
-
-def refuse_unknown(fields: JsonObject, known: set[str], where: str) -> None:
-    unknown = sorted(set(fields) - known)
-    if unknown:
-        raise WireError(f"{where} does not take {unknown[0]!r}; it takes {', '.join(sorted(known))}")
 
 
 def get(fields: JsonObject, name: str, kind: type[T]) -> T:
@@ -95,10 +134,9 @@ class Failure:
         return 400 <= self.status < 500 and self.status != 429
 
 
-def encode_failure(failure: Failure) -> dict[str, Any]:
+def encode_failure(message: str, status: int) -> dict[str, Any]:
     """Encode the body of every answer that is not a success. Clients of weight updates look at `success`."""
-    message = failure.message
-    return {"success": False, "message": message, "error": {"message": message, "code": failure.status}}
+    return {"success": False, "message": message, "error": {"message": message, "code": status}}
 
 
 def decode_failure(body: object, status: int) -> Failure:
@@ -108,8 +146,7 @@ def decode_failure(body: object, status: int) -> Failure:
     nested = cast(dict[str, Any], error) if isinstance(error, dict) else {"message": error}
     message, code = nested.get("message") or fields.get("message"), nested.get("code")
     return Failure(
-        message=message if isinstance(message, str) else f"{body!r}",
-        status=code if type(code) is int else status,
+        message=message if isinstance(message, str) else f"{body!r}", status=code if type(code) is int else status
     )
 
 
@@ -121,6 +158,14 @@ def decode_version(value: object) -> WeightVersion:
         return WeightVersion.parse(value)
     except ValueError as error:
         raise WireError(str(error)) from None
+
+
+Version = Annotated[
+    WeightVersion,
+    PlainValidator(lambda value: value if isinstance(value, WeightVersion) else decode_version(value)),
+    PlainSerializer(str),
+]
+"""A weight version in a `Message`, written as `"0:17"`."""
 
 
 def encode_spans(spans: Sequence[VersionSpan], first: int = 0) -> list[dict[str, Any]]:

@@ -10,18 +10,19 @@ tokens every time. The length of each list tells which. The last event has the f
 import uuid
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Self, cast
 
 import numpy as np
 import orjson
+from pydantic import AfterValidator, Field, model_validator
 
 from areal_agent.engine.wire.fields import (
+    Message,
     WireError,
     as_ids,
     as_integer,
     as_member,
-    as_number,
     as_numbers,
     as_object,
     decode_json,
@@ -29,7 +30,6 @@ from areal_agent.engine.wire.fields import (
     decode_spans,
     encode_spans,
     get,
-    refuse_unknown,
 )
 from areal_agent.types import (
     FinishReason,
@@ -41,9 +41,6 @@ from areal_agent.types import (
     TopLogprobs,
 )
 
-T = TypeVar("T")
-
-
 MAX_SEED = 2**63 - 1
 
 TEMPERATURES = (1e-6, 1e6)
@@ -53,29 +50,65 @@ MIN_REPETITION_PENALTY = 0.01
 
 MAX_BIAS = 1e6
 
-MAX_ID_DIGITS = 10
-
 _OFF = SamplingParams()
-_BOUNDS = {"min_p": (0.0, 1.0), "frequency_penalty": (-2.0, 2.0), "presence_penalty": (-2.0, 2.0)}
 _GRAMMARS = ("json_schema", "regex", "ebnf")
-_KNOWN_SAMPLING = {
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    *_GRAMMARS,
-    "max_new_tokens",
-    "stop_token_ids",
-    "sampling_seed",
-}
+
+
+def _temperature(temperature: float) -> float:
+    low, high = TEMPERATURES
+    if temperature and not low <= temperature <= high:
+        raise ValueError(f"temperature is {temperature}; it must be 0 (greedy), or from {low:g} to {high:g}")
+    return temperature
+
+
+def _top_k(top_k: int) -> int:
+    if top_k < 1 and top_k != -1:
+        raise ValueError(f"top_k is {top_k}; it must be at least 1, or -1 (off)")
+    return top_k
+
+
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+
+
+class Sampling(Message):
+    """The object `sampling_params`; a parameter that is missing is off."""
+
+    temperature: Annotated[float, AfterValidator(_temperature)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, AfterValidator(_top_k)] = -1
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    frequency_penalty: _Penalty = 0.0
+    presence_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=2)] = 1.0
+    logit_bias: dict[_TokenId, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    max_new_tokens: Annotated[int, Field(ge=1)] = 128
+    stop_token_ids: tuple[int, ...] | None = None
+    sampling_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+
+    @model_validator(mode="after")
+    def _has_one_grammar(self) -> Self:
+        given = [name for name in _GRAMMARS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given; an answer is held to one of {', '.join(_GRAMMARS)}")
+        return self
+
+    def params(self) -> SamplingParams:
+        same = self.model_dump(exclude={"logit_bias", "max_new_tokens", "stop_token_ids", "sampling_seed"})
+        return SamplingParams(
+            **same,
+            logit_bias=tuple((int(token_id), bias) for token_id, bias in (self.logit_bias or {}).items()),
+            max_tokens=self.max_new_tokens,
+            stop_token_ids=self.stop_token_ids or (),
+            seed=self.sampling_seed,
+        )
 
 
 def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
-    """Encode the object `sampling_params`."""
+    """Encode the object `sampling_params`, without parameters that are off."""
     params: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -91,105 +124,6 @@ def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
     return params
-
-
-def decode_sampling(fields: JsonObject) -> SamplingParams:
-    """Read `sampling_params`; a parameter that is missing is off."""
-    refuse_unknown(fields, _KNOWN_SAMPLING, "sampling_params")
-    grammar = _grammar(fields)
-    return SamplingParams(
-        temperature=_temperature(fields.get("temperature", 1.0)),
-        top_p=_top_p(fields.get("top_p", 1.0)),
-        top_k=_top_k(fields.get("top_k", -1)),
-        min_p=_bounded(fields, "min_p"),
-        frequency_penalty=_bounded(fields, "frequency_penalty"),
-        presence_penalty=_bounded(fields, "presence_penalty"),
-        repetition_penalty=_repetition_penalty(fields.get("repetition_penalty", 1.0)),
-        logit_bias=_logit_bias(_given(fields, "logit_bias", dict)),
-        json_schema=grammar.get("json_schema"),
-        regex=grammar.get("regex"),
-        ebnf=grammar.get("ebnf"),
-        max_tokens=_max_tokens(fields.get("max_new_tokens", 128)),
-        stop_token_ids=as_ids(_given(fields, "stop_token_ids", list), "stop_token_ids"),
-        seed=None if fields.get("sampling_seed") is None else _seed(fields["sampling_seed"]),
-    )
-
-
-def _given(fields: JsonObject, name: str, kind: type[T]) -> T:
-    """Return the field, or an empty value if it is missing or null."""
-    return kind() if fields.get(name) is None else get(fields, name, kind)
-
-
-def _temperature(value: object) -> float:
-    temperature = as_number(value, "temperature")
-    low, high = TEMPERATURES
-    if temperature and not low <= temperature <= high:
-        raise WireError(f"temperature is {temperature}; it must be 0 (greedy), or from {low:g} to {high:g}")
-    return temperature
-
-
-def _top_p(value: object) -> float:
-    top_p = as_number(value, "top_p")
-    if not 0 < top_p <= 1:
-        raise WireError(f"top_p is {top_p}; it must be above 0 and at most 1 (off)")
-    return top_p
-
-
-def _top_k(value: object) -> int:
-    top_k = as_integer(value, "top_k")
-    if top_k < 1 and top_k != -1:
-        raise WireError(f"top_k is {top_k}; it must be at least 1, or -1 (off)")
-    return top_k
-
-
-def _bounded(fields: JsonObject, name: str) -> float:
-    number = as_number(fields.get(name, 0.0), name)
-    low, high = _BOUNDS[name]
-    if not low <= number <= high:
-        raise WireError(f"{name} is {number}; it must be from {low:g} to {high:g}, 0 is off")
-    return number
-
-
-def _repetition_penalty(value: object) -> float:
-    penalty = as_number(value, "repetition_penalty")
-    if not MIN_REPETITION_PENALTY <= penalty <= 2:
-        raise WireError(f"repetition_penalty is {penalty}; it must be from {MIN_REPETITION_PENALTY} to 2, 1 is off")
-    return penalty
-
-
-def _logit_bias(entries: JsonObject) -> tuple[tuple[int, float], ...]:
-    for token_id in entries:
-        if not (token_id.isascii() and token_id.isdigit() and len(token_id) <= MAX_ID_DIGITS):
-            raise WireError(f"logit_bias has the key {token_id!r:.80}; every key must be a token id")
-    return tuple((int(token_id), _bias(bias, f"logit_bias of {token_id}")) for token_id, bias in entries.items())
-
-
-def _bias(value: object, name: str) -> float:
-    bias = as_number(value, name)
-    if abs(bias) > MAX_BIAS:
-        raise WireError(f"{name} is {bias:g}; it must be from -{MAX_BIAS:g} to {MAX_BIAS:g}")
-    return bias
-
-
-def _grammar(fields: JsonObject) -> dict[str, str]:
-    given = {name: get(fields, name, str) for name in _GRAMMARS if fields.get(name) is not None}
-    if len(given) > 1:
-        raise WireError(f"{' and '.join(given)} are given; an answer is held to one of {', '.join(_GRAMMARS)}")
-    return given
-
-
-def _max_tokens(value: object) -> int:
-    max_tokens = as_integer(value, "max_new_tokens")
-    if max_tokens < 1:
-        raise WireError(f"max_new_tokens is {max_tokens}; it must be at least 1")
-    return max_tokens
-
-
-def _seed(value: object) -> int:
-    seed = as_integer(value, "sampling_seed")
-    if not 0 <= seed <= MAX_SEED:
-        raise WireError(f"sampling_seed is {seed}; it must be from 0 to {MAX_SEED}")
-    return seed
 
 
 def encode_logprobs(chunk: TokenChunk) -> dict[str, Any]:
@@ -255,21 +189,29 @@ def _columns(entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
 
 GENERATE = "/generate"
 
-_KNOWN_FIELDS = {"rid", "input_ids", "sampling_params", "return_logprob", "top_logprobs_num", "stream"}
 
+class GenerateCall(Message):
+    """The body of `/generate`. As with SGLang, a missing `rid` is generated."""
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerateCall:
-    """The body of `/generate`: what to sample, and whether to answer in events."""
+    rid: Annotated[str, Field(min_length=1)] | None = None
+    input_ids: tuple[int, ...]
+    sampling_params: Sampling | None = None
+    return_logprob: Literal[True] = True  # it is always on here
+    top_logprobs_num: int = 0
+    stream: bool = False
 
-    request: GenerateRequest
-    is_streamed: bool
+    def request(self) -> GenerateRequest:
+        return GenerateRequest(
+            request_id=self.rid or uuid.uuid4().hex,
+            input_ids=self.input_ids,
+            sampling=(self.sampling_params or Sampling()).params(),
+            num_top_logprobs=self.top_logprobs_num,
+        )
 
 
 def encode_request(request: GenerateRequest, *, is_streamed: bool = False) -> dict[str, Any]:
     """Encode the body of `/generate` for orjson with NumPy, which avoids a list of Python integers for a long prompt.
 
-    >>> from areal_agent.types import SamplingParams
     >>> encode_request(GenerateRequest(request_id="r1", input_ids=(5,), sampling=SamplingParams()))["rid"]
     'r1'
     """
@@ -284,34 +226,6 @@ def encode_request(request: GenerateRequest, *, is_streamed: bool = False) -> di
     if request.num_top_logprobs:
         body["top_logprobs_num"] = request.num_top_logprobs
     return body
-
-
-def decode_call(body: object) -> GenerateCall:
-    """Read the body of `/generate`. Unknown fields are refused, not ignored.
-
-    As with SGLang, a missing `rid` is generated, and missing `sampling_params` are the defaults.
-    """
-    fields = as_object(body, "the body")
-    refuse_unknown(fields, _KNOWN_FIELDS, GENERATE)
-    if fields.get("return_logprob", True) is not True:
-        raise WireError(f"return_logprob is {fields['return_logprob']!r}; it is always on here: leave it out")
-    parameters = fields.get("sampling_params")
-    request = GenerateRequest(
-        request_id=_request_id(fields),
-        input_ids=as_ids(get(fields, "input_ids", list), "input_ids"),
-        sampling=decode_sampling(as_object({} if parameters is None else parameters, "sampling_params")),
-        num_top_logprobs=as_integer(fields.get("top_logprobs_num", 0), "top_logprobs_num"),
-    )
-    return GenerateCall(request=request, is_streamed=get({"stream": False, **fields}, "stream", bool))
-
-
-def _request_id(fields: JsonObject) -> str:
-    if fields.get("rid") is None:
-        return uuid.uuid4().hex
-    request_id = get(fields, "rid", str)
-    if not request_id:
-        raise WireError("rid is ''; give it a character at least, or leave it out")
-    return request_id
 
 
 def encode_result(request: GenerateRequest, result: GenerateResult, *, num_sent: int = 0) -> dict[str, Any]:
@@ -353,12 +267,8 @@ def decode_result(body: object) -> GenerateResult:
     """Read the answer of `/generate`. Log-probabilities and version spans must cover every token."""
     fields = as_object(body, "the answer")
     meta = as_object(get(fields, "meta_info", dict), "meta_info")
-    tokens = decode_tokens(
-        get(fields, "output_ids", list),
-        get(meta, "output_token_logprobs", list),
-        top_entries(meta),
-    )
-    return finished(tokens, meta)
+    logprobs = get(meta, "output_token_logprobs", list)
+    return finished(decode_tokens(get(fields, "output_ids", list), logprobs, top_entries(meta)), meta)
 
 
 def finished(tokens: TokenChunk, meta: JsonObject) -> GenerateResult:
@@ -416,43 +326,47 @@ class EventSplitter:
         return [event for event in data if event != _END]
 
 
+class Tokens:
+    """The tokens of one answer so far."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._top_logprobs: list[TopLogprobs] = []
+
+    def add(self, chunk: TokenChunk) -> None:
+        self.ids += chunk.token_ids
+        self._logprobs += chunk.logprobs
+        self._top_logprobs += chunk.top_logprobs
+
+    def all(self) -> TokenChunk:
+        return TokenChunk(
+            token_ids=tuple(self.ids), logprobs=tuple(self._logprobs), top_logprobs=tuple(self._top_logprobs)
+        )
+
+
 class ResultReader:
     """Assembles the events of one answer. `result` is set after the last event."""
 
     def __init__(self) -> None:
         self.result: GenerateResult | None = None
-        self._token_ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._top_logprobs: list[TopLogprobs] = []
+        self.tokens = Tokens()
 
     def read(self, fields: JsonObject) -> TokenChunk:
         """Read one event; return its new tokens, if any."""
         meta = as_object(get(fields, "meta_info", dict), "meta_info")
-        chunk = self._new_tokens(fields, meta)
-        self._token_ids += chunk.token_ids
-        self._logprobs += chunk.logprobs
-        self._top_logprobs += chunk.top_logprobs
-        if meta.get("finish_reason") is not None:
-            self.result = finished(self._all_tokens(), meta)
-        return chunk
-
-    def _new_tokens(self, fields: JsonObject, meta: JsonObject) -> TokenChunk:
-        before = len(self._token_ids)
-        after = as_integer(meta.get("completion_tokens"), "completion_tokens")
+        before, after = len(self.tokens.ids), as_integer(meta.get("completion_tokens"), "completion_tokens")
         tops = top_entries(meta)
-        tokens = decode_tokens(
+        chunk = decode_tokens(
             _new_part(get(fields, "output_ids", list), before, after, "output_ids"),
             _new_part(get(meta, "output_token_logprobs", list), before, after, "output_token_logprobs"),
             _new_part(tops, before, after, "output_top_logprobs") if tops else [],
         )
-        return replace(tokens, versions=decode_new_spans(meta, before, after))
-
-    def _all_tokens(self) -> TokenChunk:
-        return TokenChunk(
-            token_ids=tuple(self._token_ids),
-            logprobs=tuple(self._logprobs),
-            top_logprobs=tuple(self._top_logprobs),
-        )
+        chunk = replace(chunk, versions=decode_new_spans(meta, before, after))
+        self.tokens.add(chunk)
+        if meta.get("finish_reason") is not None:
+            self.result = finished(self.tokens.all(), meta)
+        return chunk
 
 
 def _new_part(entries: Sequence[Any], num_before: int, num_after: int, name: str) -> Sequence[Any]:

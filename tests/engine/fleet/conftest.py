@@ -11,7 +11,7 @@ import pytest
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.engine.fleet.fleet import Fleet, MemberReport
 from areal_agent.engine.fleet.member import MemberState, Patience
-from areal_agent.engine.wire import EngineStats
+from areal_agent.engine.wire.control import EngineStats
 from areal_agent.errors import EngineUnreachable
 from areal_agent.types import EngineInfo, GenerateRequest, GenerateResult, SamplingParams, TokenChunk, WeightVersion
 
@@ -164,6 +164,12 @@ class Stage:
     async def until(self, is_so: Callable[[], bool]) -> None:
         while not is_so():  # noqa: ASYNC110 (a fleet tells nobody of its servers' states)
             await asyncio.sleep(0.001)
+
+    async def kill_all(self) -> None:
+        """Kill all servers; return once the fleet knows."""
+        for server in self.servers.values():
+            server.kill()
+        await self.until(lambda: not any(one.state is MemberState.SERVING for one in self.fleet.report()))
 
     async def until_serving(self, server: Server) -> None:
         await self.until(lambda: self.state(server) is MemberState.SERVING)

@@ -140,10 +140,7 @@ async def test_it_may_move_more_than_once(open_stage):
 
 @pytest.mark.parametrize(
     ("sampling", "num_tokens", "reason"),
-    [
-        ({"max_tokens": 3}, 3, FinishReason.LENGTH),
-        ({"stop_token_ids": (1005,)}, 3, FinishReason.STOP),
-    ],
+    [({"max_tokens": 3}, 3, FinishReason.LENGTH), ({"stop_token_ids": (1005,)}, 3, FinishReason.STOP)],
 )
 async def test_nothing_is_sampled_beyond_the_end(open_stage, sampling, num_tokens, reason):
     """The server dies after the last token, before it has said that it was the last."""
@@ -258,9 +255,7 @@ async def test_cancelling_ends_it_at_a_server_and_between_two(stage):
     with contextlib.suppress(asyncio.CancelledError):
         await at_server
     assert stage.one.fake.num_in_flight + stage.two.fake.num_in_flight == 1
-    stage.one.kill()
-    stage.two.kill()
-    await stage.until(lambda: not any(one.state is MemberState.SERVING for one in stage.fleet.report()))
+    await stage.kill_all()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
@@ -278,6 +273,12 @@ def grammatical(url: str) -> Server:
     return server
 
 
+def without_versions(url: str) -> Server:
+    server = Server(url)
+    server.told_versions = False
+    return server
+
+
 @pytest.mark.parametrize("sampling", LOOKS_BACK)
 async def test_what_counts_from_the_first_token_begins_again(open_stage, sampling):
     async with open_stage(*map(grammatical, URLS)) as stage:
@@ -287,38 +288,30 @@ async def test_what_counts_from_the_first_token_begins_again(open_stage, samplin
         assert (await answer).token_ids == tokens(ask(), 8)
 
 
-@pytest.mark.parametrize("sampling", LOOKS_BACK)
-async def test_what_was_handed_out_is_not_taken_back(open_stage, sampling):
-    async with open_stage(*map(grammatical, URLS)) as stage:
+@pytest.mark.parametrize(
+    ("make", "sampling", "why"),
+    [
+        *((grammatical, sampling, "count from the first token") for sampling in LOOKS_BACK),
+        (without_versions, {}, "the weights that sampled them are unknown"),
+    ],
+)
+async def test_what_was_handed_out_is_not_taken_back(open_stage, make, sampling, why):
+    async with open_stage(*map(make, URLS)) as stage:
         answer = stage.start(ask(**sampling), on_chunk=Chunks())
         first, _ = await asked(stage)
         first.fake.step(3)
         first.kill()
-        with pytest.raises(EngineUnreachable, match=r"broke off after 3 tokens.*count from the first token"):
+        with pytest.raises(EngineUnreachable, match=f"broke off after 3 tokens.*{why}"):
             await answer
 
 
 async def test_tokens_of_unknown_weights_are_sampled_again(open_stage):
-    async with open_stage(*map(Server, URLS)) as stage:
-        for server in stage.servers.values():
-            server.told_versions = False
+    async with open_stage(*map(without_versions, URLS)) as stage:
         answer, second = await broken_off(stage)
         second.fake.step(100)
         result = await answer
         assert (result.token_ids, result.versions) == (tokens(ask(), 8), spans((OLD, 8)))
         assert len(second.fake.requests[0].input_ids) == 3
-
-
-async def test_tokens_of_unknown_weights_that_were_handed_out_are_an_error(open_stage):
-    async with open_stage(*map(Server, URLS)) as stage:
-        for server in stage.servers.values():
-            server.told_versions = False
-        answer = stage.start(ask(), on_chunk=Chunks())
-        first, _ = await asked(stage)
-        first.fake.step(3)
-        first.kill()
-        with pytest.raises(EngineUnreachable, match="the weights that sampled them are unknown"):
-            await answer
 
 
 # ------------------------------------------------------------------------------------------------- many

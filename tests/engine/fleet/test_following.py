@@ -96,9 +96,9 @@ async def test_one_that_joins_again_while_it_leaves_is_there_in_the_end(stage: S
 
 
 async def test_a_view_is_told_of_at_every_change(stage: Stage):
-    stage.fleet.begin_with(MODEL, OLD)
+    stage.fleet.pushes.begin_with(MODEL, OLD)
     assert stage.fleet.view() == view(*URLS)
-    changed = asyncio.ensure_future(stage.fleet.changed())
+    changed = asyncio.ensure_future(stage.fleet.roster.changed())
     await asyncio.sleep(0)
     stage.one.kill()
     await changed
@@ -108,7 +108,7 @@ async def test_a_view_is_told_of_at_every_change(stage: Stage):
 
 
 async def test_a_version_is_told_of_before_its_first_token(stage: Stage):
-    stage.fleet.begin_with(MODEL, OLD)
+    stage.fleet.pushes.begin_with(MODEL, OLD)
     seen: list[tuple[str, ...]] = []
     commit = stage.one.fake.commit_push
 
@@ -123,13 +123,13 @@ async def test_a_version_is_told_of_before_its_first_token(stage: Stage):
 
 @pytest.mark.parametrize("does_fail", [False, True])
 async def test_a_load_is_told_of_and_its_end(stage: Stage, does_fail: bool):
-    stage.fleet.begin_with(MODEL, OLD)
+    stage.fleet.pushes.begin_with(MODEL, OLD)
     seen: list[bool] = []
 
     async def follow() -> None:
         while True:
             seen.append(stage.fleet.view().is_loading)
-            await stage.fleet.changed()
+            await stage.fleet.roster.changed()
 
     following = asyncio.ensure_future(follow())
     for server in stage.servers.values():

@@ -20,10 +20,11 @@ from pathlib import Path
 
 import pytest
 
-from areal_agent.engine.fleet.keeper import Due, Keeper
-from areal_agent.engine.fleet.member import Member, MemberState, Roster
+from areal_agent.engine.fleet.keeper import Keeper
+from areal_agent.engine.fleet.member import Member, MemberState, Roster, Versions
+from areal_agent.engine.fleet.pushes import FleetPushes
 from areal_agent.errors import EngineRejected, EngineUnreachable, ServerRefused, WeightUpdateError
-from areal_agent.types import DiskWeights, EngineInfo, PauseMode, WeightVersion
+from areal_agent.types import DiskWeights, PauseMode, WeightVersion
 from areal_agent.weights.push import push
 
 from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
@@ -61,17 +62,6 @@ class Clock:
         return self.now_s
 
 
-class Anything:
-    """A standard that every server meets."""
-
-    due: Due | None = None
-    is_changing = False
-
-    async def settled(self) -> None: ...
-
-    def check(self, url: str, info: EngineInfo) -> None: ...
-
-
 @asynccontextmanager
 async def silence() -> AsyncGenerator[tuple[Member, Server, Clock, Callable[[float], Awaitable[None]]]]:
     """A server that is silent from now on, its keeper, and a clock that passes one look per second."""
@@ -79,7 +69,9 @@ async def silence() -> AsyncGenerator[tuple[Member, Server, Clock, Callable[[flo
     member = Member(engine=server, heard_s=0.0)
     patience = replace(PATIENT, hung_after_s=30.0, probe_timeout_s=0.001, probe_every_s=1.0)
     server.answers.clear()
-    keeper = asyncio.create_task(Keeper(member, Roster([member]), Anything(), patience, clock).run())
+    roster = Roster([member])
+    pushes = FleetPushes(roster, Versions(1.0), patience)  # without a push
+    keeper = asyncio.create_task(Keeper(member, roster, pushes, lambda *_: None, patience, clock).run())
 
     async def pass_to(end_s: float) -> None:
         while clock.now_s < end_s:
@@ -129,7 +121,7 @@ async def test_one_that_is_silent_as_it_loads_a_model_does_not_hang(open_stage):
     async with open_stage(*map(Server, URLS), patience=HASTY) as stage:
         await stage.fleet.info()
         stage.silence(stage.one)
-        load = asyncio.ensure_future(stage.fleet.load(MODEL, OLD))
+        load = asyncio.ensure_future(stage.fleet.pushes.load(MODEL, OLD))
         await stage.looked_at(stage.one)
         assert stage.state(stage.one) is MemberState.SERVING
         stage.end_silence(stage.one)
@@ -171,7 +163,7 @@ async def test_the_requests_of_one_that_hangs_move(open_stage):
 
 
 async def test_with_the_right_label_it_serves_again(stage):
-    stage.fleet.begin_with(MODEL, OLD)
+    stage.fleet.pushes.begin_with(MODEL, OLD)
     stage.one.kill()
     await fallen(stage, stage.one)
     stage.one.restart(OLD)
@@ -180,7 +172,7 @@ async def test_with_the_right_label_it_serves_again(stage):
 
 
 async def test_before_the_first_push_it_is_given_the_model(stage):
-    stage.fleet.begin_with(MODEL, OLD)
+    stage.fleet.pushes.begin_with(MODEL, OLD)
     stage.one.kill()
     await fallen(stage, stage.one)
     stage.one.restart(ZERO)
@@ -306,7 +298,7 @@ async def test_what_is_wrong_with_an_added_server_is_an_error(open_stage):
 async def test_an_added_server_is_given_the_weights_whatever_it_served(open_stage, version):
     spare = Server(URLS[1], version=version)
     async with open_stage(Server(URLS[0]), spare=(spare,)) as stage:
-        stage.fleet.begin_with(MODEL, OLD)
+        stage.fleet.pushes.begin_with(MODEL, OLD)
         await push([stage.fleet], WEIGHTS, NEW)
         await stage.fleet.add(spare.base_url)
         assert (stage.state(spare), spare.fake.version) == (MemberState.SERVING, NEW)
@@ -316,13 +308,13 @@ async def test_an_added_server_is_given_the_weights_whatever_it_served(open_stag
 async def test_before_the_first_push_an_added_server_is_given_the_model(open_stage):
     spare = Server(URLS[1], version=WeightVersion(step=99))
     async with open_stage(Server(URLS[0]), spare=(spare,)) as stage:
-        stage.fleet.begin_with(MODEL, OLD)
+        stage.fleet.pushes.begin_with(MODEL, OLD)
         await stage.fleet.add(spare.base_url)
         assert (spare.loaded, spare.fake.version) == ([(MODEL, OLD)], OLD)
 
 
 async def test_who_is_found_ahead_is_brought_back_to_what_is_due(stage):
-    stage.fleet.begin_with(MODEL, OLD)
+    stage.fleet.pushes.begin_with(MODEL, OLD)
     await push([stage.fleet], WEIGHTS, NEW)
     stage.one.fake.version = WeightVersion(step=99)  # somebody else pushes to it
     await stage.until(lambda: stage.one.fake.version == NEW)
@@ -334,7 +326,7 @@ async def test_one_that_is_removed_while_it_is_added_is_not_added(open_stage):
     spare = Server(URLS[1])
     spare.answers.clear()
     async with open_stage(Server(URLS[0]), spare=(spare,)) as stage:
-        stage.fleet.begin_with(MODEL, OLD)
+        stage.fleet.pushes.begin_with(MODEL, OLD)
         adding = asyncio.ensure_future(stage.fleet.add(spare.base_url))
         await stage.until(lambda: spare.num_infos > 0)
         await stage.fleet.remove(spare.base_url)

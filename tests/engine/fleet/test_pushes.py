@@ -90,7 +90,7 @@ async def push_again(stage: Stage) -> None:
 @pytest.mark.parametrize("step", STEPS)
 async def test_where_nobody_is_left_it_is_made_again(open_stage, step):
     async with open_stage(Server(URLS[0])) as stage:
-        stage.fleet.begin_with(MODEL, OLD)
+        stage.fleet.pushes.begin_with(MODEL, OLD)
         stage.one.fake.fail_next(step, EngineUnreachable("no answer"))
         await push_again(stage)
         await stage.until_serving(stage.one)
@@ -99,7 +99,7 @@ async def test_where_nobody_is_left_it_is_made_again(open_stage, step):
 
 async def test_where_nobody_is_left_three_times_it_fails(open_stage):
     async with open_stage(Server(URLS[0])) as stage:
-        stage.fleet.begin_with(MODEL, OLD)
+        stage.fleet.pushes.begin_with(MODEL, OLD)
         for _ in range(MAX_ATTEMPTS):
             stage.one.fake.fail_next(Operation.SEND_PUSH, EngineUnreachable("no answer"))
         with pytest.raises(EnginesGone, match="send failed at every server: http://one: no answer"):
@@ -126,10 +126,8 @@ async def test_who_missed_a_version_does_not_sample(stage):
 
 
 async def test_with_nobody_serving_a_push_waits(stage):
-    stage.fleet.begin_with(DiskWeights, OLD)  # type: ignore[arg-type]
-    for server in stage.servers.values():
-        server.kill()
-    await stage.until(lambda: not any(one.state is MemberState.SERVING for one in stage.fleet.report()))
+    stage.fleet.pushes.begin_with(DiskWeights, OLD)  # type: ignore[arg-type]
+    await stage.kill_all()
     pushing = asyncio.ensure_future(push([stage.fleet], WEIGHTS, NEW))
     await asyncio.sleep(0)
     stage.one.restart(OLD)
@@ -143,9 +141,7 @@ async def test_with_nobody_serving_a_push_waits(stage):
 async def test_nobody_for_too_long_is_a_failed_push(open_stage):
     async with open_stage(*map(Server, URLS), patience=replace(PATIENT, wait_s=0.02)) as stage:
         await stage.fleet.info()
-        for server in stage.servers.values():
-            server.kill()
-        await stage.until(lambda: not any(one.state is MemberState.SERVING for one in stage.fleet.report()))
+        await stage.kill_all()
         with pytest.raises(WeightUpdateError, match="no server has served"):
             await push([stage.fleet], WEIGHTS, NEW)
 

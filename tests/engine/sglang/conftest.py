@@ -16,7 +16,8 @@ import pytest
 
 from areal_agent.cluster.servers import CONTEXT_MARGIN, start_sglang
 from areal_agent.engine.config import EngineConfig
-from areal_agent.engine.foreign.engine import ForeignEngine, ForeignServer
+from areal_agent.engine.foreign.engine import ForeignEngine
+from areal_agent.engine.foreign.server import ForeignServer
 from areal_agent.engine.sglang.server import SglangServer
 from areal_agent.types import DiskWeights, GenerateRequest, PauseMode, SharedMemoryWeights, TokenChunk, WeightVersion
 from areal_agent.weights.push import push
@@ -182,7 +183,7 @@ async def stage(opened: AbstractAsyncContextManager[Stage]) -> AsyncGenerator[St
 
 async def until_one_waits(engine: ForeignEngine) -> None:
     """Wait until a call of `generate` has begun."""
-    while not engine.num_requests:  # noqa: ASYNC110 (a call that has begun tells nobody)
+    while not engine.requests.by_id:  # noqa: ASYNC110 (a call that has begun tells nobody)
         await asyncio.sleep(0)
 
 

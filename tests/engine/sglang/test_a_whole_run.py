@@ -20,27 +20,31 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", *args], cwd=ROOT, capture_output=True, text=True, timeout=1200)
 
 
-def servers() -> set[int]:
-    """The SGLang processes, known by their own names or by our launcher."""
+def servers(kind: str) -> set[int]:
+    """The processes of SGLang or vLLM, known by their own names or by our launcher."""
+    names = {"sglang": "sglang::", "vllm": "VLLM::"}[kind], f"{kind}/launcher.py"
     return {
         process.pid
         for process in psutil.process_iter(["cmdline"])
-        if any("sglang::" in word or "sglang/launcher.py" in word for word in process.info["cmdline"] or ())
+        if any(name in word for word in process.info["cmdline"] or () for name in names)
     }
 
 
-def trained(folder: Path, python: str, *settings: str) -> dict[str, Any]:
-    """Train in this folder, and return the run's report at its end."""
-    before = servers()
-    done = run(
-        "areal_agent.train",
-        *("--config", "configs/quickstart_sglang.yaml", f"engine.python={python}", f"run_dir={folder}", *settings),
-    )
+def train(kind: str, folder: Path, python: str, *settings: str) -> None:
+    """Train in this folder without a failed call, verify the ledger, and leave no server."""
+    before = servers(kind)
+    place = f"engine.python={python}", f"run_dir={folder}"
+    done = run("areal_agent.train", "--config", f"configs/quickstart_{kind}.yaml", *place, *settings)
     assert done.returncode == 0, done.stderr
     assert "no answer to" not in done.stdout + done.stderr
     verified = run("areal_agent.ledger", "verify", str(folder))
     assert verified.returncode == 0, verified.stdout + verified.stderr
-    assert not servers() - before
+    assert not servers(kind) - before
+
+
+def trained(kind: str, folder: Path, python: str, *settings: str) -> dict[str, Any]:
+    """Train, and return the run's report at its end."""
+    train(kind, folder, python, *settings)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["status"] == "completed"
     assert summary["interrupted_completions"] > 0 and summary["max_staleness_seen"] <= 2
@@ -49,10 +53,10 @@ def trained(folder: Path, python: str, *settings: str) -> dict[str, Any]:
 
 def test_a_run_with_a_server_of_its_own_learns(sglang_python: str, tmp_path: Path) -> None:
     """The reward starts at a third; the full 70 steps reach 0.9."""
-    summary = trained(tmp_path / "run", sglang_python, "steps=14", "eval.num_tasks=100")
+    summary = trained("sglang", tmp_path / "run", sglang_python, "steps=14", "eval.num_tasks=100")
     assert summary["success_after"] >= summary["success_before"] + 0.2
 
 
 def test_a_run_that_sends_its_weights(sglang_python: str, tmp_path: Path) -> None:
     settings = ("steps=6", "eval.num_tasks=8", "trainer.transfer=distributed")
-    assert trained(tmp_path / "run", sglang_python, *settings)["steps"] == 6
+    assert trained("sglang", tmp_path / "run", sglang_python, *settings)["steps"] == 6

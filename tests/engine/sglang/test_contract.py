@@ -126,7 +126,7 @@ async def test_a_cancelled_call_leaves_nothing_behind(stage, ask):
     with pytest.raises(asyncio.CancelledError):
         await watched.answer
     await _until_idle(stage)
-    assert stage.engine.num_requests == 0
+    assert not stage.engine.requests.by_id
 
 
 @pytest.mark.parametrize("mode", [PauseMode.ABORT, PauseMode.RETRACT, PauseMode.IN_PLACE, PauseMode.WAIT])

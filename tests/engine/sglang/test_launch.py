@@ -39,17 +39,26 @@ time.sleep(100000)
 RUN = """
 import asyncio, sys
 from pathlib import Path
-from areal_agent.cluster.servers import start_sglang
+from areal_agent.cluster import servers
 from areal_agent.engine.config import EngineConfig
 from areal_agent.types import WeightVersion
 
-async def run():
-    config = EngineConfig(backend="sglang", python=sys.argv[1], device="cpu")
-    async with start_sglang(config, Path("model"), WeightVersion(), Path(sys.argv[2])):
+async def run(backend, python, logs):
+    config = EngineConfig(backend=backend, python=python)
+    async with getattr(servers, f"start_{backend}")(config, Path("model"), WeightVersion(), Path(logs)):
         pass
 
-asyncio.run(run())
+asyncio.run(run(*sys.argv[1:]))
 """
+
+
+async def kill_a_run(backend: str, python: str, logs: Path) -> None:
+    """Kill a run that starts a server; return once the server's child is gone."""
+    run = await asyncio.create_subprocess_exec(sys.executable, "-c", RUN, backend, python, str(logs))
+    child = await child_in(logs / "engine.log")
+    os.kill(run.pid, signal.SIGKILL)
+    await run.wait()
+    await until_gone(child)
 
 
 @pytest.fixture
@@ -129,10 +138,7 @@ async def test_options_are_arguments(program, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"server_args": ["--tp-size", "2", "--base-gpu-id", "2"]},
-        {"server_args": ["--tp-size", "2"], "first_gpu": 2},
-    ],
+    [{"server_args": ["--tp-size", "2", "--base-gpu-id", "2"]}, {"server_args": ["--tp-size", "2"], "first_gpu": 2}],
 )
 async def test_each_server_has_gpus_of_its_own(program, tmp_path, options):
     told = tmp_path / "told"
@@ -154,18 +160,10 @@ async def test_a_server_that_never_serves(program, tmp_path):
         await start(config(program("exec sleep 100000"), startup_timeout_s=0.2), tmp_path)
 
 
-async def test_one_on_a_cpu_leaves_it_to_others_when_idle(stand_in, tmp_path):
-    starting = asyncio.ensure_future(start(config(stand_in, startup_timeout_s=DEADLINE_S), tmp_path))
-    await child_in(tmp_path / "engine.log")
-    assert "--sleep-on-idle" in (tmp_path / "engine.log").read_text()
-    starting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await starting
-
-
-async def test_a_server_is_ended_with_its_children(stand_in, tmp_path):
+async def test_a_server_on_a_cpu_sleeps_when_idle_and_is_ended_with_its_children(stand_in, tmp_path):
     starting = asyncio.ensure_future(start(config(stand_in, startup_timeout_s=DEADLINE_S), tmp_path))
     child = await child_in(tmp_path / "engine.log")
+    assert "--sleep-on-idle" in (tmp_path / "engine.log").read_text()
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
@@ -174,11 +172,7 @@ async def test_a_server_is_ended_with_its_children(stand_in, tmp_path):
 
 @pytest.mark.slow
 async def test_a_run_that_is_killed_leaves_no_server(stand_in, tmp_path):
-    run = await asyncio.create_subprocess_exec(sys.executable, "-c", RUN, stand_in, str(tmp_path))
-    child = await child_in(tmp_path / "engine.log")
-    os.kill(run.pid, signal.SIGKILL)
-    await run.wait()
-    await until_gone(child)
+    await kill_a_run("sglang", stand_in, tmp_path)
 
 
 def test_a_python_that_is_not_there():

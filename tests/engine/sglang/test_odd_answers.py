@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from areal_agent.engine import wire
 from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine.foreign.weight_folders import WeightFolders
 from areal_agent.engine.sglang.server import SglangAnswer, SglangServer
+from areal_agent.engine.wire import control
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import FinishReason, PauseMode, VersionSpan, WeightVersion
 from areal_agent.weights.push import push
@@ -46,7 +46,7 @@ async def scripted(tiny) -> AsyncGenerator[tuple[ScriptedServer, ForeignEngine]]
 
 async def test_400_although_the_weights_changed(scripted, ask, share, other):
     server, engine = scripted
-    server.update_statuses, server.events = [400], [event([5], 1, **ENDED)]
+    server.load_statuses, server.events = [400], [event([5], 1, **ENDED)]
     with pytest.raises(WeightUpdateError, match="loaded again"):
         await push([engine], share(other), NEW)
     assert server.loaded[-1] == (server.started_with, str(OLD)) and server.model == server.started_with
@@ -55,9 +55,11 @@ async def test_400_although_the_weights_changed(scripted, ask, share, other):
     assert server.label == str(NEW)
 
 
-async def test_nothing_is_sampled_from_weights_that_nobody_knows(scripted, ask, share, other):
+async def test_nothing_is_sampled_from_weights_that_nobody_knows(scripted, ask, share, tiny, other):
     server, engine = scripted
-    server.update_statuses, server.events = [400, 400], [event([5], 1, **ENDED)]
+    await engine.load(tiny, OLD)
+    server.load_statuses = [400, 400]
+    server.will_answer([5])
     with pytest.raises(WeightUpdateError):
         await push([engine], share(other), NEW)
     with pytest.raises(EngineUnreachable, match="it is unknown which weights"):
@@ -71,7 +73,7 @@ async def test_nothing_is_sampled_from_weights_that_nobody_knows(scripted, ask, 
 @pytest.mark.parametrize("hangs_at", [1, 2], ids=["the new weights", "the old ones again"])
 async def test_nothing_is_sampled_after_a_load_that_was_cut_short(scripted, ask, share, other, hangs_at):
     server, engine = scripted
-    server.update_statuses, server.hangs_at = [400], hangs_at
+    server.load_statuses, server.hangs_at = [400], hangs_at
     pushing = asyncio.create_task(push([engine], share(other), NEW))
     await server.is_hanging.wait()
     pushing.cancel()
@@ -117,13 +119,8 @@ async def test_a_folder_that_serves_stays_when_its_call_is_cancelled(tiny, share
 class PausedWithAFailure(ScriptedServer):
     """A server that reports a failed pause."""
 
-    def __init__(self, model: str) -> None:
-        super().__init__(model)
-        self.told: list[str] = []
-
     async def yes(self, request: web.Request) -> web.Response:
-        self.told.append(request.path)
-        return web.Response(status=500) if request.path == wire.PAUSE_GENERATION else await super().yes(request)
+        return web.Response(status=500) if request.path == control.PAUSE_GENERATION else await super().yes(request)
 
 
 async def test_a_pause_that_fails_is_ended(tiny, other):
@@ -131,13 +128,13 @@ async def test_a_pause_that_fails_is_ended(tiny, other):
     async with serving(server) as url, aclosing(ForeignEngine(SglangServer(url))) as engine:
         with pytest.raises(EngineUnreachable, match="500"):
             await engine.load(other, NEW)
-    assert server.told == [wire.PAUSE_GENERATION, wire.CONTINUE_GENERATION] and server.loaded == []
+    assert server.calls[-2:] == [control.PAUSE_GENERATION, control.CONTINUE_GENERATION] and server.loaded == []
 
 
 async def test_a_label_that_does_not_move_is_no_success(scripted, share, other):
     server, engine = scripted
     server.moves_label = False
-    with pytest.raises(WeightUpdateError, match=r"reports that it serves 0:3 after an update to 0:4"):
+    with pytest.raises(WeightUpdateError, match=r"reports that it serves (0:3|default) after an update to 0:4"):
         await push([engine], share(other), NEW)
 
 
@@ -158,7 +155,7 @@ async def test_events_that_hold_all_tokens_are_refused(scripted):
         await engine.info()
 
 
-async def test_a_health_that_never_answers_does_not_matter(scripted):
+async def test_health_is_that_of_the_scheduler(scripted):
     server, engine = scripted
     assert await engine.health()
     server.is_alive = False
@@ -167,11 +164,11 @@ async def test_a_health_that_never_answers_does_not_matter(scripted):
 
 async def test_every_call_has_a_connection_of_its_own(scripted, ask):
     server, engine = scripted
-    server.events = [event([5], 1, **ENDED)]
+    server.will_answer([5])
     for number in range(3):
         await engine.generate(ask(number))
     await engine.stats()
-    assert len(server.peers) == server.num_calls
+    assert len(server.peers) == len(server.calls)
 
 
 async def test_loads_are_added_up(scripted):

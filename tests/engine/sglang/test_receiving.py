@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,9 +35,7 @@ from .scripted import OLD, ScriptedServer, serving
 NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
 NUM_SCHEDULERS = 2
 UPDATER = SimpleNamespace(
-    tp_worker=SimpleNamespace(
-        model_runner=SimpleNamespace(weight_updater=SimpleNamespace(device="cpu", gpu_id=0)),
-    )
+    tp_worker=SimpleNamespace(model_runner=SimpleNamespace(weight_updater=SimpleNamespace(device="cpu", gpu_id=0)))
 )
 
 
@@ -70,6 +68,10 @@ class Scheduler:
     def update(self, path: str) -> SimpleNamespace:
         return self.receiving.around_update(self._load, UPDATER, SimpleNamespace(model_path=path))
 
+    @property
+    def receptions(self) -> Mapping[str, object]:
+        return self.receiving.receptions
+
     def _load(self, _: object, asked: SimpleNamespace) -> SimpleNamespace:
         source = SimpleNamespace(model_or_path=asked.model_path)
         try:
@@ -99,16 +101,22 @@ class WorkingServer(ScriptedServer):
         self.replicas = [replica()]
 
     @property
-    def schedulers(self) -> list[Scheduler]:
+    def receivers(self) -> list[Scheduler]:
         return list(itertools.chain(*self.replicas))
+
+    def start_again(self) -> None:
+        self.replicas = [replica()]
+
+    def add_replica(self) -> None:
+        self.replicas.append(replica())
 
     async def check(self, request: web.Request) -> web.Response:
         asked = SimpleNamespace(**await request.json())
-        return self._merged(await asyncio.gather(*(asyncio.to_thread(one.check, asked) for one in self.schedulers)))
+        return self._merged(await asyncio.gather(*(asyncio.to_thread(one.check, asked) for one in self.receivers)))
 
     async def update(self, request: web.Request) -> web.Response:
         body = await request.json()
-        answer = self._merged([one.update(body["model_path"]) for one in self.schedulers])
+        answer = self._merged([one.update(body["model_path"]) for one in self.receivers])
         if answer.status == 200:
             self.model, self.label = body["model_path"], body["weight_version"]
         return answer
@@ -134,17 +142,17 @@ async def server(tiny: Path) -> AsyncGenerator[tuple[WorkingServer, ForeignEngin
         yield server, engine
 
 
-async def test_every_scheduler_receives_all_and_loads_it_at_the_commit(server, channel, tiny, other):
+async def test_every_receiver_has_all_and_loads_it_at_the_commit(server, channel, tiny, other):
     scripted, engine = server
     await engine.begin_push("p")
     await engine.send_push("p", channel.write(parameters_of(other)))
-    assert [one.serves for one in scripted.schedulers] == [str(tiny)] * NUM_SCHEDULERS
+    assert [one.serves for one in scripted.receivers] == [str(tiny)] * len(scripted.receivers)
     await engine.abort_push("p")
     await push([engine], channel.write(parameters_of(other)), NEW)
-    assert serve(scripted.schedulers, other)
+    assert serve(scripted.receivers, other)
     assert scripted.label == str(NEW)
     await push([engine], channel.write(parameters_of(tiny)), NEXT)
-    assert serve(scripted.schedulers, tiny)
+    assert serve(scripted.receivers, tiny)
 
 
 @pytest.mark.parametrize(("fault", "message"), FAULTS.items())
@@ -153,19 +161,19 @@ async def test_what_is_wrong_is_loaded_by_none(server, channel, tiny, other, fau
     weights = channel.write(parameters_of(other))
     with pytest.raises(WeightUpdateError, match=message):
         await push([engine], fault(weights), NEW)
-    assert [one.serves for one in scripted.schedulers] == [str(tiny)] * NUM_SCHEDULERS
+    assert [one.serves for one in scripted.receivers] == [str(tiny)] * len(scripted.receivers)
     assert scripted.label == str(OLD)
     await push([engine], weights, NEW)
-    assert serve(scripted.schedulers, other)
+    assert serve(scripted.receivers, other)
 
 
 async def test_a_load_that_fails_brings_back_what_they_hold(server, channel, tiny, other):
     scripted, engine = server
     await push([engine], channel.write(parameters_of(other)), NEW)
-    scripted.schedulers[0].num_failures = 1
+    scripted.receivers[0].num_failures = 1
     with pytest.raises(WeightUpdateError, match="the previous weights were loaded again"):
         await push([engine], channel.write(parameters_of(tiny)), NEXT)
-    assert serve(scripted.schedulers, other)
+    assert serve(scripted.receivers, other)
     assert scripted.label == str(NEW)
 
 
@@ -173,27 +181,27 @@ async def test_a_server_that_was_started_again_holds_nothing(server, channel, ti
     scripted, engine = server
     await engine.begin_push("p")
     await engine.send_push("p", channel.write(parameters_of(other)))
-    scripted.replicas = [replica()]
+    scripted.start_again()
     await engine.pause(PauseMode.RETRACT)
     with pytest.raises(WeightUpdateError, match="nothing was received in push p"):
         await engine.commit_push("p", NEW)
-    assert [one.serves for one in scripted.schedulers] == [str(tiny)] * NUM_SCHEDULERS
+    assert [one.serves for one in scripted.receivers] == [str(tiny)] * len(scripted.receivers)
 
 
-async def test_replicas_are_sent_them_each(server, channel, other):
+async def test_replicas_are_sent_them_each(server, channel, tiny, other):
     scripted, engine = server
-    scripted.replicas.append(replica())
+    scripted.add_replica()
     await push([engine], channel.write(parameters_of(other)), NEW)
-    assert serve(scripted.schedulers, other)
+    assert serve(scripted.receivers, other)
 
 
 async def test_two_sets_are_held_and_none_beside_a_folder(server, channel, tiny, other):
     scripted, engine = server
     for step in range(4, 8):
         await push([engine], channel.write(parameters_of(other)), WeightVersion(step=step))
-        assert all(len(one.receiving.receptions) <= 2 for one in scripted.schedulers)
+        assert all(len(one.receptions) <= 2 for one in scripted.receivers)
     await engine.load(tiny, WeightVersion(step=8))
-    assert [one.receiving.receptions for one in scripted.schedulers] == [{}] * NUM_SCHEDULERS
+    assert [one.receptions for one in scripted.receivers] == [{}] * len(scripted.receivers)
 
 
 async def test_a_server_that_was_not_started_by_our_launcher(tiny, channel, other):
@@ -209,6 +217,6 @@ async def test_whoever_comes_later_does_not_take_them_for_a_folder(server, chann
     await push([engine], channel.write(parameters_of(other)), NEW)
     assert scripted.model.startswith(RECEIVED)
     async with contextlib.aclosing(ForeignEngine(SglangServer(engine.base_url))) as another:
-        scripted.schedulers[0].num_failures = 1
+        scripted.receivers[0].num_failures = 1
         with pytest.raises(WeightUpdateError, match="the source of the previous weights is unknown here"):
             await push([another], channel.write(parameters_of(tiny)), NEXT)

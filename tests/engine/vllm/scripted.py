@@ -1,6 +1,5 @@
 """A server that answers as vLLM does, each time as a test wants it. A helper of tests."""
 
-import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 
@@ -10,34 +9,21 @@ from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine.vllm.server import VllmServer
 from areal_agent.types import WeightVersion
 
+from .. import servers
+
 OLD = WeightVersion(step=3)
 """The version of what it samples."""
 
 
-class ScriptedServer:
-    """Answers as vLLM does; `load_statuses` are used one by one, then loads succeed."""
+class ScriptedServer(servers.ScriptedServer):
+    """Answers as vLLM does."""
 
     def __init__(self, model: str) -> None:
+        super().__init__()
         self.card = {"id": "m", "owned_by": "vllm", "root": model, "max_model_len": 512}
         self.label = "default"
-        self.calls: list[str] = []
         self.loaded: list[str] = []
-        self.load_statuses: list[int] = []
-        self.moves_label = True
         self.flushes = True
-        self.is_alive = True
-        self.num_broken = 0  # of the next answers, which end before their last event
-        self.events: list[dict] = []
-        self.bodies: list[dict] = []
-        self.peers: set[object] = set()
-        self.num_calls = 0
-
-    @web.middleware
-    async def count(self, request: web.Request, handler) -> web.StreamResponse:
-        self.num_calls += 1
-        self.calls.append(request.path_qs)
-        self.peers.add(request.transport.get_extra_info("peername"))
-        return await handler(request)
 
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"data": [self.card]})
@@ -61,16 +47,6 @@ class ScriptedServer:
             self.label = body["new_version"]
         return web.json_response({"success": True})
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        self.bodies.append(await request.json())
-        response = web.StreamResponse()
-        await response.prepare(request)
-        self.num_broken, is_broken = max(0, self.num_broken - 1), self.num_broken > 0
-        for event in self.events[:-1] if is_broken else self.events:
-            await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
-        return response
-
     def will_answer(self, ids: list[int]) -> None:
         """Answer each request with these tokens from now on."""
         self.events = [event(ids, **ended(len(ids), "stop"))]
@@ -80,9 +56,6 @@ class ScriptedServer:
 
     async def flush(self, _: web.Request) -> web.Response:
         return web.json_response({"success": self.flushes})
-
-    async def yes(self, _: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
 
 
 METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -98,7 +71,7 @@ process_start_time_seconds 1.79e+09
 @asynccontextmanager
 async def serving(server: ScriptedServer) -> AsyncGenerator[str]:
     """Yield the URL of a scripted server."""
-    app = web.Application(middlewares=[server.count])
+    app = web.Application(middlewares=[server.note])
     app.router.add_get("/v1/models", server.models)
     app.router.add_get("/weight_info", server.weight_info)
     app.router.add_get("/is_paused", server.is_paused)
@@ -109,13 +82,8 @@ async def serving(server: ScriptedServer) -> AsyncGenerator[str]:
     app.router.add_post("/inference/v1/generate", server.generate)
     for path in ("/pause", "/resume", "/abort_requests"):
         app.router.add_post(path, server.yes)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with servers.serving_app(app) as url:
+        yield url
 
 
 @asynccontextmanager

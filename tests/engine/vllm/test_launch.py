@@ -7,9 +7,7 @@
 - a server's own children are gone with it, also when the run is killed
 """
 
-import asyncio
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,7 @@ from areal_agent.engine.config import EngineConfig, visible_gpus
 from areal_agent.errors import ConfigError, ProcessDied
 from areal_agent.types import WeightVersion
 
-from ..sglang.test_launch import SERVES_NOTHING, child_in, program, until_gone
+from ..sglang.test_launch import SERVES_NOTHING, kill_a_run, program
 
 __all__ = ["program"]  # a fixture
 
@@ -30,21 +28,6 @@ MODEL = os.path.abspath("model")
 NO_GPU = """
 class current_platform:
     is_cpu = staticmethod(lambda: True)
-"""
-
-RUN = """
-import asyncio, sys
-from pathlib import Path
-from areal_agent.cluster.servers import start_vllm
-from areal_agent.engine.config import EngineConfig
-from areal_agent.types import WeightVersion
-
-async def run():
-    config = EngineConfig(backend="vllm", python=sys.argv[1])
-    async with start_vllm(config, Path("model"), WeightVersion(), Path(sys.argv[2])):
-        pass
-
-asyncio.run(run())
 """
 
 
@@ -139,9 +122,4 @@ async def test_a_python_without_vllm(tmp_path):
 
 @pytest.mark.slow
 async def test_a_run_that_is_killed_leaves_no_server(stand_in, tmp_path):
-    python = stand_in(SERVES_NOTHING)
-    run = await asyncio.create_subprocess_exec(sys.executable, "-c", RUN, python, str(tmp_path))
-    child = await child_in(tmp_path / "engine.log")
-    os.kill(run.pid, signal.SIGKILL)
-    await run.wait()
-    await until_gone(child)
+    await kill_a_run("vllm", stand_in(SERVES_NOTHING), tmp_path)

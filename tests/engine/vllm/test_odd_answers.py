@@ -18,13 +18,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_agent.cluster.servers import StartedServer
+from areal_agent.cluster.servers import wait_until_it_serves
 from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.errors import EngineUnreachable, WeightUpdateError
 from areal_agent.types import FinishReason, PauseMode, VersionSpan, WeightVersion
 from areal_agent.weights.channels import DiskChannel
 from areal_agent.weights.push import push
 
+from ..sglang.test_odd_answers import (  # noqa: F401
+    test_a_label_that_does_not_move_is_no_success,
+    test_every_call_has_a_connection_of_its_own,
+    test_health_is_that_of_the_scheduler,
+    test_nothing_is_sampled_from_weights_that_nobody_knows,
+)
 from .scripted import OLD, ScriptedServer, answering, ended, event, spans
 
 NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
@@ -69,19 +75,6 @@ async def test_loads_that_fail_in_a_row_are_undone(scripted, tiny, other, tmp_pa
     assert server.label == str(NEXT) and Path(serving).name not in os.listdir(tmp_path / "folders")
 
 
-async def test_nothing_is_sampled_from_weights_that_nobody_knows(scripted, ask, share, tiny, other):
-    server, engine = scripted
-    await engine.load(tiny, OLD)
-    server.load_statuses, server.events = [500, 500], [event([5], **ended(1))]
-    with pytest.raises(WeightUpdateError):
-        await push([engine], share(other), NEW)
-    with pytest.raises(EngineUnreachable, match="it is unknown which weights"):
-        await engine.generate(ask(1))
-    assert not await engine.health()
-    await push([engine], share(other), NEXT)
-    assert (await engine.generate(ask(1))).token_ids == (5,)
-
-
 async def test_weights_of_somebody_else_are_not_put_back(scripted, ask, share, other):
     server, engine = scripted
     server.label, server.load_statuses = str(OLD), [500]  # loaded before this client came
@@ -89,13 +82,6 @@ async def test_weights_of_somebody_else_are_not_put_back(scripted, ask, share, o
         await push([engine], share(other), NEW)
     with pytest.raises(EngineUnreachable, match="it is unknown which weights"):
         await engine.generate(ask(1))
-
-
-async def test_a_label_that_does_not_move_is_no_success(scripted, share, other):
-    server, engine = scripted
-    server.moves_label = False
-    with pytest.raises(WeightUpdateError, match="reports that it serves default after an update to 0:4"):
-        await push([engine], share(other), NEW)
 
 
 async def test_a_cache_that_is_not_flushed_is_no_success(scripted, share, other):
@@ -183,22 +169,6 @@ async def test_an_answer_that_cannot_be_believed(scripted, ask, events, message)
         await engine.generate(ask(1))
 
 
-async def test_health_is_that_of_the_scheduler(scripted):
-    server, engine = scripted
-    assert await engine.health()
-    server.is_alive = False
-    assert not await engine.health()
-
-
-async def test_every_call_has_a_connection_of_its_own(scripted, ask):
-    server, engine = scripted
-    server.events = [event([5], **ended(1))]
-    for number in range(3):
-        await engine.generate(ask(number))
-    await engine.stats()
-    assert len(server.peers) == server.num_calls
-
-
 async def test_metrics_are_added_up(scripted):
     server, engine = scripted
     server.label = str(OLD)
@@ -209,11 +179,11 @@ async def test_metrics_are_added_up(scripted):
 
 async def test_a_server_that_is_started_is_given_its_version(scripted, tiny):
     server, engine = scripted
-    await StartedServer(engine, tiny, OLD).wait_ready(60.0)
+    await wait_until_it_serves(engine, (tiny, OLD), 60.0)
     assert (server.loaded, server.label) == ([str(tiny)], str(OLD))
     server.load_statuses = [500]
     with pytest.raises(EngineUnreachable, match="refuses weights"):
-        await StartedServer(engine, tiny, NEW).wait_ready(60.0)
+        await wait_until_it_serves(engine, (tiny, NEW), 60.0)
 
 
 async def test_a_server_that_was_started_again_is_known_by_its_label(scripted, share, other):

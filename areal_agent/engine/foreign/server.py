@@ -1,4 +1,6 @@
-"""The weights of one server: pushed, verified, loaded while it is paused, and put back after a failure.
+"""One foreign server: what its kind provides (`ForeignServer`), and the weights that it serves (`ServerWeights`).
+
+Weights are pushed, verified, loaded while the server is paused, and put back after a failure:
 
 push     begin ──▶ send: a folder is written and verified; or the server's processes receive the weights from the
          trainer, verify them and hold them ──▶ commit: the server loads them, and confirms it
@@ -8,19 +10,160 @@ failed   a server may report a failure although its weights have changed, so the
 """
 
 import asyncio
+import os
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import orjson
 
 from areal_agent.engine.foreign.weight_folders import WeightFolders, is_adapter, prove_adapter, prove_fits, read_shapes
-from areal_agent.engine.wire.fields import WireError, as_integer, as_object, decode_json
-from areal_agent.engine.wire.weights import encode_distributed
+from areal_agent.engine.pushes import size_of_folder
+from areal_agent.engine.transport import AnswerReader, Transport
+from areal_agent.engine.wire.control import EngineStats
+from areal_agent.engine.wire.fields import UNLABELLED, WireError, as_integer, as_object, decode_json
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, PushConflict, WeightUpdateError
-from areal_agent.types import DistributedWeights, JsonObject, TensorEntry, Weights, WeightVersion
+from areal_agent.types import (
+    DistributedWeights,
+    GenerateRequest,
+    JsonObject,
+    PauseMode,
+    TensorEntry,
+    Weights,
+    WeightVersion,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """Weights of a push that the server's processes hold in memory besides the serving ones."""
+
+    push_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """The current weights of a server, and its label for them."""
+
+    source: Path | Held | None
+    """None: somebody else loaded them, and this server does not say from where."""
+    label: str
+
+    @property
+    def version(self) -> WeightVersion | None:
+        """The version that the label names; None if it is not one of ours."""
+        try:
+            return WeightVersion.parse(self.label)
+        except ValueError:
+            return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerState:
+    """A server's report about itself."""
+
+    model: Path  # the model that it was started with
+    served: Served
+    max_context_tokens: int
+    has_grammar: bool
+    applies_adapters: bool = False  # True: every request names them
+
+
+class ForeignServer(ABC):
+    """One server of some kind. Implementations: `sglang.server.SglangServer`, `vllm.server.VllmServer`.
+
+    Each call raises EngineUnreachable if the server does not answer, or its answer cannot be read. The owner of this
+    object closes `transport`.
+    """
+
+    kind: ClassVar[str]  # the name of the server software
+    launcher: ClassVar[Path]
+    generate_path: ClassVar[str]
+
+    def __init__(self, base_url: str, *, takes_unlabelled: bool = False) -> None:
+        """If `takes_unlabelled`, weights that nobody has labelled count as the first version."""
+        self.transport = Transport(base_url, keeps_connections=False)  # uvicorn closes them after 5 s
+        self.takes_unlabelled = takes_unlabelled
+
+    # ------------------------------------------------------------------------------------------- requests
+
+    @abstractmethod
+    def encode(self, request: GenerateRequest, rid: str, label: str) -> dict[str, Any]:
+        """Return the body of a streamed request with the id `rid`. `label` is that of the serving weights."""
+
+    @abstractmethod
+    def reader(self, request: GenerateRequest) -> AnswerReader:
+        """Return a reader for the events of the request's answer."""
+
+    @abstractmethod
+    async def abort(self, rid: str) -> None:
+        """Make the server end a request that has begun."""
+
+    @abstractmethod
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling. With `wait`, this client's requests have ended before."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Continue sampling."""
+
+    # -------------------------------------------------------------------------------------------- weights
+
+    async def load(self, source: Path | Held, label: str, *, flush_cache: bool) -> None:
+        """Make the paused server load weights under a label. Raises EngineError unless it confirms the label.
+
+        Weights that it holds are lost when its processes end. With `flush_cache`, the keys and values of all requests
+        are computed again.
+        """
+        if isinstance(source, Held):
+            await self.load_received(source.push_id, label, flush_cache=flush_cache)
+        else:
+            path = os.path.abspath(source)  # noqa: ASYNC240 (no disk: the server has a working directory of its own)
+            num_bytes = await asyncio.to_thread(size_of_folder, source)
+            await self.load_folder(path, label, flush_cache=flush_cache, num_bytes=num_bytes)
+        served = await self.label()
+        if served != label:
+            raise WeightUpdateError(
+                f"{self.transport.base_url} reports that it serves {served} after an update to {label}"
+            )
+
+    @abstractmethod
+    async def load_folder(self, path: str, label: str, *, flush_cache: bool, num_bytes: int) -> None: ...
+
+    @abstractmethod
+    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None: ...
+
+    @abstractmethod
+    async def label(self) -> str:
+        """Return the server's label of the weights that serve."""
+
+    @abstractmethod
+    async def ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
+        """Call a method of ours in the server's processes and return the answers. Raises EngineError if one fails."""
+
+    async def call(self, path: str, body: dict[str, Any], read: Callable[[object], Any], num_bytes: int = 0) -> Any:
+        """Ask for something that only our launcher adds to the server; return what `read` finds in the answer."""
+        try:
+            answer = await self.transport.post(path, body, refusal=WeightUpdateError, num_bytes=num_bytes)
+        except EngineError as error:
+            raise WeightUpdateError(f"{error}; see its log. Was it started by {self.launcher}?") from error
+        return self.transport.decoded(read, path, answer)
+
+    # --------------------------------------------------------------------------------------------- status
+
+    @abstractmethod
+    async def state(self) -> ServerState: ...
+
+    @abstractmethod
+    async def stats(self, version: WeightVersion) -> EngineStats:
+        """Return the load of the server, which serves this version."""
+
+    @abstractmethod
+    async def probe(self, timeout_s: float) -> None:
+        """Ask something that only a live scheduler answers, paused or not. Raises EngineError."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,104 +220,25 @@ class ServedModel:
             )
 
 
-UNLABELLED = "default"
-"""The label of weights that a server of either kind was started with."""
-
-FIRST = str(WeightVersion())
-
-
-def label_spans(spans: Sequence[Any]) -> list[JsonObject]:
-    """Label the spans of an answer: unlabelled weights count as the first version.
-
-    Before the first push of a trainer elsewhere these are what serves. If this process pushes, it labels every server's
-    weights before the server samples, so an unlabelled span is an error and this is not used.
-
-    >>> label_spans([{"version": "default", "start": 0, "end": 2}, {"version": "1:0", "start": 2, "end": 3}])
-    [{'version': '0:0', 'start': 0, 'end': 2}, {'version': '1:0', 'start': 2, 'end': 3}]
-    """
-    return [_label(as_object(span, "a span of weight_versions"), "version") for span in spans]
-
-
-def label_meta(meta: JsonObject) -> JsonObject:
-    """Label SGLang's `meta_info` in the same way: the current label, and the spans."""
-    told = _label(meta, "weight_version")
-    spans = told.get("weight_versions")
-    return {**told, "weight_versions": label_spans(spans)} if isinstance(spans, list) else told
-
-
-def _label(fields: JsonObject, name: str) -> JsonObject:
-    return {**fields, name: FIRST} if fields.get(name) == UNLABELLED else fields
-
-
 FIRST_LOOK_S = 0.02
 LAST_LOOK_S = 0.5
 
 
-class Ask(Protocol):
-    """Calls a method of ours in each process of a server. Raises EngineError if a process lacks it."""
-
-    async def __call__(self, method: str, arguments: Sequence[str]) -> Sequence[str]: ...
-
-
-async def receive(ask: Ask, push_id: str, weights: DistributedWeights, *, beside: str | None) -> None:
+async def receive(server: ForeignServer, push_id: str, weights: DistributedWeights, *, beside: str | None) -> None:
     """Make all processes of a server receive, verify and hold these weights. Raises EngineError when one does not.
 
     Of the weights held before, they keep those of the push `beside`. A process receives in a thread of its own
     (reception.py), because a long call would hold up its requests; so it is asked for its progress, at growing
     intervals.
     """
-    told = {**encode_distributed(weights), "group": secrets.token_hex(8)}
-    await ask("receive_weights", [push_id, orjson.dumps(told).decode(), beside or ""])
+    told = {**asdict(weights), "group": secrets.token_hex(8)}
+    await server.ask("receive_weights", [push_id, orjson.dumps(told).decode(), beside or ""])
     look_s = FIRST_LOOK_S
-    while unproved := [state for state in await ask("received", [push_id]) if state != "proved"]:
+    while unproved := [state for state in await server.ask("received", [push_id]) if state != "proved"]:
         if failed := [state for state in unproved if state != "receiving"]:
             raise WeightUpdateError(f"the server did not take the weights: {failed[0]}")
         await asyncio.sleep(look_s)
         look_s = min(2 * look_s, LAST_LOOK_S)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """Weights of a push that the server's processes hold in memory besides the serving ones."""
-
-    push_id: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
-    """The current weights of a server, and its label for them."""
-
-    source: Path | Held | None
-    """None: somebody else loaded them, and this server does not say from where."""
-    label: str
-
-    @property
-    def version(self) -> WeightVersion | None:
-        """The version that the label names; None if it is not one of ours."""
-        try:
-            return WeightVersion.parse(self.label)
-        except ValueError:
-            return None
-
-
-class Loader(Protocol):
-    """Makes one server load weights."""
-
-    async def load(self, folder: Path, label: str, *, flush_cache: bool) -> None:
-        """Make the paused server load a folder under a label. Raises EngineError unless it confirms the label."""
-        ...
-
-
-class Receiver(Protocol):
-    """Makes the processes of one server receive weights from the trainer. They lose the weights when they end."""
-
-    async def ask(self, method: str, arguments: Sequence[str]) -> Sequence[str]:
-        """Call a method of ours in each process and return the answers. Raises EngineError if one fails."""
-        ...
-
-    async def load_received(self, push_id: str, label: str, *, flush_cache: bool) -> None:
-        """Make the paused server load what its processes hold. Raises EngineError unless it confirms the label."""
-        ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -188,20 +252,10 @@ class _Push:
 class ServerWeights:
     """The weights that one server serves (`serving`), and those that it is to serve next."""
 
-    def __init__(
-        self,
-        loader: Loader,
-        receiver: Receiver,
-        folders: WeightFolders,
-        model: ServedModel,
-        serving: Served,
-        *,
-        base_url: str,
-    ) -> None:
+    def __init__(self, server: ForeignServer, folders: WeightFolders, model: ServedModel, serving: Served) -> None:
         self.serving = serving
-        self._base_url = base_url
-        self._loader = loader
-        self._receiver = receiver
+        self._server = server
+        self._base_url = server.transport.base_url
         self._folders = folders
         self._model = model
         self._push: _Push | None = None
@@ -284,7 +338,7 @@ class ServerWeights:
         self._model.prove_entries(weights.entries)
         serving = self.serving.source
         beside = serving.push_id if isinstance(serving, Held) else None
-        await receive(self._receiver.ask, push.id, weights, beside=beside)
+        await receive(self._server, push.id, weights, beside=beside)
         push.source = Held(push_id=push.id)
 
     async def _load(self, source: Path | Held, label: str, *, flush_cache: bool) -> None:
@@ -316,10 +370,7 @@ class ServerWeights:
 
     async def _tell(self, source: Path | Held, label: str, *, flush_cache: bool) -> None:
         try:
-            if isinstance(source, Path):
-                await self._loader.load(source, label, flush_cache=flush_cache)
-            else:
-                await self._receiver.load_received(source.push_id, label, flush_cache=flush_cache)
+            await self._server.load(source, label, flush_cache=flush_cache)
         except asyncio.CancelledError:
             self._broken = f"the load of version {label} was cancelled"
             raise
@@ -328,3 +379,24 @@ class ServerWeights:
         if self._push is None or self._push.id != push_id:
             raise PushConflict(f"push {push_id!r} is not open at {self._base_url}; begin one")
         return self._push
+
+
+_FIRST = str(WeightVersion())
+
+
+def label_first(fields: JsonObject, name: str = "version") -> JsonObject:
+    """Label weights that nobody has labelled as the first version.
+
+    Before the first push of a trainer elsewhere these are what serves. If this process pushes, it labels every server's
+    weights before the server samples, so an unlabelled token is an error and this is not used.
+    """
+    return {**fields, name: _FIRST} if fields.get(name) == UNLABELLED else fields
+
+
+def label_spans(spans: Sequence[Any]) -> list[JsonObject]:
+    """Label the version spans of an answer in the same way.
+
+    >>> label_spans([{"version": "default", "start": 0, "end": 2}, {"version": "1:0", "start": 2, "end": 3}])
+    [{'version': '0:0', 'start': 0, 'end': 2}, {'version': '1:0', 'start': 2, 'end': 3}]
+    """
+    return [label_first(as_object(span, "a span of weight_versions")) for span in spans]
