@@ -87,8 +87,9 @@ class Body(BaseModel):
         """Drop null fields and refuse unknown names."""
         if not isinstance(value, dict):
             return value
-        names = _names(cls)
-        fields = {name: one for name, one in cast("dict[str, object]", value).items() if one is not None}
+        names, fields = _names(cls), cast("dict[str, object]", value)
+        if None in fields.values():
+            fields = {name: one for name, one in fields.items() if one is not None}
         if cls.model_config.get("extra") == "forbid" and not fields.keys() <= names:
             if cls.ignores_empty:
                 fields = {name: one for name, one in fields.items() if one or name in names}
