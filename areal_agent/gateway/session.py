@@ -126,7 +126,7 @@ class Session:
         if prompt.num_tokens >= self._services.max_context_tokens:
             if not self._options.truncates:
                 raise self._no_room(prompt, request.prompt_param)
-            return TruncatedTurn(prompt_ids=prompt.token_ids(), completion_ids=own_ids, first_index=first_index)
+            return TruncatedTurn(prompt_ids=prompt.path(), completion_ids=own_ids, first_index=first_index)
         plan = TurnPlan(
             prompt=prompt,
             sampling=self._sampling(request, prompt),
