@@ -131,7 +131,7 @@ async def test_a_lost_checkpoint_is_trained_again_and_nothing_of_others(online: 
 
 
 async def lease_after_take_over(online: Online, version: WeightVersion) -> list[list[str]]:
-    """Return what trainer b gets at its step 1, as incarnation 1, of a rollout that weights of `version` have sampled."""
+    """Return what trainer b leases at its step 1, as incarnation 1, of a rollout sampled by weights of `version`."""
     await train(online, 1, "a")
     online.world.engine.version = version
     await online.play("played")
