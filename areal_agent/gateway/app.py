@@ -244,7 +244,7 @@ class Gateway:
         async def handler(request: web.Request) -> web.StreamResponse:
             session = await self._rollouts.session_for_turn(request)
             with self._traffic.call(session.record.id, is_turn=True), self._metrics.turn():
-                return await handle(request, session, await self._bodies.agent(request))
+                return await handle(request, session, await self._bodies.agent(request, session.bodies))
 
         return handler
 

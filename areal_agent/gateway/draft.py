@@ -106,7 +106,8 @@ class ChatReading:
             only_tool=self.only_tool,
             accepts=self.accepts,
         )
-        reader.feed(self.opening)  # yields nothing: it begins a call, which is held back
+        if self.opening:
+            reader.feed(self.opening)  # yields nothing: it begins a call, which is held back
         return reader
 
 

@@ -151,7 +151,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class AnswerMessage:
     """The model's message, with `tool_calls` and `reasoning_content` where there are any."""
 
     role: Literal["assistant"]
@@ -163,7 +163,7 @@ class ChatChoice:
     """One answer."""
 
     index: Number
-    message: Answer
+    message: AnswerMessage
     finish_reason: FinishReason
     logprobs: Any
 

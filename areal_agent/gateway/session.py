@@ -18,6 +18,7 @@ from hashlib import blake2b
 
 from areal_agent.errors import EngineUnreachable, RequestError
 from areal_agent.gateway.answers import Answer, Deliveries, EngineCalls, completion_ids
+from areal_agent.gateway.bodies import GrowingBody
 from areal_agent.gateway.control import EndRequest, RewardBook, RewardRequest
 from areal_agent.gateway.draft import Outlet
 from areal_agent.gateway.order import MAX_SEED, Order, Question, SamplingWishes
@@ -57,6 +58,7 @@ class Session:
         self.state = SessionState.OPEN
         self.trajectory: Trajectory | None = None  # set once it has ended
         self.deliveries = Deliveries()
+        self.bodies = GrowingBody()
         self._options = options
         self._services = services
         self._on_ended = on_ended
@@ -124,7 +126,7 @@ class Session:
         if prompt.num_tokens >= self._services.max_context_tokens:
             if not self._options.truncates:
                 raise self._no_room(prompt, request.prompt_param)
-            return TruncatedTurn(prompt_ids=prompt.token_ids(), completion_ids=own_ids, first_index=first_index)
+            return TruncatedTurn(prompt_ids=prompt.path(), completion_ids=own_ids, first_index=first_index)
         plan = TurnPlan(
             prompt=prompt,
             sampling=self._sampling(request, prompt),

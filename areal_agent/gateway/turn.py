@@ -189,7 +189,7 @@ class TurnLog:
             id=_turn_id(completions[0].id),
             parent=prompt.parent.completion_id if prompt.parent else None,
             fork_at=prompt.fork_at,
-            new_prompt_ids=prompt.new_ids,
+            new_prompt_ids=tuple(prompt.new_ids),
             completions=tuple(completions),
             request_delta=tuple(prompt.new_messages),
             sampling=sampling,
@@ -199,7 +199,7 @@ class TurnLog:
         )
         self._count(turn, choices)
         await self._services.journal.append_turn(self._session_id, turn)
-        self._turns.append(PackedTurn.of(turn, prompt.new, sampled))
+        self._turns.append(PackedTurn.of(turn, prompt.new_ids, sampled))
         self.completion_ids.update(completion.id for completion in completions)
 
     async def close(self) -> None:

@@ -140,7 +140,7 @@ class Forest:
         return Prompt(
             parent=place.answer if place else None,
             fork_at=place.fork_at if place else 0,
-            new=packed(rest),
+            new_ids=packed(rest),
             fork_reason=None,
             key=key,
             num_repeats=self._requests.add(key),
@@ -215,7 +215,7 @@ class Forest:
         prompt = Prompt(
             parent=parent,
             fork_at=extension.fork_at,
-            new=packed(extension.new_ids),
+            new_ids=packed(extension.new_ids),
             opened=extension.opened,
             fork_reason=extension.fork_reason or request.reason,
             key=request.key,
@@ -233,7 +233,7 @@ class Forest:
     def _begin_answer(self, prompt: Prompt, opening: str) -> None:
         """End a prompt with the thinking that the template opens and the text that the answer must begin with."""
         begun = packed(self._renderer.ids_of(prompt.opened) + self._renderer.ids_of(opening))
-        prompt.new = prompt.new[: len(prompt.new) - prompt.num_opened] + begun
+        prompt.new_ids = prompt.new_ids[: len(prompt.new_ids) - prompt.num_opened] + begun
         prompt.num_opened = len(begun)
         prompt.opening = opening
         prompt.is_thinking = is_open(prompt.opened + opening)
@@ -345,7 +345,7 @@ class Completions:
 
     def add(self, answer: Answer, prompt_text: str, renderer: Renderer) -> None:
         """Register an answer. If it ended by itself, a prompt may continue it with or without its end token."""
-        path = (*answer.prompt.token_ids(), *answer.sampled)
+        path = (*answer.prompt.path(), *answer.sampled)
         self._add(answer, path, prompt_text + renderer.text_of(answer.sampled, has_ended=False))
         if answer.sampled and answer.sampled[-1] in renderer.stop_token_ids:
             self._add(answer, path[:-1], prompt_text + renderer.text_of(answer.sampled, has_ended=True))

@@ -72,10 +72,6 @@ class Answer:
     num_continuations: int = 0
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(self.sampled)
-
-    @property
     def path_length(self) -> int:
         """The number of tokens from the root to the end of this completion."""
         return self.prompt.num_tokens + len(self.sampled)
@@ -83,7 +79,7 @@ class Answer:
     @property
     def block(self) -> "array[int]":
         """The answer's tokens in later prompts: those that its prompt opened for it, and the sampled ones."""
-        return self.prompt.new[len(self.prompt.new) - self.prompt.num_opened :] + self.sampled
+        return self.prompt.new_ids[len(self.prompt.new_ids) - self.prompt.num_opened :] + self.sampled
 
     def continued(self) -> None:
         """Count a recorded turn that continues this answer."""
@@ -107,8 +103,10 @@ class Prompt:
 
     parent: Answer | None
     fork_at: int  # the number of tokens of the parent's path that it keeps
-    new: "array[int]" = field(repr=False)
-    num_opened: int = 0  # the last tokens of `new` that belong to the answer: thinking or a tool call, opened for it
+    new_ids: "array[int]" = field(repr=False)
+    num_opened: int = (
+        0  # the last ones of `new_ids`, which belong to the answer: thinking or a tool call, opened for it
+    )
     opened: str = ""  # the thinking that the template opens for the answer
     opening: str = ""  # the text that the answer must begin with, after `opened`
     is_thinking: bool = False  # it ends inside an opened <think>
@@ -126,17 +124,13 @@ class Prompt:
     sent: Sequence[JsonObject] | str | None = field(default=None, repr=False)  # the whole request, until it is recorded
 
     @property
-    def new_ids(self) -> tuple[int, ...]:
-        return tuple(self.new)
-
-    @property
     def new_messages(self) -> tuple[JsonObject, ...]:
         """The messages, as sent, that the parent's conversation did not have; none for a plain completion."""
         return self.delta[1:] if self.parent else self.delta
 
     @property
     def num_tokens(self) -> int:
-        return self.fork_at + len(self.new)
+        return self.fork_at + len(self.new_ids)
 
     @property
     def block_at(self) -> int:
@@ -154,18 +148,14 @@ class Prompt:
         if is_last:
             self.text_hash = None
 
-    def token_ids(self) -> tuple[int, ...]:
-        """Return the full prompt, from the root."""
-        return tuple(self.path())
-
     def path(self) -> "array[int]":
-        """Return the full prompt, packed. It is assembled once; do not change it."""
+        """Return the full prompt, from the root, packed. It is assembled once; do not change it."""
         if self.known_path is None:
             self.known_path = self._path()
         return self.known_path
 
     def _path(self) -> "array[int]":
-        slices, kept = [self.new], self.fork_at
+        slices, kept = [self.new_ids], self.fork_at
         for answer in self.parent.lineage() if self.parent else ():
             prompt = answer.prompt
             if prompt.known_path is not None:
@@ -174,7 +164,7 @@ class Prompt:
             if kept > prompt.num_tokens:
                 slices.append(answer.sampled[: kept - prompt.num_tokens])
             if kept > prompt.fork_at:
-                slices.append(prompt.new[: kept - prompt.fork_at])
+                slices.append(prompt.new_ids[: kept - prompt.fork_at])
             kept = min(kept, prompt.fork_at)
         return array("i", b"".join(reversed(slices)))
 

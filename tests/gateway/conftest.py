@@ -98,7 +98,7 @@ class World:
         return Agent(world=self, id=session["session_id"], key=session["api_key"], client=client)
 
     def ids(self, text: str) -> list[int]:
-        """The ids that the model would sample to say this; `<|im_end|>` ends it."""
+        """Return the ids that the model would sample to say this; `<|im_end|>` ends it."""
         return self.renderer.ids_of(text)
 
 
@@ -112,13 +112,13 @@ class Agent:
     client: AsyncOpenAI
 
     async def ask(self, messages: Any = "hello", **options: Any) -> Any:
-        """A chat completion by the official client."""
+        """Ask for a chat completion with the official client."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         return await self.client.chat.completions.create(model="model", messages=messages, **options)
 
     async def post_chat(self, **body: Any) -> tuple[int, Any]:
-        """A chat completion by plain HTTP."""
+        """Ask for a chat completion over plain HTTP."""
         default = {"model": "model", "messages": [{"role": "user", "content": "hello"}]}
         return await self.world.call("/v1/chat/completions", default | body, key=self.key)
 
@@ -130,7 +130,7 @@ class Agent:
 
     @property
     def turns(self) -> list[Turn]:
-        """What the journal has of it."""
+        """Return the turns that the journal has of it."""
         return self.world.journal.turns[self.id]
 
 

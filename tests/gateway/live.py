@@ -1,4 +1,4 @@
-"""A helper, not a test: a gateway on a thread of its own, for synchronous clients."""
+"""Runs a gateway on a thread of its own, for synchronous clients. It is a helper, not a test."""
 
 import asyncio
 import contextlib

@@ -56,7 +56,7 @@ class Online:
         return agents
 
     async def restarted(self, open_world: OpenWorld) -> "Online":
-        """The next process on the same ledger; this one's is gone."""
+        """Start the next process on the same ledger; the one before is gone."""
         await self.ledger.aclose()
         return await open_online(open_world, self.path, clock=self.clock)
 

@@ -36,7 +36,7 @@ def parse(answer: bytes) -> tuple[int, dict[str, str], Any]:
 
 
 def is_error_object(body: Any) -> bool:
-    """Whether a body is OpenAI's error object."""
+    """Return whether a body is OpenAI's error object."""
     error = body.get("error") if isinstance(body, dict) else None
     return (
         isinstance(error, dict)

@@ -186,7 +186,7 @@ async def test_ids_and_log_probabilities_are_those_of_the_record(open_world: Ope
 
 
 class Sum(BaseModel):
-    """What the model is to answer."""
+    """The schema of the answer that the model must give."""
 
     total: int
 

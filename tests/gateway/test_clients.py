@@ -50,7 +50,7 @@ async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
 
 @pytest.fixture
 async def embedded(small_model: Path, open_world: OpenWorld, ledger: Ledger) -> AsyncIterator[World]:
-    """A gateway before the embedded engine with a random model."""
+    """Start a gateway before the embedded engine with a random model."""
     async with serving(small_model) as engine:
         info = await engine.info()
         yield await open_world(
@@ -74,7 +74,7 @@ async def serving(folder: Path) -> AsyncIterator[HttpEngine]:
 
 
 async def play(agent: Agent) -> list[str]:
-    """An agent that asks for much; returns the ids of the answers that continue each other."""
+    """Play an agent that uses many parameters. Return the ids of the answers that continue each other."""
     chat = agent.client.chat.completions
     messages: list[Any] = [{"role": "system", "content": "s"}, {"role": "user", "content": "2+2?"}]
     ids: list[str] = []
@@ -112,7 +112,7 @@ def ask_synchronously(agent: Agent) -> None:
 
 
 async def streamed(stream: AsyncIterator[Any]) -> dict[str, Any]:
-    """A message from its chunks, as an agent puts it together."""
+    """Put a message together from its chunks, as an agent does."""
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     calls: dict[int, Any] = {}
     async for chunk in stream:

@@ -27,7 +27,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
 
 def sampled(ids: list[int], reason: FinishReason = FinishReason.STOP, split: int = 0) -> GenerateResult:
-    """A result whose first `split` tokens are of another version than the rest."""
+    """Return a result whose first `split` tokens are of another version than the rest."""
     spans = [(0, 0, split), (1, split, len(ids))]
     return GenerateResult(
         token_ids=tuple(ids),

@@ -74,7 +74,7 @@ def test_what_is_this_machine(peer: object, is_here: bool) -> None:
 
 
 def outer_address() -> str | None:
-    """The address by which this machine would call another one; nothing is sent."""
+    """Return the address from which this machine would call another one; nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

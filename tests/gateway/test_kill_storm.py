@@ -50,7 +50,7 @@ class Zygote:
         )
 
     async def live(self, kind: str, path: Path) -> str:
-        """The address of a new gateway."""
+        """Start a gateway and return its address."""
         url = await asyncio.to_thread(self._ask, f"live {kind} {path}")
         assert url.startswith("http://"), url
         return url
@@ -77,7 +77,7 @@ def zygote() -> Iterator[Zygote]:
 
 @dataclass(kw_only=True)
 class Storm:
-    """What agents were told, over all lives."""
+    """The answers that agents received, over all lives."""
 
     answers: dict[str, tuple[int, ...]] = field(default_factory=dict)  # the tokens of each completion
     sessions: set[str] = field(default_factory=set)

@@ -26,7 +26,7 @@ def tool(**function: Any) -> dict[str, Any]:
 
 
 def strict(value: object) -> list[Any]:
-    """A tool that must be called with x equal to `value`."""
+    """Return a tool that must be called with x equal to `value`."""
     schema = {"type": "object", "properties": {"x": {"const": value}}, "required": ["x"]}
     return [tool(strict=True, parameters=schema)]
 

@@ -192,7 +192,7 @@ def test_what_is_too_old_is_told_and_so_is_what_will_be() -> None:
 
 
 def restore(groups: Groups, *ended: str, size: int) -> None:
-    """A group `a` of the ledger; of what has ended in it, all but the first wait."""
+    """Restore a group `a` from the ledger; of its ended sessions, all but the first wait."""
     groups.restore("a", size=size, ended=ended, waiting=[waiting(name) for name in ended[1:]], now_s=0.0)
 
 

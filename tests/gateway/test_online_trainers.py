@@ -31,7 +31,7 @@ async def online(open_world: OpenWorld, tmp_path: Path) -> AsyncIterator[Online]
 async def train(
     online: Online, step: int, trainer: str | None, *, commits: bool = True, sampled_by: int | None = None
 ) -> Agent:
-    """A whole train step of one rollout, sampled by the weights of the step before or of `sampled_by`."""
+    """Run a whole train step of one rollout, sampled by the weights of the step before or of `sampled_by`."""
     online.world.engine.version = WeightVersion(step=step - 1 if sampled_by is None else sampled_by)
     (agent,) = await online.play(f"{trainer}-{step}")
     reply = await online.lease(step, trainer=trainer)
@@ -131,7 +131,7 @@ async def test_a_lost_checkpoint_is_trained_again_and_nothing_of_others(online: 
 
 
 async def lease_after_take_over(online: Online, version: WeightVersion) -> list[list[str]]:
-    """What trainer b gets at its step 1, as incarnation 1, of a rollout that weights of `version` have sampled."""
+    """Return what trainer b leases at its step 1, as incarnation 1, of a rollout sampled by weights of `version`."""
     await train(online, 1, "a")
     online.world.engine.version = version
     await online.play("played")

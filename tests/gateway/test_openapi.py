@@ -82,7 +82,7 @@ def test_operations_have_names_of_their_own() -> None:
 
 
 async def is_known(world: World, agent: Agent, path: str, name: str) -> bool:
-    """Whether the gateway knows a parameter: it may dislike its value, but not the name."""
+    """Return whether the gateway knows a parameter; it may refuse its value, but not its name."""
     key = ADMIN_KEY if DOCUMENT["paths"][path]["post"]["security"] == [{"adminKey": []}] else agent.key
     _, answer = await world.call(path, {name: False}, key=key)
     return answer.get("error", {}).get("code") != "unknown_parameter"

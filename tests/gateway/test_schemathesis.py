@@ -35,7 +35,7 @@ from .raw import is_error_object
 
 
 def narrowed_document() -> dict[str, Any]:
-    """The description, of this gateway's model alone: to find out what it is called would take most of the calls."""
+    """Return the description, with this gateway's model alone: most calls would go into finding its name."""
     document = openapi_document(is_leased_from=False)
     for name in ("ChatRequest", "CompletionsRequest"):
         document["components"]["schemas"][name]["properties"]["model"] = {"const": "model"}
@@ -94,7 +94,7 @@ class Live:
         return requests.post(self.url + path, headers=headers, timeout=TIMEOUT_S, **content)
 
     def key_for(self, path: str) -> str:
-        """The caller's key, of a session that is open; for an admin's call the admin's."""
+        """Return the key of the caller's open session; for an admin's call, the admin's."""
         if path in ADMIN_PATHS:
             return ADMIN_KEY
         if self.post("/rl/set_reward", {"reward": 1}, self.key).status_code != 200:
@@ -114,7 +114,7 @@ def live(renderer: Renderer) -> Iterator[Live]:
 
 
 def check_answer(live: Live, answer: Any) -> None:
-    """What holds of every answer."""
+    """Check what is true of every answer."""
     assert answer.status_code < 500
     assert SECRET not in answer.text
     assert live.other_key not in answer.text

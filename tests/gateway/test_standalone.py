@@ -44,7 +44,7 @@ def running(log: Path, *args: str) -> Generator[subprocess.Popen[bytes]]:
 
 
 def said(process: subprocess.Popen[bytes], log: Path, pattern: str) -> str:
-    """What a process prints, once it has."""
+    """Wait for what a process prints and return it."""
     deadline = time.monotonic() + LIMIT_S
     while not (found := re.search(pattern, log.read_text())):
         assert process.poll() is None and time.monotonic() < deadline, log.read_text()

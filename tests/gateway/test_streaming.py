@@ -42,7 +42,7 @@ def step_to_the_end(world: World) -> None:
 
 
 async def next_content(stream: AsyncIterator[Any]) -> str:
-    """The next text that leaves."""
+    """Return the next text that is sent."""
     while True:
         delta = (await anext(stream)).choices[0].delta
         if delta.content:

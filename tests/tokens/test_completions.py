@@ -26,7 +26,7 @@ def test_a_first_prompt_is_a_root(renderer: Renderer) -> None:
     forest = Forest(renderer)
     prompt = forest.plan_completion("the quick fox")
     assert list(prompt.new_ids) == renderer.ids_of("the quick fox")
-    assert forest.plan_completion([9, 8, 7]).new_ids == (9, 8, 7)
+    assert tuple(forest.plan_completion([9, 8, 7]).new_ids) == (9, 8, 7)
     assert prompt.new_messages == ()
     assert answer(forest, prompt, "c1", 9) is None
 
@@ -38,7 +38,7 @@ def test_text_continues_a_recorded_answer(renderer: Renderer) -> None:
     answer(forest, first, "c1", *sampled)
     prompt = forest.plan_completion("the quick fox jumps over")
     assert parent_of(prompt) == "c1"
-    assert prompt.token_ids() == (*first.new_ids, *sampled, *renderer.ids_of(" over"))
+    assert tuple(prompt.path()) == (*first.new_ids, *sampled, *renderer.ids_of(" over"))
     assert answer(forest, prompt, "c2", 9) is None
 
 
@@ -47,7 +47,7 @@ def test_ids_continue_text_and_text_continues_ids(renderer: Renderer) -> None:
     first = forest.plan_completion("the fox")
     answer(forest, first, "c1", 20, 21)
     prompt = forest.plan_completion([*first.new_ids, 20, 21, 22])
-    assert (parent_of(prompt), prompt.new_ids) == ("c1", (22,))
+    assert (parent_of(prompt), tuple(prompt.new_ids)) == ("c1", (22,))
     given = forest.plan_completion(renderer.ids_of("lazy"))
     answer(forest, given, "c2", *renderer.ids_of(" dog"))
     assert parent_of(forest.plan_completion("lazy dog!")) == "c2"
@@ -58,9 +58,9 @@ def test_an_ended_answer_may_be_continued_before_and_behind_its_end(renderer: Re
     first = forest.plan_completion("the fox")
     answer(forest, first, "c1", 20, end)
     before = forest.plan_completion([*first.new_ids, 20, 21])
-    assert (before.fork_at, before.new_ids) == (first.num_tokens + 1, (21,))
+    assert (before.fork_at, tuple(before.new_ids)) == (first.num_tokens + 1, (21,))
     behind = forest.plan_completion([*first.new_ids, 20, end, 21])
-    assert (behind.fork_at, behind.new_ids) == (first.num_tokens + 2, (21,))
+    assert (behind.fork_at, tuple(behind.new_ids)) == (first.num_tokens + 2, (21,))
     text = "the fox" + renderer.text_of((20,), has_ended=False)
     assert forest.plan_completion(text + " x").fork_at == first.num_tokens + 1
     assert forest.plan_completion(text + "<|im_end|>x").fork_at == first.num_tokens + 2

@@ -154,7 +154,7 @@ def turn_of(number: int, prompt: Prompt, token_ids: tuple[int, ...], first_logpr
         id=f"t{number}",
         parent=prompt.parent.completion_id if prompt.parent else None,
         fork_at=prompt.fork_at,
-        new_prompt_ids=prompt.new_ids,
+        new_prompt_ids=tuple(prompt.new_ids),
         completions=(completion,),
         request_delta=(),
         sampling=SamplingParams(),
@@ -206,14 +206,14 @@ def test_prompts_have_the_ids_of_the_full_rendering(
     is_called = False
     for text, content, calls, thinks in turns:
         prompt = chat.hear(result(text) if is_called else user(text))
-        assert list(prompt.token_ids()) == chat.rendered_ids()
+        assert list(prompt.path()) == chat.rendered_ids()
         if forces:
             forced = chat.force()
-            assert list(forced.token_ids()) == chat.rendered_ids() + families[name].ids_of(forced.opening)
+            assert list(forced.path()) == chat.rendered_ids() + families[name].ids_of(forced.opening)
         chat.say(content, calls=calls, thought="hm" if thinks and name in THINKING else "")
         is_called = calls
         if prompt.parent and prompt.fork_at == prompt.parent.path_length:
-            assert contains(prompt.token_ids(), prompt.parent.token_ids)
+            assert contains(prompt.path(), prompt.parent.sampled)
     assert chat.forest.audit() == 0
     assert families[name].may_elide
 
@@ -250,7 +250,7 @@ def test_a_thoughtful_chat_is_a_trunk_with_leaves(families: dict[str, Renderer])
             assert prompt.parent is not None
             assert prompt.fork_at == prompt.parent.prompt.num_tokens  # all of the old prompt, none of the thinking
             slice_behind_thinking = chat.answers[number - 1][-len(chat.renderer.ids_of(f"answer {number - 1}")) - 1 :]
-            assert prompt.new_ids[: len(slice_behind_thinking)] == slice_behind_thinking
+            assert tuple(prompt.new_ids)[: len(slice_behind_thinking)] == slice_behind_thinking
     assert chat.reasons == [None] + [ForkReason.TEMPLATE_STRIPS_THINKING] * 19
 
 
@@ -262,13 +262,13 @@ def test_a_tool_loop_keeps_its_thinking_until_the_next_question(families: dict[s
         chat.hear(result("1"))
     chat.say("done", thought="hm")
     prompt = chat.hear(user("more"))
-    assert list(prompt.token_ids()) == chat.rendered_ids()
+    assert list(prompt.path()) == chat.rendered_ids()
     chat.say("so")
     assert chat.reasons == [None] * 7 + [ForkReason.TEMPLATE_STRIPS_THINKING]
     assert prompt.parent is not None
     assert prompt.parent.completion_id == "c7"
     assert prompt.fork_at == first.num_tokens
-    assert "hm" not in chat.renderer.text_of(prompt.token_ids(), has_ended=False)
+    assert "hm" not in chat.renderer.text_of(prompt.path(), has_ended=False)
 
 
 @settings(max_examples=25, deadline=None)
@@ -297,7 +297,7 @@ def test_kept_thinking_never_forks(family_folders: dict[str, Path], name: str) -
     chat = Chat(renderer=Renderer.load(family_folders[name], history_thinking=HistoryThinking.KEEP), tools=TOOLS)
     for number in range(12):
         prompt = chat.hear(user(f"question {number}"))
-        assert list(prompt.token_ids()) == chat.rendered_ids()
+        assert list(prompt.path()) == chat.rendered_ids()
         chat.say("answer", thought="hm")
     assert chat.reasons == [None] * 12
 
@@ -314,7 +314,7 @@ def test_unfinished_thinking_is_stripped_whole(families: dict[str, Renderer]) ->
     forest.record(first, [reply])
     prompt = forest.plan([hello, empty, user("more")], (), normalise=as_it_is)
     assert prompt.fork_at == first.num_tokens
-    assert list(prompt.token_ids()) == renderer.ids_of(renderer.render([hello, empty, user("more")]))
+    assert list(prompt.path()) == renderer.ids_of(renderer.render([hello, empty, user("more")]))
 
 
 def test_a_forced_beginning_belongs_to_the_answer(families: dict[str, Renderer]) -> None:
@@ -329,7 +329,7 @@ def test_a_forced_beginning_belongs_to_the_answer(families: dict[str, Renderer])
     forest.record(first, [Reply(completion_id="c1", token_ids=sampled, message=message)])
     prompt = forest.plan([hello, message, result("1")], TOOLS, normalise=as_it_is)
     assert prompt.fork_at == first.num_tokens + len(sampled)
-    text = renderer.text_of(prompt.token_ids(), has_ended=False)
+    text = renderer.text_of(prompt.path(), has_ended=False)
     assert text == renderer.render([hello, message, result("1")], TOOLS)
 
 

@@ -97,7 +97,7 @@ def test_a_conversation_that_goes_on_keeps_every_token(chat: Chat) -> None:
     sampled = (300, 7, 250, chat.renderer.end_token_id)  # not what tokenising the text would give
     chat.answer(first, assistant("hi"), sampled)
     second = chat.say(HELLO, assistant("hi"), MORE)
-    assert second.token_ids()[: len(first.token_ids()) + 4] == first.token_ids() + sampled
+    assert tuple(second.path())[: len(first.path()) + 4] == tuple(first.path()) + sampled
     bridge = "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
     assert chat.renderer.text_of(second.new_ids, has_ended=False) == bridge
     assert second.fork_at == second.num_tokens - len(second.new_ids)
@@ -116,7 +116,7 @@ def test_a_conversation_may_have_hundreds_of_turns(chat: Chat) -> None:
         prompt = chat.say(*messages)
         chat.answer(prompt, assistant("hi"), (9,))
         messages.append(assistant("hi"))
-    assert prompt.num_tokens == len(prompt.token_ids())
+    assert prompt.num_tokens == len(prompt.path())
     assert prompt.parent is not None
     assert sum(1 for _ in prompt.parent.lineage()) == 399
 
@@ -165,8 +165,8 @@ def test_a_name_that_the_template_writes_starts_a_root(tokenizer: PreTrainedToke
     chat.turn(HELLO, reply="hi")
     messages = [HELLO, {**assistant("hi"), "name": "Alice"}, MORE]
     prompt = chat.say(*messages)
-    assert list(prompt.token_ids()) == chat.renderer.ids_of(chat.renderer.render(messages))
-    assert "Alice" in chat.renderer.text_of(prompt.token_ids(), has_ended=False)
+    assert list(prompt.path()) == chat.renderer.ids_of(chat.renderer.render(messages))
+    assert "Alice" in chat.renderer.text_of(prompt.path(), has_ended=False)
     assert chat.answer(prompt, assistant("so")) is ForkReason.TEMPLATE_REWRITES_HISTORY
 
 
@@ -196,7 +196,7 @@ def test_a_repeated_prompt_may_begin_its_answer_in_another_way(
     reasons: list[ForkReason | None] = []
     for opening in openings:
         prompt = chat.say(*messages, opening=opening)
-        assert list(prompt.token_ids()) == [*plain.token_ids(), *chat.renderer.ids_of("<tool_call>" if opening else "")]
+        assert list(prompt.path()) == [*plain.path(), *chat.renderer.ids_of("<tool_call>" if opening else "")]
         assert (parent_of(prompt), prompt.fork_at) == (parent_of(plain), plain.fork_at)
         reasons.append(chat.answer(prompt, assistant("so")))
     assert reasons[1:] == [ForkReason.REPEATED] * 2
@@ -209,7 +209,7 @@ def test_an_answer_with_a_beginning_of_its_own_is_continued(chat: Chat) -> None:
     chat.answer(forced, assistant("", call("c", x=1)), sampled)
     prompt = chat.say(HELLO, assistant("", call("c", x=1)), MORE)
     assert parent_of(prompt) == "c2"
-    assert prompt.token_ids()[: prompt.fork_at] == forced.token_ids() + sampled
+    assert tuple(prompt.path())[: prompt.fork_at] == tuple(forced.path()) + sampled
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_stripped_thinking_forks_unless_it_is_kept(
     chat.turn(HELLO, reply=thoughtful)
     prompt = chat.say(HELLO, assistant(thoughtful), MORE)
     assert chat.answer(prompt, assistant("so")) is reason
-    assert ("hm" in chat.renderer.text_of(prompt.token_ids(), has_ended=False)) is (reason is None)
+    assert ("hm" in chat.renderer.text_of(prompt.path(), has_ended=False)) is (reason is None)
 
 
 def test_identity_is_the_same_in_every_session(renderer: Renderer) -> None:

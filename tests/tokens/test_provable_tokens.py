@@ -86,22 +86,26 @@ class Agent:
         replies = [self._reply(ids, is_ended=is_ended, begins_with=begins_with) for ids in samples]
         fork_reason = self.forest.record(prompt, replies)
         assert self.by_data.record(same, replies) is fork_reason
-        assert (parent_of(same), same.fork_at, same.new_ids) == (parent_of(prompt), prompt.fork_at, prompt.new_ids)
+        assert (parent_of(same), same.fork_at, tuple(same.new_ids)) == (
+            parent_of(prompt),
+            prompt.fork_at,
+            tuple(prompt.new_ids),
+        )
         assert same.identity == prompt.identity
         assert same.new_messages == prompt.new_messages
         parent = prompt.parent
         if parent:
-            kept = parent.prompt.token_ids() + parent.token_ids
-            assert prompt.token_ids()[: len(kept)] == kept
+            kept = tuple(parent.prompt.path()) + tuple(parent.sampled)
+            assert tuple(prompt.path())[: len(kept)] == kept
             assert prompt.fork_at == len(kept)
-        assert prompt.token_ids()[prompt.fork_at :] == prompt.new_ids
-        assert len(prompt.token_ids()) == prompt.num_tokens
+        assert tuple(prompt.path())[prompt.fork_at :] == tuple(prompt.new_ids)
+        assert len(prompt.path()) == prompt.num_tokens
         self.turns.append(
             Turn(
                 id=f"t{len(self.turns)}",
                 parent=parent.completion_id if parent else None,
                 fork_at=prompt.fork_at,
-                new_prompt_ids=prompt.new_ids,
+                new_prompt_ids=tuple(prompt.new_ids),
                 completions=tuple(self._completion(reply) for reply in replies),
                 request_delta=(),
                 sampling=SamplingParams(),
@@ -256,7 +260,7 @@ def test_canonical_histories_have_the_templates_own_ids(
         said = HERMES.format("" if opening else content, calls)
         agent.turn(history, text, [renderer.ids_of(said.removeprefix(opening))], is_ended=True, begins_with=opening)
         rendered = renderer.ids_of(renderer.render(agent.conversations[-1][:-1]))
-        assert list(agent.prompts[-1].token_ids()) == rendered + renderer.ids_of(opening)
+        assert list(agent.prompts[-1].path()) == rendered + renderer.ids_of(opening)
 
 
 @settings(max_examples=200, deadline=None)

@@ -114,7 +114,7 @@ def test_the_work_of_a_turn_is_bounded(renderer: Renderer) -> None:
         assert session.num_normalised - before == (num_new + len(prompt.messages()) if is_audited else num_new)
     assert session.reasons == [None] * 60
     assert session.forest.audit() == 0
-    assert list(prompt.token_ids()) == renderer.ids_of(renderer.render(session.messages[:-2]))
+    assert list(prompt.path()) == renderer.ids_of(renderer.render(session.messages[:-2]))
 
 
 def test_a_template_that_counts_is_caught(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_template_that_counts_is_caught(tokenizer: PreTrainedTokenizerFast, tm
     assert session.reasons[-1] is ForkReason.TEMPLATE_REWRITES_HISTORY
     assert session.forest.num_mismatches == 1
     assert not session.renderer.may_elide
-    assert list(prompt.token_ids()) == session.renderer.ids_of(session.renderer.render(session.messages[:-2]))
+    assert list(prompt.path()) == session.renderer.ids_of(session.renderer.render(session.messages[:-2]))
 
 
 def test_once_caught_everything_is_rendered(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_once_caught_everything_is_rendered(tokenizer: PreTrainedTokenizerFast, 
     second = Session(renderer)
     for _ in range(FIRST_AUDIT + 4):
         prompt = second.turn()
-        assert list(prompt.token_ids()) == renderer.ids_of(renderer.render(second.messages[:-2]))
+        assert list(prompt.path()) == renderer.ids_of(renderer.render(second.messages[:-2]))
     assert second.reasons == [None] * (FIRST_AUDIT + 4)
 
 
@@ -151,7 +151,7 @@ def test_a_short_form_that_is_refused_is_no_error(tokenizer: PreTrainedTokenizer
     session = Session(renderer_of(tokenizer, REFUSES, tmp_path))
     for number in range(16):
         prompt = session.turn("odd" if number > 8 else "x")
-        assert list(prompt.token_ids()) == session.renderer.ids_of(session.renderer.render(session.messages[:-2]))
+        assert list(prompt.path()) == session.renderer.ids_of(session.renderer.render(session.messages[:-2]))
     assert session.reasons == [None] * 16
 
 
