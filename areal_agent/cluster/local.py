@@ -21,8 +21,7 @@ from urllib.parse import urlsplit
 
 from areal_agent.errors import ConfigError
 from areal_agent.process import ManagedProcess
-from areal_agent.rollout.worker.client import WorkerClient, WorkerGone
-from areal_agent.rollout.worker.messages import WorkerSettings
+from areal_agent.rollout.worker_client import Channel, WorkerClient, WorkerGone, WorkerSettings
 from areal_agent.trainer.client import TrainerClient
 
 Result = TypeVar("Result")
@@ -82,6 +81,7 @@ async def start_worker(
 ) -> AsyncGenerator[tuple[ManagedProcess, WorkerClient]]:
     """Start a rollout worker and wait until it takes calls; it is ended on leaving."""
     ours, theirs = socket.socketpair()
+    client = WorkerClient(await Channel.over(ours), on_warning)
     with contextlib.closing(theirs):
         argv = [sys.executable, "-m", "areal_agent.rollout.worker", "--fd", str(theirs.fileno())]
         process = await ManagedProcess.start(
@@ -91,7 +91,6 @@ async def start_worker(
             env=thread_variables(1),
             pass_fds=[theirs.fileno()],
         )
-    client = WorkerClient(ours, on_warning)
     try:
         try:
             await unless_it_dies(process, client.start(settings))

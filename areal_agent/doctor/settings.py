@@ -24,7 +24,7 @@ from areal_agent.errors import ConfigError, SandboxError
 from areal_agent.gateway.standalone import find_admin_key
 from areal_agent.observe.trackers import require_installed
 from areal_agent.rollout.config import SandboxConfig
-from areal_agent.rollout.tasks.loading import load_tasks, require_json
+from areal_agent.rollout.tasks import load_tasks, require_json
 from areal_agent.rollout.workflow import import_path, load_workflow
 from areal_agent.run.preflight import (
     check_engine,

@@ -19,14 +19,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from areal_agent.algorithms.credit import earn_alike, rollouts_of, with_causal_credit, with_parts
 from areal_agent.errors import RolloutsFailing
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.reads import Lease
 from areal_agent.ledger.writes import FATE_OF_STATUS
-from areal_agent.rollout.dynamic_sampling import DynamicSampling
+from areal_agent.rollout.draws import Draw, Draws
 from areal_agent.rollout.runner import RolloutSpec
-from areal_agent.rollout.tasks.draws import Draw, Draws
 from areal_agent.staleness import Admission, is_stale, oldest_step
 from areal_agent.tokens.records import token_records
 from areal_agent.types import (
@@ -150,6 +150,80 @@ class Buffer:
             raise ValueError(f"{num_groups} groups asked for, {len(self._ready)} are ready")
         taken, self._ready = tuple(self._ready[:num_groups]), self._ready[num_groups:]
         return taken
+
+
+TOLERANCE = 1e-6
+"""Rewards with a smaller relative difference are alike: they are added up as 32-bit floats."""
+
+
+@dataclass(slots=True)
+class DynamicSampling:
+    """Decides which finished groups are flat, and counts them.
+
+    `part_weights` are the weights of named parts in the reward. With `compares_turns`, advantages also compare turns
+    that met the same state.
+    """
+
+    max_flat_groups: int
+    part_weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    discount: float = 1.0
+    compares_turns: bool = False
+    trains_altered: bool = False
+    num_flat: int = 0
+    in_a_row: int = 0
+    last_flat: str = ""
+
+    def replaces(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Return whether these completed siblings have no spread in reward. Call it once per group."""
+        records = self._trainable(trajectories)
+        rollouts = rollouts_of(records)
+        is_flat = len(rollouts) < self._least_rollouts or earn_alike(
+            records, self.discount, TOLERANCE, compares_turns=self.compares_turns
+        )
+        self.in_a_row = self.in_a_row + 1 if is_flat else 0
+        if is_flat:
+            self.num_flat += 1
+            self.last_flat = self._told([one for one in trajectories if one.session_id in rollouts], trajectories)
+        return is_flat
+
+    def describe(self) -> str:
+        """Return why the run ends once `is_exhausted`."""
+        return (
+            f"{self.in_a_row} groups in a row had no spread in reward, the last was {self.last_flat}. The model always "
+            "succeeds on these tasks or never does: give it harder or easier ones, see whether the reward can differ, "
+            "or set algorithm.dynamic_sampling to false (rollout.max_flat_groups is the limit)"
+        )
+
+    @property
+    def _least_rollouts(self) -> int:
+        """The number of rollouts that can be told apart: one will do where its turns are compared."""
+        return 1 if self.compares_turns else 2
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self.in_a_row >= self.max_flat_groups
+
+    def _trainable(self, trajectories: Sequence[Trajectory]) -> list[TokenRecord]:
+        """Return the records of rollouts with a token to train, rewarded as the trainer will reward them."""
+        records = [record for one in trajectories for record in token_records(one, trains_altered=self.trains_altered)]
+        trainable = {record.session_id for record in records if record.loss_mask.any()}
+        paid, _ = with_parts(
+            [record for record in records if record.session_id in trainable],
+            {one.session_id: one.rewards.total for one in trajectories},
+            {one.session_id: one.rewards.parts for one in trajectories},
+            self.part_weights,
+        )
+        return with_causal_credit(paid, self.discount)
+
+    def _told(self, trainable: Sequence[Trajectory], group: Sequence[Trajectory]) -> str:
+        task = f"task {group[0].task_id!r}"
+        if len(trainable) < self._least_rollouts:
+            return f"{task}: {len(trainable)} of {len(group)} rollouts had a token to train"
+        return f"{task}: {len(trainable)} rollouts, each with reward {self._reward(trainable[0]):g}"
+
+    def _reward(self, trajectory: Trajectory) -> float:
+        rewards = trajectory.rewards
+        return rewards.total + sum(weight * rewards.parts.get(name, 0.0) for name, weight in self.part_weights.items())
 
 
 RunGroup = Callable[[str, Task], Coroutine[Any, Any, TrajectoryGroup]]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 from areal_agent.errors import ConfigError
 from areal_agent.rollout.context import Rollout
-from areal_agent.rollout.tasks.config import import_object
+from areal_agent.section import import_object
 
 Result = TypeVar("Result")
 

@@ -18,9 +18,8 @@ from areal_agent.errors import ConfigError
 from areal_agent.files import RunFolder
 from areal_agent.gateway.standalone import find_admin_key
 from areal_agent.models.recipe import demonstrations_of
-from areal_agent.rollout.tasks.draws import Curriculum
-from areal_agent.rollout.tasks.loading import HUB_NAME, TaskSet, load_tasks, require_json
-from areal_agent.rollout.tasks.stream import in_order
+from areal_agent.rollout.draws import Curriculum, in_order
+from areal_agent.rollout.tasks import HUB_NAME, TaskSet, load_tasks, require_json
 from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
 from areal_agent.trainer.checkpoint import latest_checkpoint, newest_step
 from areal_agent.types import Task

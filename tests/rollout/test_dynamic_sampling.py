@@ -18,7 +18,7 @@ from areal_agent import Rewards, Trajectory
 from areal_agent.algorithms.advantages import token_advantages
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.credit import with_causal_credit
-from areal_agent.rollout.dynamic_sampling import DynamicSampling
+from areal_agent.rollout.producer import DynamicSampling
 from areal_agent.tokens.records import token_records
 from areal_agent.types import Distribution
 from tests.histories import completion, trajectory, turn

@@ -24,11 +24,9 @@ from areal_agent import Status, Task, Trajectory, TrajectoryGroup
 from areal_agent.errors import RolloutsFailing
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.rollout.dynamic_sampling import DynamicSampling
-from areal_agent.rollout.producer import Producer
-from areal_agent.rollout.tasks.draws import Draws
-from areal_agent.rollout.tasks.loading import TaskSet
-from areal_agent.rollout.tasks.stream import TaskStream
+from areal_agent.rollout.draws import Draws, TaskStream
+from areal_agent.rollout.producer import DynamicSampling, Producer
+from areal_agent.rollout.tasks import TaskSet
 from areal_agent.staleness import Admission
 from tests.histories import begin_rollout, end_rollout, open_ledger, trajectory
 

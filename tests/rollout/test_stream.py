@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent import ConfigError, Task
-from areal_agent.rollout.tasks.loading import TaskSet, TaskSource
-from areal_agent.rollout.tasks.stream import Mixture, TaskStream, in_order, permuted
+from areal_agent.rollout.draws import Mixture, TaskStream, in_order, permuted
+from areal_agent.rollout.tasks import TaskSet, TaskSource
 
 
 def tasks(num: int, name: str = "") -> tuple[Task, ...]:

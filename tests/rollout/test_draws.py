@@ -24,11 +24,10 @@ from areal_agent import ConfigError, Status, Task, Trajectory, TrajectoryGroup
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
+from areal_agent.rollout.config import CurriculumConfig
+from areal_agent.rollout.draws import Attempt, Curriculum, Draws, Estimate, Past, TaskStream, open_draws
 from areal_agent.rollout.producer import Producer
-from areal_agent.rollout.tasks.config import CurriculumConfig
-from areal_agent.rollout.tasks.draws import Attempt, Curriculum, Draws, Estimate, Past, open_draws
-from areal_agent.rollout.tasks.loading import TaskSet
-from areal_agent.rollout.tasks.stream import TaskStream
+from areal_agent.rollout.tasks import TaskSet
 from areal_agent.staleness import Admission
 from areal_agent.types import Drop, Fate
 from tests.histories import begin_rollout, end_rollout, trajectory

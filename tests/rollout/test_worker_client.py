@@ -23,7 +23,9 @@ from areal_agent.gateway.metrics import Counters
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.local import LocalSettings
 from areal_agent.rollout.runner import RolloutSpec
-from areal_agent.rollout.worker.messages import (
+from areal_agent.rollout.worker_client import (
+    ANSWERS,
+    CALLS,
     LENGTH,
     CancelCall,
     Channel,
@@ -37,9 +39,6 @@ from areal_agent.rollout.worker.messages import (
     StatsCall,
     Warned,
     WorkerSettings,
-    decode_answer,
-    decode_call,
-    decode_settings,
     encode,
 )
 from areal_agent.types import ForkReason, SessionPurpose
@@ -61,7 +60,7 @@ def test_a_rollout_comes_as_it_was_sent(data: dict, seed: int) -> None:
         session_id="s", group_id="g", task=Task(id="t", data=data), seed=seed, purpose=SessionPurpose.EVAL
     )
     call = RunCall(number=1, spec=spec)
-    assert decode_call(encode(call)) == call
+    assert CALLS.validate_json(encode(call)) == call
 
 
 @pytest.mark.parametrize(
@@ -74,7 +73,7 @@ def test_a_rollout_comes_as_it_was_sent(data: dict, seed: int) -> None:
     ids=lambda one: one.kind,
 )
 def test_calls(call: CancelCall | StatsCall | EnginesCall) -> None:
-    assert decode_call(encode(call)) == call
+    assert CALLS.validate_json(encode(call)) == call
 
 
 def counted() -> Counted:
@@ -104,7 +103,7 @@ def counted() -> Counted:
     ids=lambda one: one.kind,
 )
 def test_answers(answer: Ready) -> None:
-    assert decode_answer(encode(answer)) == answer
+    assert ANSWERS.validate_json(encode(answer)) == answer
 
 
 def test_settings() -> None:
@@ -124,7 +123,7 @@ def test_settings() -> None:
         shard="ledger-w1.sqlite",
         local=local,
     )
-    assert decode_settings(encode(settings)) == settings
+    assert WorkerSettings.model_validate_json(encode(settings)) == settings
 
 
 @pytest.mark.parametrize(
@@ -140,7 +139,7 @@ def test_settings() -> None:
 )
 def test_everything_else_is_an_error(payload: bytes) -> None:
     with pytest.raises(ValidationError):
-        decode_call(payload)
+        CALLS.validate_json(payload)
 
 
 Ends = tuple[Channel, Channel]
