@@ -10,6 +10,7 @@ import copy
 import math
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from areal_agent.algorithms.batching import MicroBatch, logprobs_and_entropy
+from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.losses import value_loss
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
@@ -225,14 +227,13 @@ class Critic:
         self,
         policy: Policy,
         config: TrainerConfig,
+        algorithm: AlgorithmConfig,
         *,
-        learning_rate: float | None,
-        clip: float,
         schedule: Schedule | None = None,
         group: Group = ALONE,
     ) -> None:
         self._device = policy.device
-        self._clip = clip
+        self._clip = algorithm.value_clip
         decoder = policy.backbone()
         hidden_size = int(policy.model.config.get_text_config().hidden_size)
         head = nn.Linear(hidden_size, 1, bias=False, device=policy.device)
@@ -241,9 +242,11 @@ class Critic:
         if config.gradient_checkpointing:
             recompute(decoder_layers(decoder))
         group.shard(decoder_layers(decoder), self.model)
-        own = config if learning_rate is None else config.model_copy(update={"learning_rate": learning_rate})
-        own_schedule = None if schedule is None else schedule.with_peak(own.learning_rate)
-        self.optimizer = Optimizer(self.model.parameters(), own, own_schedule)
+        rate = algorithm.critic_learning_rate or config.learning_rate
+        own_schedule = None if schedule is None else replace(schedule, peak=rate)
+        self.optimizer = Optimizer(
+            self.model.parameters(), config.model_copy(update={"learning_rate": rate}), own_schedule
+        )
 
     def values(self, batch: MicroBatch) -> Tensor:
         """Return the value of each loss token of the micro-batch, [M] float32."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -35,9 +35,6 @@ class Schedule:
             num_warmup=round(config.warmup_fraction * num_updates),
             num_updates=num_updates,
         )
-
-    def with_peak(self, peak: float) -> Self:
-        return replace(self, peak=peak)
 
     def at(self, num_done: int) -> float:
         """Return the rate of the update that follows `num_done` updates."""

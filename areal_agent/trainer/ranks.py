@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedRWPair
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_agent.errors import ConfigError, ProcessDied
 from areal_agent.process import LIFELINE_VARIABLE
-from areal_agent.trainer.wire import Frame, read_frame
+from areal_agent.trainer.wire import Frame, error_of, read_frame
 
 logger = logging.getLogger(__name__)
 GRACE_S = 10.0
@@ -148,7 +148,9 @@ class _Rank:
             return None
         except (EOFError, OSError):
             return ProcessDied(f"rank {self.number} of the trainer {self.wait()}; the log has its last messages")
-        return _error_of(self.number, answer["error"]) if "error" in answer else None
+        if "error" not in answer:
+            return None
+        return error_of(answer["error"], RuntimeError, f"rank {self.number} of the trainer failed")
 
     def wait(self) -> str:
         """Wait until the process exits, and say how it did."""
@@ -168,13 +170,6 @@ class _Rank:
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
-
-
-def _error_of(number: int, error: dict[str, Any]) -> Exception:
-    if error["type"] == ConfigError.__name__:
-        return ConfigError(error["message"])
-    where = "".join(f"\n    {line}" for line in error["traceback"])
-    return RuntimeError(f"rank {number} of the trainer failed: {error['type']}: {error['message']}{where}")
 
 
 def _cause(own: Exception | None, failures: list[Exception | None]) -> Exception | None:

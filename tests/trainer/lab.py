@@ -36,10 +36,7 @@ class Lab:
         group: Group = ALONE,
     ) -> None:
         self.policy = Policy.load(folder, CPU)
-        self.critic: Critic | None = None
-        if algorithm.critic:
-            rate = algorithm.critic_learning_rate
-            self.critic = Critic(self.policy, config, learning_rate=rate, clip=algorithm.value_clip, group=group)
+        self.critic = Critic(self.policy, config, algorithm, group=group) if algorithm.critic else None
         other = Policy.load(reference or folder, CPU).frozen() if algorithm.reference == "initial" else None
         if config.lora is not None:
             self.policy.adapt(config.lora, seed=0)

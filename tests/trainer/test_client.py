@@ -11,7 +11,6 @@
 import asyncio
 import math
 import os
-import runpy
 import signal
 import socket
 import sys
@@ -29,16 +28,17 @@ from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.engine.embedded.weights import WeightLayout, read_weights, take_distributed_weights, take_weights
 from areal_agent.errors import ConfigError, ProcessDied, TrainerError
 from areal_agent.process import ManagedProcess
+from areal_agent.trainer.__main__ import Worker, main
 from areal_agent.trainer.client import TrainerClient
-from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.wire import Frame, receive_frame
-from areal_agent.trainer.worker import Worker
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights
 
 
 async def init(client: TrainerClient, model: Path, folder: Path, **trainer: object):
     config = TrainerConfig.model_validate({"learning_rate": 1e-3, **trainer})
-    return await client.init(model=model, trainer=config, algorithm=AlgorithmConfig(), seed=0, shared_memory=folder)
+    setup = {"model": model, "trainer": config, "algorithm": AlgorithmConfig()}
+    return await client.init(TrainerSetup(**setup, seed=0, shared_memory=folder))
 
 
 @pytest.fixture
@@ -277,6 +277,6 @@ def test_the_process_without_a_socket_says_so(monkeypatch, capsys):
         number = no_socket.fileno()
         monkeypatch.setattr(sys, "argv", ["areal_agent.trainer", "--fd", str(number)])
         with pytest.raises(SystemExit) as ended:
-            runpy.run_module("areal_agent.trainer", run_name="__main__", alter_sys=True)
+            main()
     assert ended.value.code == 2
     assert f"--fd {number} is no open socket" in capsys.readouterr().err

@@ -112,7 +112,7 @@ def test_a_train_step_changes_adapters_alone(model_folder, make_batch, as_input)
 def test_the_optimiser_holds_adapters_alone(model_folder, make_batch, as_input, load_trainer):
     trainer = load_trainer(model_folder)
     trainer.train_step(as_input(make_batch(1)))
-    states = trainer._optimizer.adamw.state
+    states = trainer._training.optimizer.adamw.state
     sizes = sum(one.numel() for state in states.values() for one in state.values() if one.ndim)
     # two moments of 4 (inputs + outputs) numbers: q and o 32, k and v 16, gate and up 48, down 32 of 48; two layers
     each_layer = 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))
@@ -149,7 +149,7 @@ def test_a_divergence_from_the_reference_needs_no_second_model(load_trainer, mod
 
 def test_a_critic_is_trained_whole(load_trainer, model_folder, make_batch, as_input):
     trainer = load_trainer(model_folder, algorithm=AlgorithmConfig(preset="ppo"))
-    critic = trainer._critic
+    critic = trainer._training.critic
     assert critic is not None
     before = {name: one.detach().clone() for name, one in critic.model.named_parameters()}
     assert not any("lora" in name for name in before)

@@ -26,7 +26,7 @@ from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.errors import ConfigError, ProcessDied, TrainerError
 from areal_agent.process import ManagedProcess
 from areal_agent.trainer.client import TrainerClient
-from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.model import choose_device
 from tests.trainer.lab import GRADIENT_DESCENT, Lab
 from tests.trainer.two_ranks import published_weights
@@ -52,13 +52,8 @@ async def two_ranks(model: Path, folder: Path, config: TrainerConfig = GRADIENT_
         process = await ManagedProcess.start("trainer", argv, log_path=folder / "log", pass_fds=[theirs.fileno()])
     client = TrainerClient(ours)
     try:
-        await client.init(
-            model=model,
-            trainer=config.model_copy(update={"num_ranks": 2}),
-            algorithm=AlgorithmConfig(),
-            seed=0,
-            shared_memory=folder,
-        )
+        setup = {"model": model, "trainer": config.model_copy(update={"num_ranks": 2}), "algorithm": AlgorithmConfig()}
+        await client.init(TrainerSetup(**setup, seed=0, shared_memory=folder))
         (rank_1,) = psutil.Process(process.pid).children()
         yield Started(client, process, rank_1)
     finally:
