@@ -60,14 +60,14 @@ class Trainer:
             critic=critic,
             reference=reference,
         )
-        without_adapter = policy.without_adapter() if has_reference and lora is not None else None
+        other = policy.logprobs_without_adapter if lora is not None else reference and reference.logprobs_and_entropy
         self._stepper = Stepper(
             policy,
             self._training.optimizer,
             self._training.generator,
             algorithm,
             config,
-            reference=without_adapter or reference,
+            reference=other if has_reference else None,
             critic=critic,
             group=group,
         )

@@ -51,7 +51,7 @@ class Lab:
             torch.Generator().manual_seed(0),
             algorithm,
             config.model_copy(update={"tokens_per_micro_batch": budget}),
-            reference=other,
+            reference=other and other.logprobs_and_entropy,
             critic=self.critic,
             group=group,
         )

@@ -23,13 +23,11 @@ from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from areal_agent.algorithms.batching import sample_of
+from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.model import Adapter, LoraLinear
-from areal_agent.trainer.ranks import ALONE
-from areal_agent.trainer.step import MicroBatches
 from areal_agent.trainer.trainer import Trainer
 from tests.trainer.lab import CPU, GRADIENT_DESCENT, PLAIN, Lab
 from tests.trainer.two_ranks import flat
@@ -47,13 +45,11 @@ def randomise(lab: Lab) -> None:
         matrix.data.normal_(0.0, 0.05, generator=generator)
 
 
-def measured(lab: Lab, given, model=None) -> torch.Tensor:
+def measured(lab: Lab, given, measure=None) -> torch.Tensor:
     """Log-probabilities of all loss tokens, by the policy or by what stands in for it."""
-    batches = [
-        batch for one in given.records for _, batch in MicroBatches(LEARNING, CPU, ALONE).share([sample_of(one)])
-    ]
+    batches = [collate([sample_of(one)], CPU) for one in given.records]
     with torch.no_grad():
-        return torch.cat([(model or lab.policy).logprobs_and_entropy(batch)[0] for batch in batches])
+        return torch.cat([(measure or lab.policy.logprobs_and_entropy)(batch)[0] for batch in batches])
 
 
 def test_new_adapters_change_nothing(model_folder, given):
@@ -133,8 +129,8 @@ def test_the_reference_is_the_model_without_adapters(model_folder, given):
     lab = Lab(model_folder, DESCENT)
     randomise(lab)
     ours = measured(lab, given)
-    reference = lab.policy.without_adapter()
-    torch.testing.assert_close(measured(lab, given, reference), measured(Lab(model_folder), given), atol=0, rtol=0)
+    reference = measured(lab, given, lab.policy.logprobs_without_adapter)
+    torch.testing.assert_close(reference, measured(Lab(model_folder), given), atol=0, rtol=0)
     assert torch.equal(measured(lab, given), ours)
 
 
