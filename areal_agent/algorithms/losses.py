@@ -15,7 +15,8 @@ from typing import Any, Literal, Self, cast
 import torch
 from torch import Tensor
 
-from areal_agent.algorithms.config import AlgorithmConfig, is_import_path, load_loss
+from areal_agent.algorithms.config import AlgorithmConfig, load_own
+from areal_agent.section import is_import_path
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this: e**20 is far outside every clip, and e**89 would be infinite in float32."""
@@ -181,8 +182,8 @@ def choose_objective(config: AlgorithmConfig) -> Objective:
             return gspo
         case "cispo":
             return cispo
-        case path:
-            return cast(Objective, load_loss(path))
+        case _:
+            return cast(Objective, load_own(config, "loss"))
 
 
 def policy_loss(tokens: LossTokens, config: AlgorithmConfig, objective: Objective) -> tuple[Tensor, LossStats]:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import orjson
 
-from areal_agent.algorithms.config import is_import_path
 from areal_agent.cluster.local import check_this_host
 from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, Report, State, examined
@@ -34,6 +33,7 @@ from areal_agent.run.preflight import (
     load_eval_tasks,
     make_curriculum,
 )
+from areal_agent.section import is_import_path
 
 IMPORTING_S = 60.0
 SERVER_MODULES: Mapping[str, str] = {"sglang": "sglang", "vllm": "vllm"}

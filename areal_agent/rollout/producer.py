@@ -78,14 +78,10 @@ async def run_all(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyGroup:
-    """A finished group with at least one trajectory that can be trained.
-
-    `trainable` are those trajectories; `size` counts the answers that were admitted, failed ones included.
-    """
+    """A finished group with at least one trajectory that can be trained; `trainable` are those trajectories."""
 
     group: TrajectoryGroup
     trainable: tuple[Trajectory, ...]
-    size: int
 
     @property
     def oldest(self) -> int:
@@ -96,60 +92,6 @@ class ReadyGroup:
     def least_stale(self) -> int:
         """The step of its freshest trajectory's oldest token: when that is beyond the bound, so is the group."""
         return max(oldest_step(one) for one in self.trainable)
-
-
-class Buffer:
-    """Running groups with the version at which they started, and finished ones, oldest first::
-
-    start ─▶ running ─finish─▶ ready ──take──▶ (leased)
-                                 └──take_stale──▶ (dropped)
-    """
-
-    def __init__(self, max_staleness: int) -> None:
-        self._max_staleness = max_staleness
-        self._running: dict[str, int] = {}
-        self._ready: list[ReadyGroup] = []
-
-    @property
-    def num_ready(self) -> int:
-        return len(self._ready)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    def start(self, group_id: str, step: int) -> None:
-        self._running[group_id] = step
-
-    def abandon(self, group_id: str) -> None:
-        """Forget a running group that ended with nothing to train."""
-        self._running.pop(group_id, None)
-
-    def finish(self, ready: ReadyGroup) -> None:
-        self._running.pop(ready.group.group_id, None)
-        self._ready.append(ready)
-        self._ready.sort(key=lambda one: (one.oldest, one.group.group_id))
-
-    def stragglers(self, step: int) -> tuple[str, ...]:
-        """Return the running groups that would be too stale after train step `step`, the last one that may use them."""
-        return tuple(group_id for group_id, start in self._running.items() if step - start > self._max_staleness)
-
-    def is_stale(self, oldest: int, step: int) -> bool:
-        """Return whether a token of version `oldest` is beyond the bound in train step `step`."""
-        return is_stale(oldest, step, self._max_staleness)
-
-    def take_stale(self, step: int) -> tuple[ReadyGroup, ...]:
-        """Remove and return the groups of which every trajectory is beyond the bound for train step `step`."""
-        stale = tuple(ready for ready in self._ready if self.is_stale(ready.least_stale, step))
-        self._ready = [ready for ready in self._ready if ready not in stale]
-        return stale
-
-    def take(self, num_groups: int) -> tuple[ReadyGroup, ...]:
-        """Remove and return the oldest `num_groups` groups. Raises ValueError when there are fewer."""
-        if num_groups > len(self._ready):
-            raise ValueError(f"{num_groups} groups asked for, {len(self._ready)} are ready")
-        taken, self._ready = tuple(self._ready[:num_groups]), self._ready[num_groups:]
-        return taken
 
 
 TOLERANCE = 1e-6
@@ -258,7 +200,8 @@ class Producer:
         dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
         self.admission = admission
-        self.buffer = Buffer(admission.max_staleness)
+        self.ready: list[ReadyGroup] = []  # oldest first
+        self._running: dict[str, int] = {}  # the version at which each running group started
         self.counts = ProducerCounts()
         self._run_group = run_group
         self.draws = draws
@@ -277,15 +220,14 @@ class Producer:
     async def restore(self, waiting: Iterable[Trajectory]) -> int:
         """Restore the groups that an earlier process of this run finished but did not train. Return their number."""
         groups = _by_group(waiting)
-        restored = {group_id: siblings for group_id, siblings in groups.items() if not _is_cut_off(siblings)}
+        cut_off = {group_id for group_id, siblings in groups.items() if _is_cut_off(siblings)}
+        await self._drop({one.session_id: Drop.ORPHAN for group_id in cut_off for one in groups[group_id]})
         for group_id, siblings in groups.items():
-            if group_id not in restored:
-                await self._drop({one.session_id: Drop.ORPHAN for one in siblings})
-        for group_id, siblings in restored.items():
-            group = TrajectoryGroup(group_id=group_id, task_id=siblings[0].task_id, trajectories=tuple(siblings))
-            self.admission.start(self._group_size)
-            await self._finish(group)
-        return len(restored)
+            if group_id not in cut_off:
+                group = TrajectoryGroup(group_id=group_id, task_id=siblings[0].task_id, trajectories=tuple(siblings))
+                self.admission.start(self._group_size)
+                await self._finish(group)
+        return len(groups) - len(cut_off)
 
     async def admit_forever(self) -> None:
         """Run the admit loop. Raises RolloutsFailing when group after group fails as a whole."""
@@ -294,7 +236,7 @@ class Producer:
                 await self._until(self._may_start)
                 draw = self.draws.draw()
                 self.admission.start(self._group_size)
-                self.buffer.start(draw.group_id, self.admission.step)
+                self._running[draw.group_id] = self.admission.step
                 groups.create_task(self._produce(draw), name=draw.group_id)
 
     @asynccontextmanager
@@ -318,17 +260,18 @@ class Producer:
         deadline: float | None = None
         while True:
             await self._drop_stale_groups(step)
-            if self.buffer.num_ready >= num_groups:
-                if not self._must_wait(step):
+            if len(self.ready) >= num_groups:
+                stragglers = self._stragglers(step) if self._straggler == "wait" else ()
+                if not stragglers:
                     break
                 deadline = deadline or time.monotonic() + self._straggler_wait_s
                 if time.monotonic() >= deadline:
-                    logger.warning("going on without the stragglers %s", self.buffer.stragglers(step))
+                    logger.warning("going on without the stragglers %s", stragglers)
                     break
             await self._change(deadline)
-        taken = self.buffer.take(num_groups)
-        for ready in taken:
-            self.admission.consume(ready.size)
+        taken, self.ready = self.ready[:num_groups], self.ready[num_groups:]
+        for _ in taken:
+            self.admission.consume(self._group_size)
         self._changed.set()
         return await self._lease(step, taken)
 
@@ -351,24 +294,23 @@ class Producer:
         }
         await self._drop(drops)
 
-    async def _lease(self, step: int, taken: Iterable[ReadyGroup]) -> RolloutBatch:
+    async def _lease(self, step: int, taken: Sequence[ReadyGroup]) -> RolloutBatch:
         """Turn taken groups into records. Trajectories without a token to train are dropped here."""
-        taken = tuple(taken)
         for ready in taken:
             self._learn(ready)
         records: list[TokenRecord] = []
         leases: list[Lease] = []
         drops: dict[str, Drop] = {}
         for trajectory in (one for ready in taken for one in ready.trainable):
-            if self._straggler != "mask" and self.buffer.is_stale(oldest_step(trajectory), step):
+            has_stale = self._is_stale(oldest_step(trajectory), step)
+            if self._straggler != "mask" and has_stale:
                 drops[trajectory.session_id] = Drop.STALE
                 continue
             records_of = token_records(trajectory, trains_altered=self._trains_altered)
             own = [self._without_stale_tokens(record, step) for record in records_of]
             num_tokens = sum(int(record.loss_mask.sum()) for record in own)
             if num_tokens == 0:
-                is_stale = self.buffer.is_stale(oldest_step(trajectory), step)
-                drops[trajectory.session_id] = Drop.STALE if is_stale else Drop.FILTERED
+                drops[trajectory.session_id] = Drop.STALE if has_stale else Drop.FILTERED
                 continue
             records += own
             leases.append(Lease.of(trajectory, num_tokens))
@@ -387,7 +329,7 @@ class Producer:
                 self.counts.last_error = f"{trajectory.status}: {trajectory.error}"
         await self._drop(drops)
         trainable = tuple(one for one in group.trajectories if one.status is Status.COMPLETED)
-        return ReadyGroup(group=group, trainable=trainable, size=self._group_size) if trainable else None
+        return ReadyGroup(group=group, trainable=trainable) if trainable else None
 
     async def _produce(self, draw: Draw) -> None:
         has_completed = await self._finish(await self._run_group(draw.group_id, draw.task))
@@ -403,12 +345,14 @@ class Producer:
     async def _finish(self, group: TrajectoryGroup) -> bool:
         """Put an ended group into the buffer, or give its capacity back. Return whether any rollout completed."""
         ready = await self._finished(group)
-        if ready is None or await self._is_replaced(ready):
-            self.admission.give_back_running(self._group_size)
-            self.buffer.abandon(group.group_id)
-        else:
+        is_kept = ready is not None and not await self._is_replaced(ready)
+        self._running.pop(group.group_id, None)
+        if ready is not None and is_kept:
             self.admission.finish(self._group_size)
-            self.buffer.finish(ready)
+            self.ready.append(ready)
+            self.ready.sort(key=lambda one: (one.oldest, one.group.group_id))
+        else:
+            self.admission.give_back_running(self._group_size)
         self._changed.set()
         return ready is not None
 
@@ -430,12 +374,23 @@ class Producer:
         has_slots = running == 0 or running + self._group_size <= self._max_concurrent
         return has_slots and self.admission.may_admit(self._group_size)
 
-    def _must_wait(self, step: int) -> bool:
-        return self._straggler == "wait" and bool(self.buffer.stragglers(step))
+    def _stragglers(self, step: int) -> tuple[str, ...]:
+        """Return the running groups that would be too stale after train step `step`, the last one that may use them."""
+        bound = self.admission.max_staleness
+        return tuple(group_id for group_id, start in self._running.items() if step - start > bound)
+
+    def _is_stale(self, oldest: int, step: int) -> bool:
+        """Return whether a token of version `oldest` is beyond the bound in train step `step`."""
+        return is_stale(oldest, step, self.admission.max_staleness)
 
     async def _drop_stale_groups(self, step: int) -> None:
-        for ready in () if self._straggler == "mask" else self.buffer.take_stale(step):
-            self.admission.give_back_finished(ready.size)
+        """Drop the groups of which every trajectory is beyond the bound for train step `step`."""
+        if self._straggler == "mask":
+            return
+        stale = [one for one in self.ready if self._is_stale(one.least_stale, step)]
+        self.ready = [one for one in self.ready if not self._is_stale(one.least_stale, step)]
+        for ready in stale:
+            self.admission.give_back_finished(self._group_size)
             self._changed.set()
             await self._drop({one.session_id: Drop.STALE for one in ready.trainable})
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
 
-from areal_agent.algorithms.config import AlgorithmConfig, is_import_path, load_advantage, load_loss
+from areal_agent.algorithms.config import AlgorithmConfig, load_own
 from areal_agent.cluster.local import check_port, check_this_host
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError
@@ -150,10 +150,8 @@ def import_own_functions(algorithm: AlgorithmConfig) -> None:
 
     Only a dry run calls it: such modules import torch, which a run leaves to its trainer; that raises the same error.
     """
-    if is_import_path(algorithm.advantage):
-        load_advantage(algorithm.advantage)
-    if is_import_path(algorithm.loss):
-        load_loss(algorithm.loss)
+    load_own(algorithm, "advantage")
+    load_own(algorithm, "loss")
 
 
 def check_model(model: str) -> None:

@@ -9,6 +9,7 @@ from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.section import Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
 
 
@@ -19,15 +20,7 @@ class LoraConfig(Section):
     """The rank: the inner dimension of an adapter's two matrices."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """An adapter's output is multiplied by `alpha / rank`."""
-    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = LINEAR_LAYERS
     """The linear layers that get adapters, by the last part of their names; by default all of every layer."""
     push: Literal["merged", "adapter"] = "merged"
     """What engines get. `merged`: whole weights with the adapters merged in. `adapter`: the adapters alone, which

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_agent.algorithms.advantages import choose_own_advantage, own_advantages, token_advantages, value_targets
+from areal_agent.algorithms.advantages import AdvantageFunction, own_advantages, token_advantages, value_targets
 from areal_agent.algorithms.batching import MicroBatch, Sample, collate, sample_of
-from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.config import AlgorithmConfig, load_own
 from areal_agent.algorithms.credit import with_causal_credit, with_parts
 from areal_agent.algorithms.losses import (
     LossStats,
@@ -76,7 +76,7 @@ class Stepper:
         self._reference = reference
         self._critic = critic
         self._objective = choose_objective(algorithm)
-        self._own_advantage = choose_own_advantage(algorithm)
+        self._own_advantage: AdvantageFunction | None = load_own(algorithm, "advantage")
 
     def train(self, given: StepInput) -> dict[str, float]:
         """Train one step and return its metrics.

@@ -154,7 +154,7 @@ class Life:
             self.held.pop(self.rng.randrange(len(self.held))).set()
 
     async def train(self) -> None:
-        if self.producer.buffer.num_ready:
+        if self.producer.ready:
             await self.producer.take(self.step + 1, 1)
             self.step += 1
             self.producer.publish(self.step)

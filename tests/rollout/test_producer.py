@@ -128,7 +128,7 @@ def numbers(batch) -> list[int]:
 async def test_the_bound_holds_groups_back_until_a_version_is_published(tmp_path: Path) -> None:
     script = Script()
     async with producing(tmp_path, script, max_staleness=1) as producer:
-        await settled(lambda: producer.buffer.num_ready == 2)
+        await settled(lambda: len(producer.ready) == 2)
         assert script.started == [0, 1]
         assert numbers(await producer.take(1, 1)) == [0]
         assert script.started == [0, 1], "consumed, but its version is not published"
@@ -139,7 +139,7 @@ async def test_the_bound_holds_groups_back_until_a_version_is_published(tmp_path
 async def test_drained_lets_groups_end_and_none_start(tmp_path: Path) -> None:
     script = Script(held=(1,))
     async with producing(tmp_path, script, max_staleness=1) as producer:
-        await settled(lambda: script.started == [0, 1] and producer.buffer.num_ready == 1)
+        await settled(lambda: script.started == [0, 1] and len(producer.ready) == 1)
         async with AsyncExitStack() as stack:
             entering = asyncio.create_task(stack.enter_async_context(producer.drained()))
             await asyncio.sleep(0)
@@ -158,7 +158,7 @@ async def test_wait_waits_for_the_group_that_would_be_too_stale(tmp_path: Path) 
     async with producing(tmp_path, script, max_staleness=1) as producer:
         assert numbers(await producer.take(1, 1)) == [1], "the slow group may still be used in step 2"
         producer.publish(1)
-        await settled(lambda: producer.buffer.num_ready == 1)
+        await settled(lambda: len(producer.ready) == 1)
         taking = asyncio.create_task(producer.take(2, 1))
         await asyncio.sleep(0.05)
         assert not taking.done()
@@ -201,7 +201,7 @@ async def test_failed_siblings_get_their_fate_and_failed_groups_are_replaced(tmp
 async def test_the_oldest_groups_go_first(tmp_path: Path) -> None:
     script = Script(lambda number: [[2 - number]] * 2)
     async with producing(tmp_path, script, max_staleness=2) as producer:
-        await settled(lambda: producer.buffer.num_ready == 3)
+        await settled(lambda: len(producer.ready) == 3)
         assert numbers(await producer.take(1, 1)) == [2]
 
 
