@@ -20,9 +20,6 @@ from areal_agent.types import TokenRecord
 
 LOGITS_PER_CHUNK = 2**24
 """The number of logits that exist at once: 64 MiB in float32, however large the batch and the vocabulary."""
-JOINED = ("targets", "temperatures", "behavior", "versions", "incarnations")
-JOINED += ("advantages", "proximal", "reference", "values", "returns")
-"""The fields of samples that a micro-batch has for all of them, concatenated."""
 Head = Callable[[Tensor], Tensor]
 """The output layer of a model: hidden states [M, H] -> logits [M, V]."""
 
@@ -65,6 +62,10 @@ class Sample:
         of_tokens = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("rollout", "weight")}
         nothing = {name: value[:0] for name, value in of_tokens.items() if value is not None}
         return replace(self, **(nothing | {"inputs": torch.zeros(1, dtype=torch.long)}))
+
+
+JOINED = [one.name for one in fields(Sample) if one.name not in ("rollout", "inputs", "predicting", "weight")]
+"""The fields that a micro-batch concatenates as they are."""
 
 
 def sample_of(record: TokenRecord) -> Sample:

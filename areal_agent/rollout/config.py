@@ -4,7 +4,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from areal_agent.section import IMPORT_PATH, Section, is_import_path
 from areal_agent.tokens.formats.answer_format import ReasoningFormat, ToolFormat
@@ -24,7 +24,7 @@ ImportPath = Annotated[str, Field(pattern=rf"^{IMPORT_PATH.pattern}$")]
 
 
 class SourceConfig(Section):
-    """One source of tasks."""
+    """One source of tasks. In YAML a bare string is `source`."""
 
     source: Annotated[str, Field(min_length=1)]
     """`package.module:function`, called as `function(split, seed, **args)`; the path of a .jsonl or .parquet file; or a
@@ -73,6 +73,11 @@ class SourceConfig(Section):
         """True when it has a separate split to evaluate on."""
         return self.kind is SourceKind.FUNCTION or (self.kind is SourceKind.DATASET and self.split is None)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _source_alone(cls, value: object) -> object:
+        return {"source": value} if isinstance(value, str) else value
+
     @model_validator(mode="after")
     def _fits_its_kind(self) -> Self:
         if self.split is not None and self.kind is not SourceKind.DATASET:
@@ -85,15 +90,10 @@ class SourceConfig(Section):
 
 
 class TasksConfig(SourceConfig):
-    """The sources of tasks. In YAML a bare string is `source`."""
+    """The sources of tasks."""
 
     mix: tuple[SourceConfig, ...] = ()
     """Further sources, each with the keys of this section up to `weight`, or the bare string."""
-
-    @field_validator("mix", mode="before")
-    @classmethod
-    def _sources_alone(cls, value: object) -> object:
-        return [{"source": one} if isinstance(one, str) else one for one in value] if isinstance(value, list) else value
 
     @model_validator(mode="after")
     def _mixes_what_has_names(self) -> Self:
@@ -261,8 +261,3 @@ class EvalConfig(Section):
         if self.every and not self.num_tasks:
             raise ValueError(f"every is {self.every} and num_tasks 0: there is nothing to evaluate; give num_tasks")
         return self
-
-    @field_validator("tasks", mode="before")
-    @classmethod
-    def _source_alone(cls, value: object) -> object:
-        return {"source": value} if isinstance(value, str) else value

@@ -24,6 +24,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import count
 from typing import Any, NamedTuple, Self, cast
 
 from areal_agent.errors import ConfigError
@@ -309,13 +310,13 @@ class Draws:
         self._curriculum = curriculum
         self._since = past.since
         self._again = deque(past.again)
-        self._next_position = past.next_position
-        self._num_given = past.num_given
+        self._positions = count(past.next_position)
+        self._given = count(past.num_given)
 
     def draw(self) -> Draw:
         """Return the next task; groups that were cut off come first."""
         while True:
-            attempt = self._again.popleft() if self._again else Attempt(position=self._advance())
+            attempt = self._again.popleft() if self._again else Attempt(position=next(self._positions))
             task = self._stream.at(attempt.position - self._since)
             if attempt.number > 0 or self._curriculum is None or self._curriculum.draws(task, attempt.position):
                 return Draw(group_id=attempt.group_id, task=task)
@@ -323,8 +324,7 @@ class Draws:
 
     def give(self, task: Task) -> Draw:
         """Return a draw for a task of the caller's own, outside the stream."""
-        number, self._num_given = self._num_given, self._num_given + 1
-        return Draw(group_id=f"t{number:06d}", task=task)
+        return Draw(group_id=f"t{next(self._given):06d}", task=task)
 
     def learn(self, task_id: str, rewards: Sequence[float]) -> None:
         """Learn from the rewards of a group that leaves the buffer."""
@@ -339,10 +339,6 @@ class Draws:
         """Restore the state from a checkpoint; that of a run without a curriculum is empty."""
         if self._curriculum is not None:
             self._curriculum.restore(state.get("curriculum", {}))
-
-    def _advance(self) -> int:
-        position, self._next_position = self._next_position, self._next_position + 1
-        return position
 
 
 TASKS_NOTE = "tasks"
