@@ -29,7 +29,7 @@ from areal_agent.errors import ConfigError
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.model import Adapter, LoraLinear
 from areal_agent.trainer.trainer import Trainer
-from tests.trainer.lab import CPU, GRADIENT_DESCENT, PLAIN, Lab
+from tests.trainer.lab import CPU, GRADIENT_DESCENT, PLAIN, Lab, train_alike
 from tests.trainer.two_ranks import flat
 
 LORA = LoraConfig(rank=4, alpha=8.0)
@@ -180,9 +180,7 @@ def test_a_checkpoint_goes_on_exactly(trained, load_trainer, model_folder, make_
     resumed = load_trainer(saved, model_folder, algorithm=REFERRED)
     assert resumed.info.step == 2
     for step in (3, 4):
-        both = [one.train_step(as_input(make_batch(step))).metrics for one in (steady, resumed)]
-        ours, theirs = ({name: value for name, value in one.items() if "seconds" not in name} for one in both)
-        assert ours == theirs
+        train_alike(steady, resumed, as_input(make_batch(step)))
         assert torch.equal(flat(steady), flat(resumed))
 
 
@@ -194,9 +192,7 @@ def test_the_export_is_the_merged_model(trained):
 
 def test_a_checkpoint_keeps_no_second_model(trained, model_folder):
     _, saved = trained
-    tensors = {
-        name: one for file in (saved / "training").glob("*.safetensors") for name, one in load_file(file).items()
-    }
+    tensors = [name for file in (saved / "training").glob("*.safetensors") for name in load_file(file)]
     assert sum(name.startswith("adapter.") for name in tensors) == 28
     assert all(".lora_" in name for name in tensors if name != "generator")
 
@@ -218,9 +214,7 @@ def test_the_adapters_own_folder_has_what_peft_reads(trained, model_folder):
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, alpha=9.0), LoraConfig(rank=8, alpha=8.0)])
 def test_other_adapters_than_the_checkpoints_are_refused(trained, load_trainer, model_folder, lora):
-    with pytest.raises(
-        ConfigError, match=r"was saved with trainer\.lora = .*; resume with the setting that the run began with"
-    ):
+    with pytest.raises(ConfigError, match=r"was saved with trainer\.lora = .*; resume with the setting that the run"):
         load_trainer(trained[1], model_folder, lora=lora, algorithm=REFERRED)
 
 
@@ -275,11 +269,8 @@ def test_frozen_weights_are_held_in_bfloat16_on_a_gpu_where_that_loses_nothing()
     assert all(one.dtype == torch.float32 for one in adapter.parameters().values())
 
 
-def test_a_name_that_no_layer_has_is_refused(load_trainer, model_folder):
+def test_a_name_that_no_layer_has_or_that_is_given_twice_is_refused(load_trainer, model_folder):
     with pytest.raises(ConfigError, match=r"names 'query', but .*; the names are down_proj, gate_proj, k_proj"):
         load_trainer(model_folder, lora=LoraConfig(target_modules=("q_proj", "query")))
-
-
-def test_a_name_that_is_given_twice_is_refused():
     with pytest.raises(ValidationError, match="names 'q_proj' twice"):
         LoraConfig(target_modules=("q_proj", "q_proj"))
