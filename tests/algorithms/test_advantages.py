@@ -221,6 +221,7 @@ def test_a_reward_of_an_early_turn_is_not_earned_by_later_turns(make_record):
     records = [make_record("s0", "g", turns, [0.5, 1.0]), make_record("s1", "g", turns, [0.0, 0.0])]
     advantages = token_advantages(records, GRPO_PLAIN)
     assert advantages[0].tolist() == [0, 0.75, 0, 0.5]  # against 1.5 and 0, then against 1 and 0
+    assert token_advantages([], GRPO) == []
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
@@ -267,7 +268,3 @@ def test_observations_do_not_change_the_advantages_of_actions(make_record, first
         return advantages[0].numpy()[np.asarray(records[0].loss_mask)].tolist()
 
     assert action_advantages(first) == action_advantages(second)
-
-
-def test_no_records_have_no_advantages():
-    assert token_advantages([], GRPO) == []

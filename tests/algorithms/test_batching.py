@@ -29,11 +29,8 @@ def test_a_sample_by_hand(make_record):
     assert sample.temperatures.tolist() == pytest.approx([0.7] * 3)
     assert sample.behavior.tolist() == [-0.5] * 3
     assert sample.versions.tolist() == [4] * 3
-
-
-def test_a_record_without_loss_tokens_is_an_empty_sample(make_record):
-    sample = sample_of(make_record("s", "g", [[(False, [1, 2, 3])]], [1.0]))
-    assert (sample.num_tokens, sample.num_loss_tokens) == (0, 0)
+    without_loss = sample_of(make_record("s", "g", [[(False, [1, 2, 3])]], [1.0]))
+    assert (without_loss.num_tokens, without_loss.num_loss_tokens) == (0, 0)
 
 
 def test_a_first_token_in_the_loss_is_refused(make_record):

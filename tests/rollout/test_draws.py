@@ -90,16 +90,13 @@ def test_each_epoch_uses_every_task_once(size: int, seed: int) -> None:
         assert len(ids) == size
 
 
-def test_the_order_depends_on_the_seed_alone() -> None:
+def test_the_order_depends_on_the_seed_alone_or_is_as_they_come() -> None:
     set_of_20 = TaskSet.of(tasks_of(20))
     forward = [TaskStream(set_of_20, seed=1).at(n).id for n in range(40)]
     stream = TaskStream(set_of_20, seed=1)
     assert [stream.at(n).id for n in reversed(range(40))] == forward[::-1]
     assert [TaskStream(set_of_20, seed=2).at(n).id for n in range(40)] != forward
     assert forward[:20] != forward[20:], "each epoch has an order of its own"
-
-
-def test_unshuffled_as_they_come() -> None:
     stream = TaskStream(TaskSet.of(tasks_of(3)), seed=1, shuffle=False)
     assert [stream.at(n).id for n in range(5)] == ["0", "1", "2", "0", "1"]
 
@@ -133,12 +130,9 @@ def test_the_sources_of_a_mix_have_epochs_of_their_own() -> None:
     assert sum(drawn.values()) - 20 == len([id for id in drawn if id.startswith("large")]) == 60
 
 
-def test_evaluation_takes_the_first_of_each_source() -> None:
+def test_evaluation_takes_the_first_of_each_source_and_none_twice() -> None:
     chosen = in_order(mixed(a=(10, 1.0), b=(10, 1.0)), 4, "eval.num_tasks")
     assert sorted(task.id for task in chosen) == ["a/0", "a/1", "b/0", "b/1"]
-
-
-def test_evaluation_takes_no_task_twice() -> None:
     with pytest.raises(
         ConfigError, match=r"eval.num_tasks is 8, but there are only 6 such held-out tasks, each source in"
     ):

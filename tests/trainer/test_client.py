@@ -133,12 +133,9 @@ async def test_a_failing_command_is_a_trainer_error_and_the_worker_lives_on(read
     assert (await ready.train_step(batch)).metrics["num_updates"] == 1
 
 
-async def test_a_command_before_init_is_a_trainer_error(client):
+async def test_a_model_that_cannot_be_loaded_is_a_config_error_and_init_may_be_repeated(client, model_folder, tmp_path):
     with pytest.raises(TrainerError, match="no model is loaded; send init first"):
         await client.publish()
-
-
-async def test_a_model_that_cannot_be_loaded_is_a_config_error_and_init_may_be_repeated(client, model_folder, tmp_path):
     with pytest.raises(ConfigError, match="cannot load a causal language model from"):
         await init(client, tmp_path, tmp_path)
     info = await init(client, model_folder, tmp_path)

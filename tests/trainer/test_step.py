@@ -371,9 +371,7 @@ def test_a_config_under_which_there_can_be_one_is_refused():
     assert config(tokens_per_micro_batch=2048, oversized="refuse").trainer.tokens_per_micro_batch == 2048
     with pytest.raises(ConfigError, match=r"max_context_tokens = 2049 does not fit into .* = 2047; raise that"):
         config(tokens_per_micro_batch=2047, oversized="refuse")
-
-
-def test_it_cannot_be_refused_with_a_gateway_elsewhere():
+    # with a gateway elsewhere nobody can tell
     online = {"rollout": {"gateway_url": "http://127.0.0.1:1"}, "engine": {"url": "http://127.0.0.1:2"}}
     with pytest.raises(ConfigError, match=r"trainer\.oversized is 'refuse', which needs the run's own engine"):
         Config.parse({**online, "trainer": {"oversized": "refuse"}})
