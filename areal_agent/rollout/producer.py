@@ -29,16 +29,7 @@ from areal_agent.rollout.draws import Draw, Draws
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.staleness import Admission, is_stale, oldest_step
 from areal_agent.tokens.records import token_records
-from areal_agent.types import (
-    Drop,
-    RolloutBatch,
-    SessionPurpose,
-    Status,
-    Task,
-    TokenRecord,
-    Trajectory,
-    TrajectoryGroup,
-)
+from areal_agent.types import Drop, RolloutBatch, SessionPurpose, Status, Task, TokenRecord, Trajectory, TrajectoryGroup
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)

@@ -66,8 +66,7 @@ class TrainerClient:
     async def save(self, directory: Path, *, step: int, incarnation: int, run_state: JsonObject) -> Path:
         """Publish a checkpoint in `directory`, remove old ones (see checkpoint.py) and return its folder."""
         answer = await self._call(
-            "save",
-            {"directory": str(directory), "step": step, "incarnation": incarnation, "run_state": run_state},
+            "save", {"directory": str(directory), "step": step, "incarnation": incarnation, "run_state": run_state}
         )
         return Path(answer["path"])
 

@@ -61,10 +61,7 @@ class Optimizer:
         self.num_updates = 0
         decayed = [one for one in self._parameters if one.ndim >= 2]
         others = [one for one in self._parameters if one.ndim < 2]
-        groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],  # adapters have only matrices
             lr=config.learning_rate,

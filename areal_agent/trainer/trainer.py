@@ -17,7 +17,7 @@ from areal_agent.trainer.ranks import ALONE, Group
 from areal_agent.trainer.state import Training, export_adapter, form_of, read_training, write_export, write_training
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.wire import StepInput, StepReport, TrainerInfo
-from areal_agent.types import JsonObject, TensorEntry, Weights
+from areal_agent.types import JsonObject, Weights
 from areal_agent.weights.channels import DiskChannel, DistributedChannel, SharedMemoryChannel, layout
 
 NOTHING: JsonObject = {}
@@ -149,16 +149,9 @@ def _open_channel(
     entries = layout(policy.named_parameters().items(), policy.publish_dtype)
     if config.transfer == "shared_memory":
         return SharedMemoryChannel(folder, entries)
-    return _open_distributed(config, entries, policy.device)
-
-
-def _open_distributed(
-    config: TrainerConfig, entries: tuple[TensorEntry, ...], device: torch.device
-) -> DistributedChannel:
+    bucket_bytes = config.transfer_bucket_mib * 2**20
     try:
-        return DistributedChannel(
-            entries, device, host=config.transfer_host, bucket_bytes=config.transfer_bucket_mib * 2**20
-        )
+        return DistributedChannel(entries, policy.device, host=config.transfer_host, bucket_bytes=bucket_bytes)
     except OSError as error:
         raise ConfigError(
             f"trainer.transfer_host is {config.transfer_host!r}, but the trainer cannot listen there: {error}; give an "

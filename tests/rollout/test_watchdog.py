@@ -49,7 +49,9 @@ class Scene:
         self.pings.pop()()
 
 
-scene = pytest.fixture(Scene)
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
 
 
 def test_a_late_answer_is_warned_of_once_and_counted(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:

@@ -119,13 +119,13 @@ def test_the_checkpoint_that_was_resumed_from_stays(load_trainer, model_folder, 
     assert names(folder) == ["step_000005", "step_000006"]
 
 
-def test_steps_come_in_order(load_trainer, model_folder, make_batch, as_input):
+def test_a_step_out_of_order_and_a_damaged_checkpoint_are_refused(
+    load_trainer, model_folder, make_batch, as_input, tmp_path
+):
+    trainer = load_trainer(model_folder)
     with pytest.raises(ValueError, match="step 2 was requested, but the weights are those of step 0"):
-        load_trainer(model_folder).train_step(as_input(make_batch(2)))
-
-
-def test_a_damaged_checkpoint_is_not_resumed(load_trainer, model_folder, tmp_path):
-    saved = load_trainer(model_folder).save(tmp_path / "checkpoints", step=0, incarnation=0)
+        trainer.train_step(as_input(make_batch(2)))
+    saved = trainer.save(tmp_path / "checkpoints", step=0, incarnation=0)
     (saved.path / "training" / "progress.json").write_bytes(b"short")
     with pytest.raises(ConfigError, match=r"cannot resume: .*progress\.json is not what was written"):
         load_trainer(saved.path)
