@@ -18,8 +18,7 @@ from areal_agent.engine.config import EngineConfig, read_arguments
 from areal_agent.engine.vllm import ADAPTER_RANKS
 from areal_agent.errors import ConfigError
 from areal_agent.observe.trackers import ObserveConfig
-from areal_agent.rollout.config import EvalConfig, RolloutConfig, SandboxConfig
-from areal_agent.rollout.tasks.config import TrainingTasksConfig
+from areal_agent.rollout.config import EvalConfig, RolloutConfig, SandboxConfig, TrainingTasksConfig
 from areal_agent.section import Section, section_of
 from areal_agent.trainer.config import TrainerConfig
 

@@ -1,14 +1,21 @@
-"""The base class of every config section, with the rules that all of them share.
+"""The base class of every config section, with the rules that all of them share, and objects named by import path.
 
 Sections stand beside the component they configure (`engine/config.py`, `trainer/config.py` ...); `config.py` puts
 them together.
 """
 
+import importlib
+import re
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, field_validator
 from pydantic.fields import FieldInfo
 from pydantic_core.core_schema import ValidationInfo
+
+from areal_agent.errors import ConfigError
+
+IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+"""`package.module:name`: how a config names an object of the user's."""
 
 
 class Section(BaseModel):
@@ -35,3 +42,26 @@ def section_of(field: FieldInfo) -> type[Section] | None:
 
 def _kinds(field: FieldInfo) -> tuple[Any, ...]:
     return (field.annotation, *get_args(field.annotation))
+
+
+def is_import_path(name: str) -> bool:
+    return IMPORT_PATH.fullmatch(name) is not None
+
+
+def import_object(path: str, key: str) -> Any:
+    """Import the object that the config's `key` names, `package.module:name`. Raises ConfigError."""
+    module_name, colon, name = path.partition(":")
+    if not (colon and module_name and name):
+        raise ConfigError(f"{key}: {path!r} is not of the form 'package.module:name'")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way at import
+        raise ConfigError(
+            f"{key}: {path!r} cannot be imported ({one_line(error)}); check the name, and that it can be imported from "
+            "the folder in which the run is started"
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """Return `ValueError: text` on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

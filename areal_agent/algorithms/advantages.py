@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_agent.algorithms.config import AlgorithmConfig, is_import_path, load_advantage
+from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.credit import returns_by_turn, rollouts_of
 from areal_agent.types import TokenRecord
 
@@ -290,13 +290,6 @@ def whitened(values: Tensor) -> Tensor:
     if len(values) == 0:
         return values
     return (values - values.mean()) / (values.std(correction=0) + STD_EPSILON)
-
-
-def choose_own_advantage(config: AlgorithmConfig) -> AdvantageFunction | None:
-    """Return the user's function that `config.advantage` names, or None for a built-in one. Raises ConfigError."""
-    if not is_import_path(config.advantage):
-        return None
-    return cast(AdvantageFunction, load_advantage(config.advantage))
 
 
 def own_advantages(

@@ -9,7 +9,7 @@ Shapes: R rows of T tokens, S samples, M loss tokens.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -64,6 +64,10 @@ class Sample:
         return replace(self, **(nothing | {"inputs": torch.zeros(1, dtype=torch.long)}))
 
 
+JOINED = [one.name for one in fields(Sample) if one.name not in ("rollout", "inputs", "predicting", "weight")]
+"""The fields that a micro-batch concatenates as they are."""
+
+
 def sample_of(record: TokenRecord) -> Sample:
     """Extract from a record what the loss needs.
 
@@ -111,9 +115,7 @@ class MicroBatch:
 
     inputs: Tensor  # [R, T] int64
     positions: Tensor  # [R, T] int64, of each token in its own sequence
-    segments: (
-        tuple[int, ...] | None
-    )  # lengths of the sequences in the one row; None: one sequence a row, padded on the right
+    segments: tuple[int, ...] | None  # lengths of the sequences in the one row; None: a row each, padded on the right
     num_input_tokens: int  # of samples with loss tokens; without padding
     predicting: Tensor  # [M] int64, positions in the flattened inputs
     sequences: Tensor  # [M] int64, in 0..S-1: the sample of each loss token
@@ -153,25 +155,12 @@ def collate(samples: Sequence[Sample], device: torch.device, *, is_padded: bool 
         num_input_tokens=sum(one.num_tokens for one in samples if one.num_loss_tokens),
         predicting=torch.cat([start + one.predicting for start, one in zip(starts, samples, strict=True)]).to(device),
         sequences=torch.arange(len(samples)).repeat_interleave(counts).to(device),
-        targets=torch.cat([one.targets for one in samples]).to(device),
-        temperatures=torch.cat([one.temperatures for one in samples]).to(device),
-        behavior=torch.cat([one.behavior for one in samples]).to(device),
-        versions=torch.cat([one.versions for one in samples]).to(device),
-        incarnations=torch.cat([one.incarnations for one in samples]).to(device),
         weights=weights.repeat_interleave(counts).to(device),
-        advantages=_joined(samples, "advantages", device),
-        proximal=_joined(samples, "proximal", device),
-        reference=_joined(samples, "reference", device),
-        values=_joined(samples, "values", device),
-        returns=_joined(samples, "returns", device),
+        **{name: _joined(samples, name, device) for name in JOINED},
     )
 
 
-def _joined(
-    samples: Sequence[Sample],
-    field: Literal["advantages", "proximal", "reference", "values", "returns"],
-    device: torch.device,
-) -> Tensor | None:
+def _joined(samples: Sequence[Sample], field: str, device: torch.device) -> Any:
     """Concatenate one field, which either all samples have or none."""
     parts: list[Tensor | None] = [getattr(one, field) for one in samples]
     present = [part for part in parts if part is not None]

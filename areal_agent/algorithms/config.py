@@ -1,15 +1,14 @@
 """The config section of the algorithm: a preset and its overrides, and the user's own functions. Imports no torch."""
 
-import importlib
+import contextlib
 import inspect
-import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self, cast, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from areal_agent.errors import ConfigError
-from areal_agent.section import Section
+from areal_agent.section import Section, import_object, is_import_path
 
 Preset = Literal["grpo", "rloo", "ppo", "gspo", "cispo", "dapo"]
 Advantage = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "gae"]
@@ -27,7 +26,8 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 DIVIDING_ADVANTAGES = ("grpo", "reinforce_pp", "gae")
-IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+ARGUMENTS = {"advantage": ("records", "rewards", "config"), "loss": ("tokens", "config")}
+"""What a user's own functions are called with."""
 
 
 class AlgorithmConfig(Section):
@@ -128,13 +128,14 @@ class AlgorithmConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        for is_wrong, reason in (*self._advantage_faults(), *self._loss_faults(), *self._reference_faults()):
-            if is_wrong:
-                raise ValueError(reason)
+        if faults := [reason for is_wrong, reason in self._faults() if is_wrong]:
+            raise ValueError(faults[0])
         return self
 
-    def _advantage_faults(self) -> tuple[tuple[bool, str], ...]:
+    def _faults(self) -> tuple[tuple[bool, str], ...]:
         is_gae = self.advantage == "gae"
+        is_constant = self.aggregation == "constant"
+        is_penalised = self.kl_coefficient > 0
         return (
             (is_gae and not self.critic, "advantage gae needs values: set critic to true, or preset to ppo"),
             (
@@ -160,11 +161,6 @@ class AlgorithmConfig(Section):
                 f"step_group_weight has no effect on advantage {self.advantage!r}; it is for "
                 f"{', '.join(GROUP_ADVANTAGES)}",
             ),
-        )
-
-    def _loss_faults(self) -> tuple[tuple[bool, str], ...]:
-        is_constant = self.aggregation == "constant"
-        return (
             (
                 self.dual_clip is not None and self.loss != "ppo_clip",
                 f"dual_clip has no effect on loss {self.loss!r}; it is for ppo_clip",
@@ -183,11 +179,6 @@ class AlgorithmConfig(Section):
                 self.aggregation_tokens is not None and not is_constant,
                 f"aggregation_tokens has no effect on aggregation {self.aggregation!r}; it is for constant",
             ),
-        )
-
-    def _reference_faults(self) -> tuple[tuple[bool, str], ...]:
-        is_penalised = self.kl_coefficient > 0
-        return (
             (
                 is_penalised and self.reference == "none",
                 "kl_coefficient needs a reference to diverge from: set reference to initial",
@@ -221,43 +212,22 @@ def before_preset(values: Mapping[str, object], preset: str) -> dict[str, object
     return {name: value for name, value in values.items() if name not in repeated or value != repeated[name]}
 
 
-def is_import_path(name: str) -> bool:
-    """Return whether a choice names a user's function: `package.module:function`."""
-    return IMPORT_PATH.fullmatch(name) is not None
+def load_own(config: AlgorithmConfig, choice: Literal["advantage", "loss"]) -> Callable[..., Any] | None:
+    """Import the user's function that `algorithm.advantage` or `algorithm.loss` names; None for a built-in one.
 
-
-def load_advantage(path: str) -> Callable[..., Any]:
-    """Import the function that `algorithm.advantage` names: `package.module:function`. Raises ConfigError."""
-    return _load(path, "algorithm.advantage", ("records", "rewards", "config"))
-
-
-def load_loss(path: str) -> Callable[..., Any]:
-    """Import the function that `algorithm.loss` names. Raises ConfigError."""
-    return _load(path, "algorithm.loss", ("tokens", "config"))
-
-
-def _load(path: str, key: str, arguments: tuple[str, ...]) -> Callable[..., Any]:
-    module_name, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # importing a user's module may fail in any way
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{key}: {path!r} cannot be imported ({type(error).__name__}: {reason}); check the name, and that it can "
-            "be imported from the folder in which the run is started"
-        ) from error
+    Raises ConfigError.
+    """
+    path, arguments = getattr(config, choice), ARGUMENTS[choice]
+    if not is_import_path(path):
+        return None
+    found = import_object(path, f"algorithm.{choice}")
     if not callable(found):
-        raise ConfigError(f"{key}: {path!r} is a {type(found).__name__}; give a function")
-    if not _takes(found, len(arguments)):
-        raise ConfigError(f"{key}: {path!r} cannot be called with ({', '.join(arguments)}); make it accept these")
+        raise ConfigError(f"algorithm.{choice}: {path!r} is a {type(found).__name__}; give a function")
+    with contextlib.suppress(ValueError):  # some functions written in C have no signature
+        try:
+            inspect.signature(found).bind(*arguments)
+        except TypeError:
+            raise ConfigError(
+                f"algorithm.{choice}: {path!r} cannot be called with ({', '.join(arguments)}); make it accept these"
+            ) from None
     return found
-
-
-def _takes(function: Callable[..., Any], num_arguments: int) -> bool:
-    try:
-        inspect.signature(function).bind(*range(num_arguments))
-    except TypeError:
-        return False
-    except ValueError:  # some functions written in C have no signature
-        return True
-    return True

@@ -62,13 +62,9 @@ def with_causal_credit(records: Sequence[TokenRecord], discount: float) -> list[
     credited = {
         (record.session_id, record.branch): record
         for branches in by_session.values()
-        for record in (_credit_session(branches, discount) if _is_moved(branches) else branches)
+        for record in _credit_session(branches, discount)
     }
     return [credited[record.session_id, record.branch] for record in records]
-
-
-def _is_moved(branches: Sequence[TokenRecord]) -> bool:
-    return len(branches) > 1 and any(_without_final(record).any() for record in branches)
 
 
 def _without_final(record: TokenRecord) -> NDArray[np.float64]:
@@ -79,10 +75,12 @@ def _without_final(record: TokenRecord) -> NDArray[np.float64]:
 
 
 def _credit_session(branches: Sequence[TokenRecord], discount: float) -> list[TokenRecord]:
-    """Credit the branches from the highest number down.
+    """Credit the branches of one rollout from the highest number down.
 
     A branch forks from one with a smaller number, so every subtree is complete before it is needed.
     """
+    if len(branches) == 1 or not any(_without_final(record).any() for record in branches):
+        return list(branches)
     returns: dict[int, NDArray[np.float64]] = {}
     children: dict[Node, list[TokenRecord]] = defaultdict(list)
     credited: list[TokenRecord] = []
@@ -91,12 +89,13 @@ def _credit_session(branches: Sequence[TokenRecord], discount: float) -> list[To
         earned = np.zeros(len(own) + 1)  # G of each turn, and 0 after the last
         for turn in reversed(range(len(own))):
             forks = children[record.branch, turn]
-            following = _mean_of_samples(record, turn, forks, earned, returns, discount)
-            earned[turn] = own[turn] + following
+            earned[turn] = own[turn] + _mean_of_samples(record, turn, forks, earned, returns, discount)
         returns[record.branch] = earned
         if record.parent_branch is not None and record.fork_turn is not None:
             children[record.parent_branch, record.fork_turn].append(record)
-        credited.append(_paid_along(record, earned, discount))
+        rewards = earned[:-1] - discount * earned[1:]
+        rewards[-1] += record.final_reward
+        credited.append(replace(record, turn_rewards=rewards.astype(np.float32)))
     return credited
 
 
@@ -115,12 +114,6 @@ def _mean_of_samples(
         call = fork.branch if fork.sample_of is None else fork.sample_of
         samples[call].append(discount ** (fork.own_turn - turn) * float(returns[fork.branch][fork.own_turn]))
     return sum(sum(values) / len(values) for values in samples.values())
-
-
-def _paid_along(record: TokenRecord, earned: NDArray[np.float64], discount: float) -> TokenRecord:
-    rewards = earned[:-1] - discount * earned[1:]
-    rewards[-1] += record.final_reward
-    return replace(record, turn_rewards=rewards.astype(np.float32))
 
 
 Returns = NDArray[np.float64]
@@ -142,9 +135,10 @@ def returns_by_turn(
     total reward at every turn. For a forked rollout it is the mean over the branches that own turn k; branches without
     a loss token do not count. Shapes: penalties [M] a record -> [R rollouts, K turns].
     """
-    branches = list(_branches_by_rollout(records, penalties, discount))
     num_turns = _num_turns(records)
-    return np.array([_over_branches(one, num_turns) for one in branches]).reshape(len(branches), num_turns)
+    counted = [_counted(one, num_turns) for one in _branches_by_rollout(records, penalties, discount)]
+    means = [(returns * is_own).sum(axis=0) / is_own.sum(axis=0) for returns, is_own in counted]
+    return np.array(means).reshape(len(means), num_turns)
 
 
 def earn_alike(
@@ -178,25 +172,13 @@ def _branches_by_rollout(
     num_turns = _num_turns(records)
     branches: dict[str, list[_Branch]] = {name: [] for name in rollouts_of(records)}
     for record, penalty in zip(records, penalties, strict=True):
-        branches[record.session_id].append((record, _held(_of_record(record, penalty, discount), num_turns)))
+        returns = record.turn_rewards.astype(np.float64)
+        np.subtract.at(returns, record.turn_index[record.loss_mask], penalty)
+        for turn in reversed(range(len(returns) - 1)):
+            returns[turn] += discount * returns[turn + 1]
+        held = np.pad(returns, (0, num_turns - len(returns)), mode="edge")
+        branches[record.session_id].append((record, held))
     return branches.values()
-
-
-def _of_record(record: TokenRecord, penalty: NDArray[np.float64], discount: float) -> Returns:
-    returns = record.turn_rewards.astype(np.float64)
-    np.subtract.at(returns, record.turn_index[record.loss_mask], penalty)
-    for turn in reversed(range(len(returns) - 1)):
-        returns[turn] += discount * returns[turn + 1]
-    return returns
-
-
-def _held(returns: Returns, num_turns: int) -> Returns:
-    return np.pad(returns, (0, num_turns - len(returns)), mode="edge")
-
-
-def _over_branches(branches: Sequence[_Branch], num_turns: int) -> Returns:
-    returns, is_own = _counted(branches, num_turns)
-    return (returns * is_own).sum(axis=0) / is_own.sum(axis=0)
 
 
 def _counted(branches: Sequence[_Branch], num_turns: int) -> tuple[Returns, NDArray[np.bool_]]:

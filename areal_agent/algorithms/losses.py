@@ -8,14 +8,15 @@ truncated importance weight of the proximal over the behaviour policy, so with `
 PPO (AReaL, arXiv 2505.24298, eq. 5). r_t does not apply to the divergence and the entropy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from torch import Tensor
 
-from areal_agent.algorithms.config import AlgorithmConfig, is_import_path, load_loss
+from areal_agent.algorithms.config import AlgorithmConfig, load_own
+from areal_agent.section import is_import_path
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this: e**20 is far outside every clip, and e**89 would be infinite in float32."""
@@ -72,8 +73,36 @@ class LossTokens:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LossStats:
-    """Sums and maxima (`*_max`) over loss tokens, which merge exactly over micro-batches; `metrics` takes the means."""
+class Counts:
+    """Sums and maxima (`*_max`) over loss tokens, which merge exactly over micro-batches and ranks. They may nest."""
+
+    def merge(self, other: Self) -> Self:
+        """Return the counts of both together."""
+        names = [one.name for one in fields(self)]
+        return type(self)(**{name: _merged(name, getattr(self, name), getattr(other, name)) for name in names})
+
+    def numbers(self) -> list[float]:
+        """Return all counts as one flat list, which another rank reads with `read`."""
+        values = [getattr(self, one.name) for one in fields(self)]
+        return [number for one in values for number in (one.numbers() if isinstance(one, Counts) else [float(one)])]
+
+    def read(self, numbers: Iterator[float]) -> Self:
+        """Return counts of this type from what `numbers` returned for them."""
+        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        for name, value in values.items():
+            values[name] = value.read(numbers) if isinstance(value, Counts) else type(value)(next(numbers))
+        return type(self)(**values)
+
+
+def _merged(name: str, one: Any, other: Any) -> Any:
+    if isinstance(one, Counts):
+        return one.merge(other)
+    return max(one, other) if name.endswith("_max") else one + other
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossStats(Counts):
+    """The statistics of the policy loss; `metrics` takes the means."""
 
     num_tokens: int = 0
     ratio_sum: float = 0.0  # pi_theta / pi_prox; with gspo, of the sequence
@@ -95,14 +124,15 @@ class LossStats:
         if len(tokens) == 0:
             return cls()
         is_bad, is_good = tokens.advantages < 0, tokens.advantages > 0
+        is_cispo = config.loss == "cispo"  # which clips whatever the advantage's sign
         weight = uncapped.clamp_max(config.behavior_weight_cap)
         zero = torch.zeros_like(ratio)
         kl_ref = zero if tokens.reference is None else divergence(tokens.logprobs.detach(), tokens.reference, "k3")
         sums = {
             "ratio_sum": ratio.sum(),
             "ratio_max": ratio.max(),
-            "clipped_low": ((is_bad | _is_cispo(config)) & (ratio < 1.0 - config.clip_low)).sum(),
-            "clipped_high": ((is_good | _is_cispo(config)) & (ratio > 1.0 + config.clip_high)).sum(),
+            "clipped_low": ((is_bad | is_cispo) & (ratio < 1.0 - config.clip_low)).sum(),
+            "clipped_high": ((is_good | is_cispo) & (ratio > 1.0 + config.clip_high)).sum(),
             "dual_clipped": zero.sum() if config.dual_clip is None else (is_bad & (ratio > config.dual_clip)).sum(),
             "kl_sum": k3(tokens.log_ratio.detach()).sum(),
             "kl_ref_sum": kl_ref.sum(),
@@ -117,11 +147,6 @@ class LossStats:
             num_referred=0 if tokens.reference is None else len(tokens),
             **dict(zip(sums, values, strict=True)),
         )
-
-    def merge(self, other: Self) -> Self:
-        """Return the statistics of both together."""
-        both = {one.name: (getattr(self, one.name), getattr(other, one.name)) for one in fields(self)}
-        return type(self)(**{name: max(pair) if name.endswith("_max") else sum(pair) for name, pair in both.items()})
 
     def metrics(self) -> dict[str, float]:
         """Return means over tokens. The effective sample size is (sum w)^2 / sum w^2 / number of tokens: 1 is ideal.
@@ -144,11 +169,6 @@ class LossStats:
         }
 
 
-def _is_cispo(config: AlgorithmConfig) -> bool:
-    """Return whether the clip applies whatever the advantage's sign."""
-    return config.loss == "cispo"
-
-
 Objective = Callable[[LossTokens, AlgorithmConfig], Tensor]
 """The quantity to maximise for each token: [M], differentiable in `logprobs`, not weighted or aggregated."""
 
@@ -162,8 +182,8 @@ def choose_objective(config: AlgorithmConfig) -> Objective:
             return gspo
         case "cispo":
             return cispo
-        case path:
-            return cast(Objective, load_loss(path))
+        case _:
+            return cast(Objective, load_own(config, "loss"))
 
 
 def policy_loss(tokens: LossTokens, config: AlgorithmConfig, objective: Objective) -> tuple[Tensor, LossStats]:

@@ -28,8 +28,7 @@ from areal_agent.errors import ConfigError
 from areal_agent.models.recipe import RECIPE, demonstrations_of, model_folder
 from areal_agent.observe.progress import Progress
 from areal_agent.process import ManagedProcess
-from areal_agent.rollout.worker.client import WorkerClient, WorkerGone
-from areal_agent.rollout.worker.messages import WorkerSettings
+from areal_agent.rollout.worker_client import Channel, WorkerClient, WorkerGone, WorkerSettings
 from areal_agent.trainer.client import TrainerClient
 
 Result = TypeVar("Result")
@@ -97,7 +96,7 @@ async def start_worker(
     """Start a rollout worker and wait until it takes calls; it is ended on leaving."""
     name, log_path = f"worker {settings.number}", logs / f"worker-{settings.number}.log"
     process, ours = await _start_child(name, "areal_agent.rollout.worker", log_path, num_threads=1)
-    client = WorkerClient(ours, on_warning)
+    client = WorkerClient(await Channel.over(ours), on_warning)
     try:
         try:
             await unless_it_dies(process, client.start(settings))

@@ -34,8 +34,7 @@ from areal_agent.observe.clock import BusyClock, SpanUnion
 from areal_agent.process import ManagedProcess
 from areal_agent.rollout.local import EndedRollout, RolloutStats
 from areal_agent.rollout.runner import RolloutSpec
-from areal_agent.rollout.worker.client import WorkerClient, WorkerGone
-from areal_agent.rollout.worker.messages import Counted, WorkerSettings
+from areal_agent.rollout.worker_client import Counted, WorkerClient, WorkerGone, WorkerSettings
 from areal_agent.types import Status
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import orjson
 
-from areal_agent.algorithms.config import is_import_path
 from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, Report, State, attempt, gib
 from areal_agent.doctor.memory import NUM_SLOTS, Machine, TrainerMemory, uses_gpu
@@ -32,6 +31,7 @@ from areal_agent.run.preflight import (
     require_gateway,
     require_sampling,
 )
+from areal_agent.section import is_import_path
 
 IMPORTING_S = 60.0
 ASKING_S = 120.0

@@ -28,6 +28,7 @@ from areal_agent.run.sources import connect_engine, memory_lent
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.trainer.client import TrainerClient
+from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.wire import StepReport, TrainerInfo
 from areal_agent.types import (
     Completion,
@@ -411,7 +412,7 @@ class Trial:
     async def _load(self, trainer: TrainerClient, shared_memory: Path) -> TrainerInfo:
         config = self.config
         started_s = time.perf_counter()
-        info = await trainer.init(
+        setup = TrainerSetup(
             model=self.model,
             trainer=config.trainer,
             algorithm=config.algorithm,
@@ -421,6 +422,7 @@ class Trial:
             num_steps=config.steps,
             shares_gpu=may_be_on(config.engine, config.trainer.num_ranks),
         )
+        info = await trainer.init(setup)
         ranks = f" on {config.trainer.num_ranks} ranks" if config.trainer.num_ranks > 1 else ""
         found = (
             f"{info.num_parameters:,} parameters on {info.device}{ranks}, in {time.perf_counter() - started_s:.1f} s"

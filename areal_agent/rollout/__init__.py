@@ -1,14 +1,14 @@
 """From tasks to groups of finished trajectories.
 
-config.py            the sections `rollout`, `sandbox`, `eval`
-tasks/               where tasks come from, and which one is next
-workflow.py          how a user's workflow becomes one callable
-context.py           `rollout`: what a workflow receives
-runner.py            one rollout: session, workflow, reward, end
-watchdog.py          finds the workflow that blocks the event loop
-local.py             rollouts in this process: a gateway, a runner and a watchdog
-worker/              a process that does the same for a run elsewhere
-producer.py          the admit loop, groups, their buffer, and batches
-dynamic_sampling.py  drops groups that teach nothing
-online.py            the client of a gateway that stands alone
+config.py         the sections `tasks`, `rollout`, `sandbox`, `eval`
+tasks.py          sources ─▶ rows ─▶ tasks: columns, filter, ids
+draws.py          which task is next: the shuffled stream, once per epoch over restarts; the curriculum
+workflow.py       how a user's workflow becomes one callable
+context.py        `rollout`: what a workflow receives
+runner.py         one rollout: session, workflow, reward, end
+watchdog.py       finds the workflow that blocks the event loop
+local.py          rollouts in this process: a gateway, a runner and a watchdog
+worker.py         a process that does the same for a run elsewhere; worker_client.py is the main process's end
+producer.py       the admit loop, groups, their buffer, dynamic sampling, and batches
+online.py         the client of a gateway that stands alone
 """

@@ -59,20 +59,9 @@ class OnlineGateway:
 
         Leasing the same step again returns the same batch, until it is acknowledged or given back.
         """
-        body = await self._post(
-            "/rl/lease",
-            {
-                "step": step,
-                "trainer": self._trainer,
-                "num_groups": num_groups,
-                "num_trajectories": num_trajectories,
-                "wait_s": wait_s,
-                "straggler_wait_s": straggler_wait_s,
-                "records": False,
-            },
-            wait_s=wait_s,
-        )
-        return await asyncio.to_thread(_read_lease, body)
+        asked = {"step": step, "trainer": self._trainer, "num_groups": num_groups, "num_trajectories": num_trajectories}
+        asked |= {"wait_s": wait_s, "straggler_wait_s": straggler_wait_s, "records": False}
+        return await asyncio.to_thread(_read_lease, await self._post("/rl/lease", asked, wait_s=wait_s))
 
     async def publish(
         self,
@@ -83,16 +72,9 @@ class OnlineGateway:
         max_staleness: int | None = None,
     ) -> State:
         """Publish version `step`: its incarnation, and optionally a new staleness bound from the other two."""
-        return await self._state(
-            "/rl/publish",
-            {
-                "step": step,
-                "trainer": self._trainer,
-                "incarnation": incarnation,
-                "batch_answers": batch_answers,
-                "max_staleness": max_staleness,
-            },
-        )
+        body = {"step": step, "trainer": self._trainer, "incarnation": incarnation}
+        body |= {"batch_answers": batch_answers, "max_staleness": max_staleness}
+        return await self._state("/rl/publish", body)
 
     async def acknowledge(self, step: int, checkpoint: str) -> State:
         """Report that a checkpoint with every step up to `step` is safe: what was leased for those is trained."""
@@ -156,7 +138,8 @@ class OnlineGateway:
 
     async def _post_once(self, path: str, body: JsonObject, wait_s: float) -> JsonObject:
         timeout = aiohttp.ClientTimeout(total=wait_s + ANSWER_S)
-        async with self._open().post(
+        self._session = self._session or aiohttp.ClientSession(trust_env=False)
+        async with self._session.post(
             self.url + path, data=orjson.dumps(body), headers=self._headers, timeout=timeout, allow_redirects=False
         ) as response:
             payload = await response.read()
@@ -165,11 +148,6 @@ class OnlineGateway:
         if response.status != 200:
             raise GatewayError(f"{self.url}{path} was answered with {response.status}: {_message(payload)}")
         return cast("JsonObject", orjson.loads(payload))
-
-    def _open(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(trust_env=False)
-        return self._session
 
 
 def _read_lease(body: JsonObject) -> tuple[RolloutBatch | None, State]:

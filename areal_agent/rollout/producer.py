@@ -19,26 +19,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from areal_agent.algorithms.credit import earn_alike, with_causal_credit, with_parts
 from areal_agent.errors import RolloutsFailing
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.reads import Lease
 from areal_agent.ledger.writes import FATE_OF_STATUS
-from areal_agent.rollout.dynamic_sampling import DynamicSampling
+from areal_agent.rollout.draws import Draw, Draws
 from areal_agent.rollout.runner import RolloutSpec
-from areal_agent.rollout.tasks.draws import Draw, Draws
 from areal_agent.staleness import Admission, is_stale, oldest_step
 from areal_agent.tokens.records import token_records
-from areal_agent.types import (
-    Drop,
-    RolloutBatch,
-    SessionPurpose,
-    Status,
-    Task,
-    TokenRecord,
-    Trajectory,
-    TrajectoryGroup,
-)
+from areal_agent.types import Drop, RolloutBatch, SessionPurpose, Status, Task, TokenRecord, Trajectory, TrajectoryGroup
 
 Result = TypeVar("Result")
 logger = logging.getLogger(__name__)
@@ -78,14 +69,10 @@ async def run_all(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadyGroup:
-    """A finished group with at least one trajectory that can be trained.
-
-    `trainable` are those trajectories; `size` counts the answers that were admitted, failed ones included.
-    """
+    """A finished group with at least one trajectory that can be trained; `trainable` are those trajectories."""
 
     group: TrajectoryGroup
     trainable: tuple[Trajectory, ...]
-    size: int
 
     @property
     def oldest(self) -> int:
@@ -98,58 +85,70 @@ class ReadyGroup:
         return max(oldest_step(one) for one in self.trainable)
 
 
-class Buffer:
-    """Running groups with the version at which they started, and finished ones, oldest first::
+TOLERANCE = 1e-6
+"""Rewards with a smaller relative difference are alike: they are added up as 32-bit floats."""
 
-    start ─▶ running ─finish─▶ ready ──take──▶ (leased)
-                                 └──take_stale──▶ (dropped)
+
+@dataclass(slots=True)
+class DynamicSampling:
+    """Decides which finished groups are flat, and counts them: groups whose rollouts all earn alike teach nothing.
+
+    DAPO (Yu et al. 2025, arXiv 2503.14476), section 3.2: when all rewards of a group are equal, all its advantages are
+    zero, and the batch is smaller than it seems. Such a group is dropped (`filtered`), its capacity given back, and the
+    next task drawn in its place. When too many groups in a row are flat, the run ends: the model always succeeds or
+    never.
+
+    "Alike" is judged as the advantages within a group judge it (algorithms/credit.py): from every turn on, all
+    rollouts with a token to train earn the same. So rollouts with equal totals differ when they earned them in other
+    turns or, with a discount, sooner; rewards of rollouts without a token to train do not count. A divergence paid in
+    the reward is computed in the trainer and not seen here, and a user's own advantage is assumed to compare as ours.
     """
 
-    def __init__(self, max_staleness: int) -> None:
-        self._max_staleness = max_staleness
-        self._running: dict[str, int] = {}
-        self._ready: list[ReadyGroup] = []
+    max_flat_groups: int
+    part_weights: Mapping[str, float] = field(default_factory=dict[str, float])  # of named parts in the reward
+    discount: float = 1.0
+    compares_turns: bool = False  # advantages also compare turns that met the same state
+    trains_altered: bool = False
+    num_flat: int = 0
+    in_a_row: int = 0
+    last_flat: str = ""
+
+    def replaces(self, group: Sequence[Trajectory]) -> bool:
+        """Return whether these completed siblings have no spread in reward. Call it once per group."""
+        records = [record for one in group for record in token_records(one, trains_altered=self.trains_altered)]
+        trainable = {record.session_id for record in records if record.loss_mask.any()}
+        paid, rewards = with_parts(  # as the trainer will reward them
+            [record for record in records if record.session_id in trainable],
+            {one.session_id: one.rewards.total for one in group},
+            {one.session_id: one.rewards.parts for one in group},
+            self.part_weights,
+        )
+        credited = with_causal_credit(paid, self.discount)
+        is_too_few = len(trainable) < (1 if self.compares_turns else 2)  # nothing to compare
+        if not is_too_few and not earn_alike(credited, self.discount, TOLERANCE, compares_turns=self.compares_turns):
+            self.in_a_row = 0
+            return False
+        self.in_a_row += 1
+        self.num_flat += 1
+        if is_too_few:
+            what = f"{len(trainable)} of {len(group)} rollouts had a token to train"
+        else:
+            reward = next(rewards[one.session_id] for one in group if one.session_id in trainable)
+            what = f"{len(trainable)} rollouts, each with reward {reward:g}"
+        self.last_flat = f"task {group[0].task_id!r}: {what}"
+        return True
 
     @property
-    def num_ready(self) -> int:
-        return len(self._ready)
+    def is_exhausted(self) -> bool:
+        return self.in_a_row >= self.max_flat_groups
 
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    def start(self, group_id: str, step: int) -> None:
-        self._running[group_id] = step
-
-    def abandon(self, group_id: str) -> None:
-        """Forget a running group that ended with nothing to train."""
-        self._running.pop(group_id, None)
-
-    def finish(self, ready: ReadyGroup) -> None:
-        self._running.pop(ready.group.group_id, None)
-        self._ready.append(ready)
-        self._ready.sort(key=lambda one: (one.oldest, one.group.group_id))
-
-    def stragglers(self, step: int) -> tuple[str, ...]:
-        """Return the running groups that would be too stale after train step `step`, the last one that may use them."""
-        return tuple(group_id for group_id, start in self._running.items() if step - start > self._max_staleness)
-
-    def is_stale(self, oldest: int, step: int) -> bool:
-        """Return whether a token of version `oldest` is beyond the bound in train step `step`."""
-        return is_stale(oldest, step, self._max_staleness)
-
-    def take_stale(self, step: int) -> tuple[ReadyGroup, ...]:
-        """Remove and return the groups of which every trajectory is beyond the bound for train step `step`."""
-        stale = tuple(ready for ready in self._ready if self.is_stale(ready.least_stale, step))
-        self._ready = [ready for ready in self._ready if ready not in stale]
-        return stale
-
-    def take(self, num_groups: int) -> tuple[ReadyGroup, ...]:
-        """Remove and return the oldest `num_groups` groups. Raises ValueError when there are fewer."""
-        if num_groups > len(self._ready):
-            raise ValueError(f"{num_groups} groups asked for, {len(self._ready)} are ready")
-        taken, self._ready = tuple(self._ready[:num_groups]), self._ready[num_groups:]
-        return taken
+    def describe(self) -> str:
+        """Return why the run ends once `is_exhausted`."""
+        return (
+            f"{self.in_a_row} groups in a row had no spread in reward, the last was {self.last_flat}. The model always "
+            "succeeds on these tasks or never does: give it harder or easier ones, see whether the reward can differ, "
+            "or set algorithm.dynamic_sampling to false (rollout.max_flat_groups is the limit)"
+        )
 
 
 RunGroup = Callable[[str, Task], Coroutine[Any, Any, TrajectoryGroup]]
@@ -184,7 +183,8 @@ class Producer:
         dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
         self.admission = admission
-        self.buffer = Buffer(admission.max_staleness)
+        self.ready: list[ReadyGroup] = []  # oldest first
+        self._running: dict[str, int] = {}  # the version at which each running group started
         self.counts = ProducerCounts()
         self._run_group = run_group
         self.draws = draws
@@ -203,15 +203,14 @@ class Producer:
     async def restore(self, waiting: Iterable[Trajectory]) -> int:
         """Restore the groups that an earlier process of this run finished but did not train. Return their number."""
         groups = _by_group(waiting)
-        restored = {group_id: siblings for group_id, siblings in groups.items() if not _is_cut_off(siblings)}
+        cut_off = {group_id for group_id, siblings in groups.items() if _is_cut_off(siblings)}
+        await self._drop({one.session_id: Drop.ORPHAN for group_id in cut_off for one in groups[group_id]})
         for group_id, siblings in groups.items():
-            if group_id not in restored:
-                await self._drop({one.session_id: Drop.ORPHAN for one in siblings})
-        for group_id, siblings in restored.items():
-            group = TrajectoryGroup(group_id=group_id, task_id=siblings[0].task_id, trajectories=tuple(siblings))
-            self.admission.start(self._group_size)
-            await self._finish(group)
-        return len(restored)
+            if group_id not in cut_off:
+                group = TrajectoryGroup(group_id=group_id, task_id=siblings[0].task_id, trajectories=tuple(siblings))
+                self.admission.start(self._group_size)
+                await self._finish(group)
+        return len(groups) - len(cut_off)
 
     async def admit_forever(self) -> None:
         """Run the admit loop. Raises RolloutsFailing when group after group fails as a whole."""
@@ -220,7 +219,7 @@ class Producer:
                 await self._until(self._may_start)
                 draw = self.draws.draw()
                 self.admission.start(self._group_size)
-                self.buffer.start(draw.group_id, self.admission.step)
+                self._running[draw.group_id] = self.admission.step
                 groups.create_task(self._produce(draw), name=draw.group_id)
 
     @asynccontextmanager
@@ -244,17 +243,18 @@ class Producer:
         deadline: float | None = None
         while True:
             await self._drop_stale_groups(step)
-            if self.buffer.num_ready >= num_groups:
-                if not self._must_wait(step):
+            if len(self.ready) >= num_groups:
+                stragglers = self._stragglers(step) if self._straggler == "wait" else ()
+                if not stragglers:
                     break
                 deadline = deadline or time.monotonic() + self._straggler_wait_s
                 if time.monotonic() >= deadline:
-                    logger.warning("going on without the stragglers %s", self.buffer.stragglers(step))
+                    logger.warning("going on without the stragglers %s", stragglers)
                     break
             await self._change(deadline)
-        taken = self.buffer.take(num_groups)
-        for ready in taken:
-            self.admission.consume(ready.size)
+        taken, self.ready = self.ready[:num_groups], self.ready[num_groups:]
+        for _ in taken:
+            self.admission.consume(self._group_size)
         self._changed.set()
         return await self._lease(step, taken)
 
@@ -277,24 +277,23 @@ class Producer:
         }
         await self._drop(drops)
 
-    async def _lease(self, step: int, taken: Iterable[ReadyGroup]) -> RolloutBatch:
+    async def _lease(self, step: int, taken: Sequence[ReadyGroup]) -> RolloutBatch:
         """Turn taken groups into records. Trajectories without a token to train are dropped here."""
-        taken = tuple(taken)
         for ready in taken:
             self._learn(ready)
         records: list[TokenRecord] = []
         leases: list[Lease] = []
         drops: dict[str, Drop] = {}
         for trajectory in (one for ready in taken for one in ready.trainable):
-            if self._straggler != "mask" and self.buffer.is_stale(oldest_step(trajectory), step):
+            has_stale = self._is_stale(oldest_step(trajectory), step)
+            if self._straggler != "mask" and has_stale:
                 drops[trajectory.session_id] = Drop.STALE
                 continue
             records_of = token_records(trajectory, trains_altered=self._trains_altered)
             own = [self._without_stale_tokens(record, step) for record in records_of]
             num_tokens = sum(int(record.loss_mask.sum()) for record in own)
             if num_tokens == 0:
-                is_stale = self.buffer.is_stale(oldest_step(trajectory), step)
-                drops[trajectory.session_id] = Drop.STALE if is_stale else Drop.FILTERED
+                drops[trajectory.session_id] = Drop.STALE if has_stale else Drop.FILTERED
                 continue
             records += own
             leases.append(Lease.of(trajectory, num_tokens))
@@ -313,7 +312,7 @@ class Producer:
                 self.counts.last_error = f"{trajectory.status}: {trajectory.error}"
         await self._drop(drops)
         trainable = tuple(one for one in group.trajectories if one.status is Status.COMPLETED)
-        return ReadyGroup(group=group, trainable=trainable, size=self._group_size) if trainable else None
+        return ReadyGroup(group=group, trainable=trainable) if trainable else None
 
     async def _produce(self, draw: Draw) -> None:
         has_completed = await self._finish(await self._run_group(draw.group_id, draw.task))
@@ -329,12 +328,14 @@ class Producer:
     async def _finish(self, group: TrajectoryGroup) -> bool:
         """Put an ended group into the buffer, or give its capacity back. Return whether any rollout completed."""
         ready = await self._finished(group)
-        if ready is None or await self._is_replaced(ready):
-            self.admission.give_back_running(self._group_size)
-            self.buffer.abandon(group.group_id)
-        else:
+        is_kept = ready is not None and not await self._is_replaced(ready)
+        self._running.pop(group.group_id, None)
+        if ready is not None and is_kept:
             self.admission.finish(self._group_size)
-            self.buffer.finish(ready)
+            self.ready.append(ready)
+            self.ready.sort(key=lambda one: (one.oldest, one.group.group_id))
+        else:
+            self.admission.give_back_running(self._group_size)
         self._changed.set()
         return ready is not None
 
@@ -356,12 +357,23 @@ class Producer:
         has_slots = running == 0 or running + self._group_size <= self._max_concurrent
         return has_slots and self.admission.may_admit(self._group_size)
 
-    def _must_wait(self, step: int) -> bool:
-        return self._straggler == "wait" and bool(self.buffer.stragglers(step))
+    def _stragglers(self, step: int) -> tuple[str, ...]:
+        """Return the running groups that would be too stale after train step `step`, the last one that may use them."""
+        bound = self.admission.max_staleness
+        return tuple(group_id for group_id, start in self._running.items() if step - start > bound)
+
+    def _is_stale(self, oldest: int, step: int) -> bool:
+        """Return whether a token of version `oldest` is beyond the bound in train step `step`."""
+        return is_stale(oldest, step, self.admission.max_staleness)
 
     async def _drop_stale_groups(self, step: int) -> None:
-        for ready in () if self._straggler == "mask" else self.buffer.take_stale(step):
-            self.admission.give_back_finished(ready.size)
+        """Drop the groups of which every trajectory is beyond the bound for train step `step`."""
+        if self._straggler == "mask":
+            return
+        stale = [one for one in self.ready if self._is_stale(one.least_stale, step)]
+        self.ready = [one for one in self.ready if not self._is_stale(one.least_stale, step)]
+        for ready in stale:
+            self.admission.give_back_finished(self._group_size)
             self._changed.set()
             await self._drop({one.session_id: Drop.STALE for one in ready.trainable})
 

@@ -143,16 +143,7 @@ class RolloutRunner:
 
     async def _open(self, spec: RolloutSpec) -> dict[str, Any]:
         """Start the session. When that is cancelled, end it again: nobody else has its key."""
-        starting = asyncio.ensure_future(self._post("/rl/start_session", self._admin_key, self._start_body(spec)))
-        try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            with contextlib.suppress(ArealAgentError, aiohttp.ClientError):
-                await self._end(self._rollout(spec, await starting), CANCELLED)
-            raise
-
-    def _start_body(self, spec: RolloutSpec) -> dict[str, Any]:
-        return {
+        body = {
             "task_id": spec.task.id,
             "group_id": spec.group_id,
             "session_id": spec.session_id,
@@ -160,6 +151,13 @@ class RolloutRunner:
             "seed": spec.seed,
             "sampling": dict(self._sampling),
         }
+        starting = asyncio.ensure_future(self._post("/rl/start_session", self._admin_key, body))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with contextlib.suppress(ArealAgentError, aiohttp.ClientError):
+                await self._end(self._rollout(spec, await starting), CANCELLED)
+            raise
 
     def _rollout(self, spec: RolloutSpec, session: Mapping[str, Any]) -> Rollout:
         return Rollout(
@@ -181,7 +179,7 @@ class RolloutRunner:
         try:
             try:
                 workflow = self._workflow(dict(spec.task.data), rollout)
-                returned = await _run_bounded(workflow, self._timeout_s, task_name(spec.session_id))
+                returned = await _run_bounded(workflow, self._timeout_s, f"{ROLLOUT_TASK}{spec.session_id}")
             finally:
                 await rollout.aclose()
             return _outcome_of(returned, rollout)
@@ -228,11 +226,6 @@ class RolloutRunner:
             if response.status != 200:
                 raise _Refused(f"the gateway answered {path} with {response.status}: {answer}", response.status)
             return cast(dict[str, Any], answer)
-
-
-def task_name(session_id: str) -> str:
-    """Return the name of the asyncio task of a rollout's workflow, which the watchdog reads."""
-    return f"{ROLLOUT_TASK}{session_id}"
 
 
 class _Refused(ArealAgentError):

@@ -16,8 +16,9 @@ import threading
 import time
 import traceback
 from asyncio import base_events
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -65,7 +66,9 @@ class Blockage:
 
     def describe(self, seconds: float) -> str:
         """Return one line: who blocks, for how long, where, and what to do instead."""
-        where = f"{_shown(self.place.file)}:{self.place.line} in {self.place.function}"
+        path = Path(self.place.file)
+        file = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+        where = f"{file}:{self.place.line} in {self.place.function}"
         source = linecache.getline(self.place.file, self.place.line).strip()
         where = f"{where}: {source}" if source else where
         if self.place.is_library or self.is_importing:
@@ -88,26 +91,14 @@ def find_blockage(frames: Sequence[Frame], task: str | None) -> Blockage | None:
 
     The place is the innermost line of a workflow, or the innermost line of all when there is none.
     """
-    inside = tuple(_inside_the_loop(frames))
+    # frames outside the loop's step belong to the program that waits for it
+    inside = tuple(takewhile(lambda one: (one.file, one.function) != (base_events.__file__, "_run_once"), frames))
     is_waiting = not inside or (len(inside) == 1 and inside[0].file == selectors.__file__)
     if is_waiting:  # the machine was busy elsewhere
         return None
     depth = next((depth for depth, frame in enumerate(inside) if not frame.is_library), 0)
     is_importing = any(frame.file.startswith(_IMPORTLIB) for frame in inside[:depth])
     return Blockage(place=inside[depth], task=task, is_importing=is_importing)
-
-
-def _inside_the_loop(frames: Iterable[Frame]) -> Iterable[Frame]:
-    """Yield the frames that one step of the loop has called; those outside belong to the program that waits for it."""
-    for frame in frames:
-        if frame.file == base_events.__file__ and frame.function == "_run_once":
-            return
-        yield frame
-
-
-def _shown(file: str) -> str:
-    path = Path(file)
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
 
 
 THREADS = Path("/proc/self/task")
@@ -201,18 +192,15 @@ class Watchdog:
             blockage = self._look()
             if blockage is not None:
                 ping.is_blocked = True
-                self._warn(blockage, seconds)
+                if blockage.place not in self._warned:
+                    self._warned.add(blockage.place)
+                    logger.warning("%s", blockage.describe(seconds))
 
     def _answer(self, ping: _Ping) -> None:
         """Answer a ping, on the loop. Only delays whose place was seen count: a busy machine delays idle loops too."""
         if ping.is_blocked:
             self.blocked_s += self._now() - ping.sent_s
         self._ping = None
-
-    def _warn(self, blockage: Blockage, seconds: float) -> None:
-        if blockage.place not in self._warned:
-            self._warned.add(blockage.place)
-            logger.warning("%s", blockage.describe(seconds))
 
     def _watch(self) -> None:
         while not self._stopped.wait(self._warn_s / LOOKS_A_WARNING):

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, cast
 
 from areal_agent.errors import ConfigError
 from areal_agent.rollout.context import Rollout
-from areal_agent.rollout.tasks.config import import_object
+from areal_agent.section import import_object
 
 Result = TypeVar("Result")
 
@@ -58,7 +58,11 @@ def load_workflow(source: object) -> Workflow:
     name = repr(source)
     found = import_object(source, "workflow") if isinstance(source, str) else source
     if inspect.isclass(found):
-        found = _instance(found, name)
+        if not _fits(found):
+            raise ConfigError(
+                f"workflow: {name} is a class whose instances need arguments; give an instance, or a function"
+            )
+        found = found()
     run = getattr(found, "run", None)
     if inspect.ismethod(run) or inspect.iscoroutinefunction(run):
         return _agent_workflow(run, name)
@@ -73,14 +77,6 @@ def load_workflow(source: object) -> Workflow:
     return cast(Workflow, found) if _is_coroutine(found) else _in_thread(found)
 
 
-def _instance(kind: type[object], name: str) -> object:
-    if not _fits(kind):
-        raise ConfigError(
-            f"workflow: {name} is a class whose instances need arguments; give an instance, or a function"
-        )
-    return kind()
-
-
 def import_path(source: object) -> str:
     """Return the `package.module:name` under which another process finds the same workflow.
 
@@ -90,20 +86,16 @@ def import_path(source: object) -> str:
         return source
     module, name = getattr(source, "__module__", None), getattr(source, "__qualname__", None)
     path = f"{module}:{name}"
-    if module == "__main__" or not name or not _is_found(path, source):
+    is_found = False
+    with contextlib.suppress(ConfigError):
+        is_found = module != "__main__" and import_object(path, "workflow") is source
+    if not is_found:
         raise ConfigError(
             f"workflow: {source!r} cannot be imported by another process, which rollout.workers > 0 needs; make it a "
             "function (or an instance) at the top level of a module and give 'package.module:name', or set "
             "rollout.workers=0"
         )
     return path
-
-
-def _is_found(path: str, source: object) -> bool:
-    try:
-        return import_object(path, "workflow") is source
-    except ConfigError:
-        return False
 
 
 def _fits(call: Callable[..., object], *args: object, **kwargs: object) -> bool:

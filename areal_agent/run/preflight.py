@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
 
-from areal_agent.algorithms.config import AlgorithmConfig, is_import_path, load_advantage, load_loss
+from areal_agent.algorithms.config import AlgorithmConfig, load_own
 from areal_agent.cluster.local import check_port, check_this_host
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError
 from areal_agent.files import RunFolder
 from areal_agent.gateway.standalone import find_admin_key
 from areal_agent.models.recipe import demonstrations_of
-from areal_agent.rollout.tasks.draws import Curriculum
-from areal_agent.rollout.tasks.loading import HUB_NAME, TaskSet, load_tasks, require_json
-from areal_agent.rollout.tasks.stream import in_order
+from areal_agent.rollout.draws import Curriculum, in_order
+from areal_agent.rollout.tasks import HUB_NAME, TaskSet, load_tasks, require_json
 from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
 from areal_agent.trainer.checkpoint import latest_checkpoint, newest_step
 from areal_agent.types import Task
@@ -149,10 +148,8 @@ def import_own_functions(algorithm: AlgorithmConfig) -> None:
 
     Only a dry run calls it: such modules import torch, which a run leaves to its trainer; that raises the same error.
     """
-    if is_import_path(algorithm.advantage):
-        load_advantage(algorithm.advantage)
-    if is_import_path(algorithm.loss):
-        load_loss(algorithm.loss)
+    load_own(algorithm, "advantage")
+    load_own(algorithm, "loss")
 
 
 def check_model(model: str) -> None:

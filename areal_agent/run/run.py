@@ -45,7 +45,8 @@ from areal_agent.run.results import RunMetrics
 from areal_agent.run.serving import EvalReport
 from areal_agent.run.sources import Beginning, Source, begin, open_online_rollouts, open_own_rollouts
 from areal_agent.tokens.renderer import exported_template
-from areal_agent.trainer.client import StepReport
+from areal_agent.trainer.config import TrainerSetup
+from areal_agent.trainer.wire import StepReport
 from areal_agent.types import RolloutBatch, Task, WeightVersion
 from areal_agent.weights.push import PushReport, push_under
 
@@ -291,7 +292,8 @@ class Run:
         limit_s = config.trainer.startup_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                loaded = await self._trainer.init(
+                template = await asyncio.to_thread(exported_template, model, config.rollout.history_thinking)
+                setup = TrainerSetup(
                     model=weights,
                     base=model,
                     trainer=config.trainer,
@@ -299,10 +301,11 @@ class Run:
                     seed=config.seed,
                     shared_memory=shared_memory,
                     resume=checkpoint is not None,
-                    chat_template=await asyncio.to_thread(exported_template, model, config.rollout.history_thinking),
+                    chat_template=template,
                     num_steps=config.steps,
                     shares_gpu=may_be_on(config.engine, config.trainer.num_ranks),
                 )
+                loaded = await self._trainer.init(setup)
         except TimeoutError:
             raise TrainerError(
                 f"the trainer did not load its model within trainer.startup_timeout_s = {limit_s:g}; "

@@ -20,7 +20,7 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.local import LocalSettings, RolloutExecutor, open_local
 from areal_agent.rollout.producer import rollout_seed, run_all, sibling_specs
 from areal_agent.rollout.runner import RolloutSpec
-from areal_agent.rollout.worker.messages import WorkerSettings
+from areal_agent.rollout.worker_client import WorkerSettings
 from areal_agent.rollout.workflow import Workflow
 from areal_agent.types import SessionPurpose, Status, Task, Trajectory, TrajectoryGroup, WeightVersion
 

@@ -41,13 +41,11 @@ from areal_agent.gateway.standalone import find_admin_key
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.protocols import MemoryHolder
-from areal_agent.rollout.dynamic_sampling import DynamicSampling
+from areal_agent.rollout.draws import TaskStream, open_draws
 from areal_agent.rollout.local import RolloutStats
 from areal_agent.rollout.online import OnlineGateway
-from areal_agent.rollout.producer import Producer, RunGroup
-from areal_agent.rollout.tasks.draws import open_draws
-from areal_agent.rollout.tasks.loading import TaskSet
-from areal_agent.rollout.tasks.stream import TaskStream
+from areal_agent.rollout.producer import DynamicSampling, Producer, RunGroup
+from areal_agent.rollout.tasks import TaskSet
 from areal_agent.run.preflight import Preflight, make_curriculum
 from areal_agent.run.serving import EvalAnswer, EvalReport, Serving, open_serving
 from areal_agent.staleness import Admission

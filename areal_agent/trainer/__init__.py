@@ -1,9 +1,9 @@
 """The trainer: a process of its own that turns records into optimiser steps and publishes each new set of weights.
 
 main process                          trainer process (python -m areal_agent.trainer)
-client.py ◀── wire.py over a socket ──▶ worker.py ─▶ trainer.py ─┬─▶ step.py ─▶ model.py, optimizer.py, metrics.py
-                                          │                      ├─▶ checkpoint.py, state.py
-                                          └─▶ ranks.py           └─▶ weights/channels.py
+client.py ◀── wire.py over a socket ──▶ __main__.py ─▶ trainer.py ─┬─▶ step.py ─▶ model.py, optimizer.py, metrics.py
+                                          │                        ├─▶ checkpoint.py, state.py
+                                          └─▶ ranks.py             └─▶ weights/channels.py
 
 ranks.py starts and joins the other processes of a trainer with several ranks. The main process uses config.py,
 client.py, wire.py and checkpoint.py, which import no torch.

@@ -105,8 +105,10 @@ def publish_checkpoint(
         passing(CommitPoint.WRITTEN)
         bring_to_disk(folder)
         passing(CommitPoint.DURABLE)
-        target = _name(directory, step)
-        _step_aside(target, passing)
+        target = directory / f"step_{step:06d}"
+        if target.exists():  # a full folder cannot be renamed over
+            target.rename(target.with_name(f"{ASIDE}{target.name}"))
+            passing(CommitPoint.ASIDE)
         folder.rename(target)
         sync(directory)
     except BaseException:
@@ -172,10 +174,6 @@ def intact_checkpoints(directory: Path) -> Iterator[Checkpoint]:
             logger.warning("skipping a damaged checkpoint: %s", error)
 
 
-def _name(directory: Path, step: int) -> Path:
-    return directory / f"step_{step:06d}"
-
-
 def _published(directory: Path) -> list[Path]:
     """Return the folders that have a checkpoint's name, by ascending step."""
     if not directory.is_dir():
@@ -185,13 +183,6 @@ def _published(directory: Path) -> list[Path]:
 
 def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
-
-
-def _step_aside(target: Path, passing: Passing) -> None:
-    """Move an existing folder out of the way, because a full folder cannot be renamed over."""
-    if target.exists():
-        target.rename(target.with_name(f"{ASIDE}{target.name}"))
-        passing(CommitPoint.ASIDE)
 
 
 def _remove(path: Path) -> None:

@@ -11,22 +11,17 @@ import math
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.errors import ArealAgentError, ConfigError, ProcessDied, TrainerError
-from areal_agent.trainer.config import TrainerConfig
-from areal_agent.trainer.wire import Frame, StepReport, TrainerInfo, encode_records, receive_frame
-from areal_agent.types import (
-    DiskWeights,
-    DistributedWeights,
-    JsonObject,
-    RolloutBatch,
-    SharedMemoryWeights,
-    TensorEntry,
-    TokenRecord,
-    Weights,
-)
+from pydantic import Field, TypeAdapter
+
+from areal_agent.errors import ProcessDied, TrainerError
+from areal_agent.trainer.config import TrainerSetup
+from areal_agent.trainer.wire import Frame, StepReport, TrainerInfo, encode_records, error_of, receive_frame
+from areal_agent.types import JsonObject, RolloutBatch, TokenRecord, Weights
+
+INFO = TypeAdapter(TrainerInfo)
+WEIGHTS: TypeAdapter[Weights] = TypeAdapter(Annotated[Weights, Field(union_mode="left_to_right")])
 
 
 class TrainerClient:
@@ -41,44 +36,12 @@ class TrainerClient:
         self._answers: dict[int, asyncio.Future[Frame]] = {}
         self._end: ProcessDied | None = None
 
-    async def init(
-        self,
-        *,
-        model: Path,
-        base: Path | None = None,
-        trainer: TrainerConfig,
-        algorithm: AlgorithmConfig,
-        seed: int,
-        shared_memory: Path,
-        resume: bool = True,
-        chat_template: str | None = None,
-        num_steps: int = 1,
-        shares_gpu: bool = False,
-    ) -> TrainerInfo:
-        """Load `model`, a Hugging Face folder. With `resume`, also load the training state if it is a checkpoint.
+    async def init(self, setup: TrainerSetup) -> TrainerInfo:
+        """Load the model. This must be the first command.
 
-        This must be the first command. `base` is the model folder that the run began with, which the adapters of a
-        checkpoint need. `chat_template` is saved with every checkpoint; None means that of `model`. The learning rate
-        schedule spans `num_steps`. `shared_memory` is the folder in which weights are published. `shares_gpu` means
-        that an engine uses the same GPU between steps. Raises ConfigError for a model or a device that cannot be used.
+        Raises ConfigError for a model or a device that cannot be used.
         """
-        answer = await self._call(
-            "init",
-            {
-                "model": str(model),
-                "base": str(base) if base else None,
-                "trainer": trainer.model_dump(mode="json"),
-                "algorithm": algorithm.model_dump(mode="json"),
-                "seed": seed,
-                "shared_memory": str(shared_memory),
-                "resume": resume,
-                "chat_template": chat_template,
-                "num_steps": num_steps,
-                "shares_gpu": shares_gpu,
-            },
-        )
-        process_ids = tuple(answer.pop("rank_process_ids"))
-        return TrainerInfo(**answer, rank_process_ids=process_ids)
+        return INFO.validate_python(await self._call("init", {"setup": setup.model_dump(mode="json")}))
 
     async def train_step(self, batch: RolloutBatch, *, incarnation: int = 0) -> StepReport:
         """Train one step on a batch's records, with the total rewards of its trajectories and their named parts.
@@ -98,20 +61,12 @@ class TrainerClient:
 
     async def publish(self) -> Weights:
         """Copy the weights to where engines read them. They stay intact at least until the next call."""
-        answer = await self._call("publish", {})
-        if "host" in answer:
-            answer["entries"] = tuple(_tensor_entry(one) for one in answer["entries"])
-            return DistributedWeights(**answer)
-        if "entries" not in answer:
-            return DiskWeights(path=answer["path"])
-        entries = tuple(_tensor_entry(one) for one in answer["entries"])
-        return SharedMemoryWeights(path=answer["path"], entries=entries, crc32=answer["crc32"])
+        return WEIGHTS.validate_python(await self._call("publish", {}))
 
     async def save(self, directory: Path, *, step: int, incarnation: int, run_state: JsonObject) -> Path:
         """Publish a checkpoint in `directory`, remove old ones (see checkpoint.py) and return its folder."""
         answer = await self._call(
-            "save",
-            {"directory": str(directory), "step": step, "incarnation": incarnation, "run_state": run_state},
+            "save", {"directory": str(directory), "step": step, "incarnation": incarnation, "run_state": run_state}
         )
         return Path(answer["path"])
 
@@ -148,7 +103,7 @@ class TrainerClient:
             finally:
                 del self._answers[number]
         if "error" in header:
-            raise _error_of(command, header["error"])
+            raise error_of(header["error"], TrainerError, f"the trainer's {command} failed")
         return header["result"]
 
     async def _connect(self) -> asyncio.StreamWriter:
@@ -182,15 +137,3 @@ def _encoded(header: JsonObject, records: Sequence[TokenRecord] | None) -> bytes
         return Frame(header=header).encode()
     names, arrays = encode_records(records)
     return Frame(header={**header, "records": names}, arrays=arrays).encode()
-
-
-def _tensor_entry(values: dict[str, Any]) -> TensorEntry:
-    values["shape"] = tuple(values["shape"])
-    return TensorEntry(**values)
-
-
-def _error_of(command: str, error: JsonObject) -> ArealAgentError:
-    if error["type"] == ConfigError.__name__:
-        return ConfigError(error["message"])
-    where = "".join(f"\n    {line}" for line in error["traceback"])
-    return TrainerError(f"the trainer's {command} failed: {error['type']}: {error['message']}{where}")

@@ -1,12 +1,15 @@
-"""The config section of the trainer process. Imports no torch."""
+"""The config section of the trainer process, and the settings that it starts with. Imports no torch."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.section import Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
 
 
@@ -17,15 +20,7 @@ class LoraConfig(Section):
     """The rank: the inner dimension of an adapter's two matrices."""
     alpha: Annotated[float, Field(gt=0)] = 32.0
     """An adapter's output is multiplied by `alpha / rank`."""
-    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = LINEAR_LAYERS
     """The linear layers that get adapters, by the last part of their names; by default all of every layer."""
     push: Literal["merged", "adapter"] = "merged"
     """What engines get. `merged`: whole weights with the adapters merged in. `adapter`: the adapters alone, which
@@ -107,3 +102,25 @@ class TrainerConfig(Section):
             if self.transfer != "distributed" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"trainer.{name} only applies to trainer.transfer distributed; leave it out")
         return self
+
+
+class TrainerSetup(Section):
+    """All that a trainer starts with."""
+
+    model: Path
+    """A Hugging Face folder."""
+    base: Path | None = None
+    """The model folder that the run began with, whose weights the adapters of a checkpoint need."""
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig
+    seed: int
+    shared_memory: Path
+    """The folder in which weights are published."""
+    resume: bool = True
+    """If `model` is a checkpoint, continue exactly where it was saved. Without, only its weights are loaded."""
+    chat_template: str | None = None
+    """Saved with every checkpoint; None means that of `model`."""
+    num_steps: int = 1
+    """The steps that the learning rate schedule spans."""
+    shares_gpu: bool = False
+    """An engine uses the same GPU between steps, so memory that only a step needs is freed after it."""

@@ -3,24 +3,23 @@
 The counts are sums and maxima over micro-batches, so they do not depend on how a step is split.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from areal_agent.algorithms.batching import Sample
-from areal_agent.algorithms.losses import LossStats, k3
-from areal_agent.trainer.model import explained_variance
+from areal_agent.algorithms.losses import Counts, LossStats, k3
 from areal_agent.trainer.ranks import Group
 from areal_agent.trainer.wire import StepInput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Mismatch:
+class Mismatch(Counts):
     """The difference between the trainer's log-probabilities at the start of a step and the engine's.
 
     Over all tokens this includes the drift of the policy since they were sampled. Over *fresh* tokens, sampled by the
@@ -52,16 +51,6 @@ class Mismatch:
             fresh_diff_max=fresh_diff_max,
         )
 
-    def merge(self, other: Self) -> Self:
-        return type(self)(
-            num_tokens=self.num_tokens + other.num_tokens,
-            diff_sum=self.diff_sum + other.diff_sum,
-            diff_max=max(self.diff_max, other.diff_max),
-            kl_sum=self.kl_sum + other.kl_sum,
-            num_fresh=self.num_fresh + other.num_fresh,
-            fresh_diff_max=max(self.fresh_diff_max, other.fresh_diff_max),
-        )
-
     def metrics(self) -> dict[str, float]:
         count = max(self.num_tokens, 1)
         return {
@@ -74,7 +63,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Tally:
+class Tally(Counts):
     """The counts of one or more micro-batches."""
 
     loss: float = 0.0
@@ -86,28 +75,6 @@ class Tally:
     num_clipped_values: int = 0
     losses: LossStats = field(default_factory=LossStats)
     mismatch: Mismatch = field(default_factory=Mismatch)
-
-    def merge(self, other: Self) -> Self:
-        return type(self)(
-            loss=self.loss + other.loss,
-            entropy_sum=self.entropy_sum + other.entropy_sum,
-            num_input_tokens=self.num_input_tokens + other.num_input_tokens,
-            num_padded_tokens=self.num_padded_tokens + other.num_padded_tokens,
-            num_micro_batches=self.num_micro_batches + other.num_micro_batches,
-            value_loss=self.value_loss + other.value_loss,
-            num_clipped_values=self.num_clipped_values + other.num_clipped_values,
-            losses=self.losses.merge(other.losses),
-            mismatch=self.mismatch.merge(other.mismatch),
-        )
-
-    def numbers(self) -> list[float]:
-        """Return all counts as one flat list, which another rank reads with `of_numbers`."""
-        return _numbers(self)
-
-    @classmethod
-    def of_numbers(cls, numbers: Sequence[float]) -> Self:
-        """The inverse of `numbers`."""
-        return _read(cls(), iter(numbers))
 
     def metrics(self) -> dict[str, float]:
         """Return means over tokens, by name. Losses are left out: they add up over the micro-batches of an update."""
@@ -121,27 +88,6 @@ class Tally:
             **self.losses.metrics(),
             **self.mismatch.metrics(),
         }
-
-
-def _numbers(counts: Tally | LossStats | Mismatch) -> list[float]:
-    """Flatten the fields of a record, and of the records nested in it, in order."""
-    values = [getattr(counts, one.name) for one in fields(counts)]
-    return [
-        number
-        for value in values
-        for number in (_numbers(value) if isinstance(value, LossStats | Mismatch) else [float(value)])
-    ]
-
-
-def _read(like: Tally | LossStats | Mismatch, numbers: Iterator[float]) -> Any:
-    """Read a record of the same shape and types as `like`."""
-    values: dict[str, Any] = {}
-    for one in fields(like):
-        value = getattr(like, one.name)
-        values[one.name] = (
-            _read(value, numbers) if isinstance(value, LossStats | Mismatch) else type(value)(next(numbers))
-        )
-    return type(like)(**values)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,3 +166,15 @@ def critic_metrics(samples: Sequence[Sample], updates: Sequence[Update]) -> dict
         "value_explained_variance": explained_variance(torch.cat(values).double(), torch.cat(returns).double()),
         "critic_grad_norm": sum(one.critic_gradient_norm or 0.0 for one in updates) / count,
     }
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that knows the mean. 0 if all returns are equal.
+
+    Shapes: [N], [N] -> scalar.
+    """
+    assert values.shape == returns.shape, (values.shape, returns.shape)
+    if len(returns) == 0:
+        return 0.0
+    spread = float(returns.var(correction=0))
+    return 1.0 - float(torch.var(returns - values, correction=0)) / spread if spread > 0 else 0.0

@@ -8,11 +8,12 @@ every rank has to call them.
 
 import copy
 import math
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from areal_agent.algorithms.batching import MicroBatch, logprobs_and_entropy
+from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.losses import value_loss
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
@@ -28,14 +30,6 @@ from areal_agent.trainer.optimizer import Optimizer, Schedule
 from areal_agent.trainer.ranks import ALONE, Group, whole
 
 ATTENTION_NAME = "areal_agent_segments"
-
-
-class Measured(Protocol):
-    """A model that log-probabilities are computed with."""
-
-    def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of the batch's loss tokens, [M] each, at the rollouts' temperatures."""
-        ...
 
 
 class Policy:
@@ -122,15 +116,16 @@ class Policy:
         """Return the adapters by name, whole. Collective; every rank gets them."""
         return {name: whole(one.detach()) for name, one in self.trained_parameters().items()}
 
-    def without_adapter(self) -> "WithoutAdapter":
-        """Return the model without its adapters, in the same memory."""
-        assert self.adapter is not None, "there is nothing to leave out"
-        return WithoutAdapter(self, self.adapter)
-
     def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy of the batch's loss tokens, [M] each, at the rollouts' temperatures."""
         with mixed_precision(self.device):
             return self._loss_tokens(batch)
+
+    def logprobs_without_adapter(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return `logprobs_and_entropy` of the model without its adapters: the reference, in the same memory."""
+        assert self.adapter is not None, "there is nothing to leave out"
+        with self.adapter.off():
+            return self.logprobs_and_entropy(batch)
 
     def _whole(self, name: str, parameter: Tensor) -> Tensor:
         if self.adapter is None:
@@ -225,14 +220,13 @@ class Critic:
         self,
         policy: Policy,
         config: TrainerConfig,
+        algorithm: AlgorithmConfig,
         *,
-        learning_rate: float | None,
-        clip: float,
         schedule: Schedule | None = None,
         group: Group = ALONE,
     ) -> None:
         self._device = policy.device
-        self._clip = clip
+        self._clip = algorithm.value_clip
         decoder = policy.backbone()
         hidden_size = int(policy.model.config.get_text_config().hidden_size)
         head = nn.Linear(hidden_size, 1, bias=False, device=policy.device)
@@ -241,9 +235,11 @@ class Critic:
         if config.gradient_checkpointing:
             recompute(decoder_layers(decoder))
         group.shard(decoder_layers(decoder), self.model)
-        own = config if learning_rate is None else config.model_copy(update={"learning_rate": learning_rate})
-        own_schedule = None if schedule is None else schedule.with_peak(own.learning_rate)
-        self.optimizer = Optimizer(self.model.parameters(), own, own_schedule)
+        rate = algorithm.critic_learning_rate or config.learning_rate
+        own_schedule = None if schedule is None else replace(schedule, peak=rate)
+        self.optimizer = Optimizer(
+            self.model.parameters(), config.model_copy(update={"learning_rate": rate}), own_schedule
+        )
 
     def values(self, batch: MicroBatch) -> Tensor:
         """Return the value of each loss token of the micro-batch, [M] float32."""
@@ -256,18 +252,6 @@ class Critic:
         loss, num_clipped = value_loss(self.values(batch), batch.values, batch.returns, batch.weights, clip=self._clip)
         loss.backward()
         return float(loss.detach()), num_clipped
-
-
-def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one that knows the mean. 0 if all returns are equal.
-
-    Shapes: [N], [N] -> scalar.
-    """
-    assert values.shape == returns.shape, (values.shape, returns.shape)
-    if len(returns) == 0:
-        return 0.0
-    spread = float(returns.var(correction=0))
-    return 1.0 - float(torch.var(returns - values, correction=0)) / spread if spread > 0 else 0.0
 
 
 class LoraLinear(nn.Linear):
@@ -305,10 +289,9 @@ class LoraLinear(nn.Linear):
 
 
 class Adapter:
-    """All adapters of one model. Nothing else of that model is trained."""
+    """All adapters of one model: its adapted layers by name. Nothing else of that model is trained."""
 
     def __init__(self, layers: Mapping[str, LoraLinear]) -> None:
-        """Hold the adapted layers by their names in the model."""
         self._layers = layers
 
     @classmethod
@@ -320,8 +303,9 @@ class Adapter:
         Every rank creates the same adapters. On a GPU, frozen weights are kept in bfloat16 if that loses nothing, since
         layers compute in it there. Raises ConfigError for a name that no linear layer has.
         """
-        found = _linear_layers(model, inside)
-        known = {_last(name) for name in found}
+        within = {id(module) for part in inside for module in part.modules()}
+        linear = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear) and id(one) in within}
+        known = {name.rpartition(".")[2] for name in linear}
         if unknown := [name for name in config.target_modules if name not in known]:
             raise ConfigError(
                 f"trainer.lora.target_modules names {unknown[0]!r}, but no linear layer of the model has that "
@@ -329,28 +313,34 @@ class Adapter:
             )
         model.requires_grad_(False)
         if is_gpu:
-            for layer in found.values():
+            for layer in linear.values():
                 _halve(layer)
         generator = torch.Generator().manual_seed(seed)
         layers: dict[str, LoraLinear] = {}
-        for name, layer in found.items():
-            if _last(name) in config.target_modules:
+        for name, layer in linear.items():
+            if name.rpartition(".")[2] in config.target_modules:
                 layers[name] = LoraLinear(layer, rank=config.rank, scale=config.scale, generator=generator)
                 model.set_submodule(name, layers[name])
         return cls(layers)
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the adapters' parameters by their names in the model; with several ranks, this rank's shards."""
-        return dict(self._named())
+        return {
+            f"{name}.{matrix}.weight": getattr(layer, matrix).weight
+            for name, layer in self._layers.items()
+            for matrix in ("lora_A", "lora_B")
+        }
 
     @contextmanager
     def off(self) -> Generator[None]:
         """Turn the adapters off: inside the context, the model computes what it did without them."""
-        self._switch(is_on=False)
+        for layer in self._layers.values():
+            layer.is_on = False
         try:
             yield
         finally:
-            self._switch(is_on=True)
+            for layer in self._layers.values():
+                layer.is_on = True
 
     def merged(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Return one whole parameter of the plain model, with its adapter, if any, merged in and cast to `dtype`.
@@ -372,45 +362,12 @@ class Adapter:
             merged[weight] = layer.merge(state[weight], state[a], state[b])
         return merged
 
-    def _named(self) -> Iterator[tuple[str, Tensor]]:
-        for name, layer in self._layers.items():
-            yield f"{name}.lora_A.weight", layer.lora_A.weight
-            yield f"{name}.lora_B.weight", layer.lora_B.weight
-
-    def _switch(self, *, is_on: bool) -> None:
-        for layer in self._layers.values():
-            layer.is_on = is_on
-
-
-def _linear_layers(model: nn.Module, inside: Iterable[nn.Module]) -> dict[str, nn.Linear]:
-    within = {id(module) for part in inside for module in part.modules()}
-    return {
-        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) in within
-    }
-
 
 def _halve(layer: nn.Linear) -> None:
     """Hold a frozen weight in bfloat16 if that loses nothing, as with most published models."""
     half = layer.weight.detach().to(torch.bfloat16)
     if torch.equal(half.float(), layer.weight):
         layer.weight = nn.Parameter(half, requires_grad=False)
-
-
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-class WithoutAdapter:
-    """A policy with its adapters turned off: the reference of a policy that trains adapters."""
-
-    def __init__(self, policy: Policy, adapter: Adapter) -> None:
-        self._policy = policy
-        self._adapter = adapter
-
-    def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return what the policy without adapters computes; see `Policy.logprobs_and_entropy`."""
-        with self._adapter.off():
-            return self._policy.logprobs_and_entropy(batch)
 
 
 def recompute(layers: Sequence[nn.Module]) -> None:

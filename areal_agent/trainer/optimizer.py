@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -36,9 +36,6 @@ class Schedule:
             num_updates=num_updates,
         )
 
-    def with_peak(self, peak: float) -> Self:
-        return replace(self, peak=peak)
-
     def at(self, num_done: int) -> float:
         """Return the rate of the update that follows `num_done` updates."""
         if num_done < self.num_warmup:
@@ -64,10 +61,7 @@ class Optimizer:
         self.num_updates = 0
         decayed = [one for one in self._parameters if one.ndim >= 2]
         others = [one for one in self._parameters if one.ndim < 2]
-        groups = [
-            {"params": decayed, "weight_decay": config.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
+        groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],  # adapters have only matrices
             lr=config.learning_rate,

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedRWPair
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_agent.errors import ConfigError, ProcessDied
 from areal_agent.process import LIFELINE_VARIABLE
-from areal_agent.trainer.wire import Frame, read_frame
+from areal_agent.trainer.wire import Frame, error_of, read_frame
 
 logger = logging.getLogger(__name__)
 GRACE_S = 10.0
@@ -65,7 +65,7 @@ class Ranks:
     @property
     def process_ids(self) -> tuple[int, ...]:
         """The process ids of ranks 1, 2, ..."""
-        return tuple(rank.process_id for rank in self._ranks)
+        return tuple(rank.process.pid for rank in self._ranks)
 
     @contextmanager
     def taking_part(self, command: Frame) -> Generator[None]:
@@ -77,7 +77,9 @@ class Ranks:
             raise ProcessDied("a command failed, which ended the other ranks of this trainer; restart the trainer")
         own: Exception | None = None
         try:
-            self._send(command)
+            encoded = command.encode() if self._ranks else b""
+            for rank in self._ranks:
+                rank.send(encoded)
             yield
         except Exception as error:  # raised below, together with the errors of the others
             own = error
@@ -88,11 +90,6 @@ class Ranks:
             if cause is not own:
                 raise cause from own
             raise cause
-
-    def _send(self, command: Frame) -> None:
-        encoded = command.encode() if self._ranks else b""
-        for rank in self._ranks:
-            rank.send(encoded)
 
     def close(self, grace_s: float = GRACE_S) -> None:
         """End the ranks, and wait until they have exited."""
@@ -117,7 +114,7 @@ class _Rank:
         read_end, self._lifeline = os.pipe()
         try:
             with theirs:
-                self._process = subprocess.Popen(
+                self.process = subprocess.Popen(
                     [sys.executable, "-m", "areal_agent.trainer", "--fd", str(theirs.fileno()), "--rank", str(number)],
                     env={**os.environ, LIFELINE_VARIABLE: str(read_end)},
                     pass_fds=(theirs.fileno(), read_end),
@@ -130,10 +127,6 @@ class _Rank:
             os.close(read_end)
         self._socket = ours
         self._file: BufferedRWPair = ours.makefile("rwb")
-
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
 
     def send(self, encoded: bytes) -> None:
         self._file.write(encoded)
@@ -148,11 +141,13 @@ class _Rank:
             return None
         except (EOFError, OSError):
             return ProcessDied(f"rank {self.number} of the trainer {self.wait()}; the log has its last messages")
-        return _error_of(self.number, answer["error"]) if "error" in answer else None
+        if "error" not in answer:
+            return None
+        return error_of(answer["error"], RuntimeError, f"rank {self.number} of the trainer failed")
 
     def wait(self) -> str:
         """Wait until the process exits, and say how it did."""
-        code = self._process.wait()
+        code = self.process.wait()
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
     def end(self, grace_s: float) -> None:
@@ -161,20 +156,13 @@ class _Rank:
             self._file.close()
         self._socket.close()
         try:
-            self._process.wait(grace_s)
+            self.process.wait(grace_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
-
-
-def _error_of(number: int, error: dict[str, Any]) -> Exception:
-    if error["type"] == ConfigError.__name__:
-        return ConfigError(error["message"])
-    where = "".join(f"\n    {line}" for line in error["traceback"])
-    return RuntimeError(f"rank {number} of the trainer failed: {error['type']}: {error['message']}{where}")
 
 
 def _cause(own: Exception | None, failures: list[Exception | None]) -> Exception | None:
@@ -207,7 +195,8 @@ class Group:
 
         All ranks are on one machine and talk over its loopback interface, where no other machine listens.
         """
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         store = dist.FileStore(str(rendezvous), size)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -251,10 +240,6 @@ class Group:
 
 ALONE = Group()
 """The group of a trainer of one rank."""
-
-
-def _loopback() -> str:
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 def whole(tensor: Tensor) -> Tensor:

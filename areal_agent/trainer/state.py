@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import torch
@@ -151,15 +151,27 @@ def read_training(folder: Path, training: Training) -> None:
     Raises ConfigError when the checkpoint lacks a critic or reference that the algorithm needs, or has other adapters.
     """
     progress: dict[str, Any] = orjson.loads((folder / TRAINING / PROGRESS).read_bytes())
-    _require_same_lora(progress.get("lora"), training, folder)
+    if (saved := progress.get("lora")) != _lora(training):
+        raise ConfigError(
+            f"cannot resume: the checkpoint {str(folder)!r} was saved with trainer.lora = {saved}, but the config now "
+            f"has {_lora(training)}; resume with the setting that the run began with"
+        )
     parts = [name for name in progress["parts"] if name in {*training.weights(), *training.optimizers()}]
-    for name in training.weights():
-        _require(name, parts, folder)
+    if missing := [name for name in training.weights() if name not in parts]:
+        raise ConfigError(
+            f"cannot resume: the checkpoint {str(folder)!r} was saved without a {missing[0]}, which the algorithm now "
+            "needs; resume with the algorithm that the run began with"
+        )
     tensors = _tensors(training, parts)
     with _alone_without_warning():
         load(tensors, storage_reader=HuggingFaceStorageReader(str(folder / TRAINING)))
-    _take(training, tensors)
-    for name, (_, optimizer) in training.optimizers().items():
+    training.generator.set_state(tensors["generator"])  # models were loaded in place
+    for name, (model, optimizer) in training.optimizers().items():
+        if name in parts:
+            state = get_optimizer_state_dict(model, optimizer.adamw, options=FLAT)
+            read = {key: tensors[f"{name}.{key}"].reshape(one.shape) for key, one in _only_tensors(state).items()}
+            state |= cast(dict[str, Any], read)
+            set_optimizer_state_dict(model, optimizer.adamw, state, options=FLAT)
         optimizer.num_updates = int(progress["num_updates"][name])
     if training.lora is not None:
         _require_same_base(folder, training.policy)
@@ -173,19 +185,10 @@ def _tensors(training: Training, parts: list[str]) -> dict[str, Tensor]:
     for name, (model, optimizer) in training.optimizers().items():
         if name in parts:
             state = get_optimizer_state_dict(model, optimizer.adamw, options=FLAT)
-            tensors |= {f"{name}.{key}": one.reshape(_shape(one)) for key, one in _only_tensors(state).items()}
+            for key, one in _only_tensors(state).items():
+                # at least one dimension: the reader cannot slice a scalar such as an update count
+                tensors[f"{name}.{key}"] = one.reshape(tuple(one.shape) or (1,))
     return tensors
-
-
-def _take(training: Training, tensors: Mapping[str, Tensor]) -> None:
-    """Hand the loaded tensors to the generator and optimisers. Models were loaded in place."""
-    training.generator.set_state(tensors["generator"])
-    for name, (model, optimizer) in training.optimizers().items():
-        read = _under(name, tensors)
-        if read:
-            state = get_optimizer_state_dict(model, optimizer.adamw, options=FLAT)
-            state |= {key: read[key].reshape(one.shape) for key, one in _only_tensors(state).items()}
-            set_optimizer_state_dict(model, optimizer.adamw, state, options=FLAT)
 
 
 def _only_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -193,35 +196,9 @@ def _only_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {key: one for key, one in state.items() if isinstance(one, Tensor)}
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return a shape with at least one dimension, because the reader cannot slice a scalar such as an update count."""
-    return tuple(tensor.shape) or (1,)
-
-
-def _under(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    prefix = f"{name}."
-    return {key.removeprefix(prefix): one for key, one in tensors.items() if key.startswith(prefix)}
-
-
-def _require(name: str, parts: list[str], folder: Path) -> None:
-    if name not in parts:
-        raise ConfigError(
-            f"cannot resume: the checkpoint {str(folder)!r} was saved without a {name}, which the algorithm now "
-            "needs; resume with the algorithm that the run began with"
-        )
-
-
 def _lora(training: Training) -> dict[str, Any] | None:
     """Return the adapter settings that must match, all but how they are pushed."""
     return None if training.lora is None else training.lora.model_dump(mode="json", exclude={"push"})
-
-
-def _require_same_lora(saved: dict[str, Any] | None, training: Training, folder: Path) -> None:
-    if saved != _lora(training):
-        raise ConfigError(
-            f"cannot resume: the checkpoint {str(folder)!r} was saved with trainer.lora = {saved}, but the config now "
-            f"has {_lora(training)}; resume with the setting that the run began with"
-        )
 
 
 def _require_same_base(folder: Path, policy: Policy) -> None:

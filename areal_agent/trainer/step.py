@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_agent.algorithms.advantages import choose_own_advantage, own_advantages, token_advantages, value_targets
+from areal_agent.algorithms.advantages import AdvantageFunction, own_advantages, token_advantages, value_targets
 from areal_agent.algorithms.batching import MicroBatch, Sample, collate, sample_of
-from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.config import AlgorithmConfig, load_own
 from areal_agent.algorithms.credit import with_causal_credit, with_parts
 from areal_agent.algorithms.losses import (
     LossStats,
@@ -41,7 +41,7 @@ from areal_agent.trainer.metrics import (
     reward_metrics,
     update_metrics,
 )
-from areal_agent.trainer.model import Critic, Measured, Policy
+from areal_agent.trainer.model import Critic, Policy
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.ranks import ALONE, Group
 from areal_agent.trainer.wire import StepInput
@@ -63,7 +63,7 @@ class Stepper:
         algorithm: AlgorithmConfig,
         config: TrainerConfig,
         *,
-        reference: Measured | None = None,
+        reference: Callable[[MicroBatch], tuple[Tensor, Tensor]] | None = None,
         critic: Critic | None = None,
         group: Group = ALONE,
     ) -> None:
@@ -71,12 +71,12 @@ class Stepper:
         self._optimizer = optimizer
         self._generator = generator
         self._algorithm = algorithm
-        self._micro_batches = MicroBatches(config, policy.device, group)
+        self._config = config
         self._group = group
         self._reference = reference
         self._critic = critic
         self._objective = choose_objective(algorithm)
-        self._own_advantage = choose_own_advantage(algorithm)
+        self._own_advantage: AdvantageFunction | None = load_own(algorithm, "advantage")
 
     def train(self, given: StepInput) -> dict[str, float]:
         """Train one step and return its metrics.
@@ -122,9 +122,9 @@ class Stepper:
         if self._is_penalised or (self._algorithm.proximal == "recompute" and self._num_minibatches(samples) > 1):
             proximal = self._by_sample(samples, lambda batch: self._policy.logprobs_and_entropy(batch)[0])
             measured = [replace(one, proximal=part) for one, part in zip(measured, proximal, strict=True)]
-        if (model := self._reference) is not None:
-            reference = self._by_sample(samples, lambda batch: model.logprobs_and_entropy(batch)[0])
-            measured = [replace(one, reference=part) for one, part in zip(measured, reference, strict=True)]
+        if (reference := self._reference) is not None:
+            parts = self._by_sample(samples, lambda batch: reference(batch)[0])
+            measured = [replace(one, reference=part) for one, part in zip(measured, parts, strict=True)]
         if self._critic is not None:
             values = self._by_sample(samples, self._critic.values)
             measured = [replace(one, values=part) for one, part in zip(measured, values, strict=True)]
@@ -140,7 +140,7 @@ class Stepper:
         counts = [one.num_loss_tokens for one in samples]
         measured = torch.zeros(sum(counts))
         by_sample = measured.split(counts)
-        for indices, batch in self._micro_batches.share(samples):
+        for indices, batch in self._share(samples):
             if batch.num_loss_tokens == 0:
                 measure(batch)
                 continue
@@ -168,8 +168,8 @@ class Stepper:
 
     def _penalty(self, sample: Sample) -> Tensor:
         assert sample.proximal is not None and sample.reference is not None, "a divergence needs a reference"
-        config = self._algorithm
-        return config.kl_coefficient * divergence(sample.proximal, sample.reference, config.kl_estimator)
+        kl = divergence(sample.proximal, sample.reference, self._algorithm.kl_estimator)
+        return self._algorithm.kl_coefficient * kl
 
     def _num_minibatches(self, samples: Sequence[Sample]) -> int:
         return min(self._algorithm.minibatches, len({one.rollout for one in samples if one.num_loss_tokens}))
@@ -201,12 +201,12 @@ class Stepper:
         self._optimizer.clear_gradients()  # an earlier step that failed midway may have left some
         if self._critic is not None:
             self._critic.optimizer.clear_gradients()
-        for _, batch in self._micro_batches.share(samples):
+        for _, batch in self._share(samples):
             tally = tally.merge(self._backward(batch, start_version, is_first=is_first))
         learning_rate = self._optimizer.learning_rate
         norm = self._optimizer.update()
         return Update(
-            tally=self._over_ranks(tally),
+            tally=reduce(Tally.merge, [tally.read(iter(one)) for one in self._group.gather(tally.numbers())]),
             gradient_norm=norm,
             learning_rate=learning_rate,
             is_skipped=not bool(np.isfinite(norm)),
@@ -258,24 +258,9 @@ class Stepper:
             case "behavior":
                 return batch.behavior
 
-    def _over_ranks(self, tally: Tally) -> Tally:
-        return reduce(Tally.merge, [Tally.of_numbers(one) for one in self._group.gather(tally.numbers())])
+    # ------------------------------------------------------------------ micro-batches
 
-
-def _is_of(batch: MicroBatch, version: WeightVersion) -> Tensor:
-    """Return which loss tokens this very version sampled, [M]. Two incarnations of one step are different versions."""
-    return (batch.versions == version.step) & (batch.incarnations == version.incarnation)
-
-
-class MicroBatches:
-    """Splits samples into micro-batches as `trainer.packing` says, within the token budget."""
-
-    def __init__(self, config: TrainerConfig, device: torch.device, group: Group) -> None:
-        self._config = config
-        self._device = device
-        self._group = group
-
-    def share(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], MicroBatch]]:
+    def _share(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], MicroBatch]]:
         """Yield this rank's micro-batches, each with the indices of its samples. Samples without loss are skipped.
 
         Every rank gets equally many, because a forward pass is collective; a rank that runs out gets a sample without a
@@ -286,7 +271,7 @@ class MicroBatches:
         for part in deal(self._split(lengths), lengths, self._group.size)[self._group.rank]:
             indices = [present[place] for place in part]
             chosen = [samples[index] for index in indices] or [samples[present[0]].emptied()]
-            yield indices, collate(chosen, self._device, is_padded=self._config.packing == "padded")
+            yield indices, collate(chosen, self._policy.device, is_padded=self._config.packing == "padded")
 
     def _split(self, lengths: Sequence[int]) -> list[list[int]]:
         budget = self._config.tokens_per_micro_batch
@@ -297,6 +282,11 @@ class MicroBatches:
                 return first_fit(lengths, budget)
             case "padded":
                 return alike(lengths, budget)
+
+
+def _is_of(batch: MicroBatch, version: WeightVersion) -> Tensor:
+    """Return which loss tokens this very version sampled, [M]. Two incarnations of one step are different versions."""
+    return (batch.versions == version.step) & (batch.incarnations == version.incarnation)
 
 
 class Laps:

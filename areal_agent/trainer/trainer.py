@@ -1,130 +1,79 @@
 """The trainer as one object: model, optimiser, random state, and the channel through which weights leave.
 
-worker.py calls it for every command; it can also be used alone, in one process.
+__main__.py calls it for every command; it can also be used alone, in one process.
 """
 
 import time
 from pathlib import Path
-from typing import Self
 
 import torch
 
-from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
-from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.model import Critic, Policy, choose_device
 from areal_agent.trainer.optimizer import Optimizer, Schedule
 from areal_agent.trainer.ranks import ALONE, Group
 from areal_agent.trainer.state import Training, export_adapter, form_of, read_training, write_export, write_training
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.wire import StepInput, StepReport, TrainerInfo
-from areal_agent.types import JsonObject, TensorEntry, Weights
+from areal_agent.types import JsonObject, Weights
 from areal_agent.weights.channels import DiskChannel, DistributedChannel, SharedMemoryChannel, layout
 
 NOTHING: JsonObject = {}
 
 
 class Trainer:
-    """One policy in training. Make it with `load`, end it with `close`."""
+    """One policy in training, from a Hugging Face folder. End it with `close`. Raises ConfigError for a bad folder.
 
-    def __init__(
-        self,
-        policy: Policy,
-        *,
-        reference: Policy | None = None,
-        source: Path,
-        config: TrainerConfig,
-        algorithm: AlgorithmConfig,
-        seed: int,
-        shared_memory: Path,
-        chat_template: str | None,
-        num_steps: int,
-        group: Group = ALONE,
-        shares_gpu: bool = False,
-    ) -> None:
+    With several ranks, each is in the same `group` and has a `device` of its own.
+    """
+
+    def __init__(self, setup: TrainerSetup, *, device: torch.device | None = None, group: Group = ALONE) -> None:
+        config, algorithm, lora = setup.trainer, setup.algorithm, setup.trainer.lora
+        device = device or choose_device(config.device)
+        checkpoint = _checkpoint_in(setup.model) if setup.resume else None
+        is_adapted_checkpoint = checkpoint is not None and lora is not None
+        self._source = setup.base if setup.base is not None and is_adapted_checkpoint else setup.model
+        self._begun_with = self._source if checkpoint is None else setup.model
+        self._step = 0 if checkpoint is None else checkpoint.step
+        self._setup = setup
         self._group = group
-        self._policy = policy
-        self._source = source
-        self._begun_with = source
-        self._chat_template = chat_template
-        self._config = config
-        self._shares_gpu = shares_gpu
-        self._step = 0
-        schedule = Schedule.of(config, num_steps * algorithm.minibatches)
-        self._critic = _new_critic(
-            policy, config, algorithm, schedule, group
-        )  # copies the policy before it is adapted or sharded
-        if config.lora is not None:
-            policy.adapt(config.lora, seed)
+        self._policy = policy = Policy.load(self._source, device)
+        has_reference = algorithm.reference == "initial"
+        reference = Policy.load(self._source, device).frozen() if has_reference and lora is None else None
+        schedule = Schedule.of(config, setup.num_steps * algorithm.minibatches)
+        # a critic copies the policy, which has to be done before that is adapted or sharded
+        critic = Critic(policy, config, algorithm, schedule=schedule, group=group) if algorithm.critic else None
+        if lora is not None:
+            policy.adapt(lora, setup.seed)
         if config.gradient_checkpointing:
             policy.recompute_layers()
         policy.shard(group)
         if reference is not None:
             reference.shard(group)
-        self._optimizer = Optimizer(policy.trained_parameters().values(), config, schedule)
-        is_own_reference = config.lora is not None and algorithm.reference == "initial"
-        self._generator = torch.Generator().manual_seed(seed)
-        self._reference = reference
+        self._training = Training(
+            policy=policy,
+            lora=lora,
+            optimizer=Optimizer(policy.trained_parameters().values(), config, schedule),
+            generator=torch.Generator().manual_seed(setup.seed),
+            critic=critic,
+            reference=reference,
+        )
+        other = policy.logprobs_without_adapter if lora is not None else reference and reference.logprobs_and_entropy
         self._stepper = Stepper(
             policy,
-            self._optimizer,
-            self._generator,
+            self._training.optimizer,
+            self._training.generator,
             algorithm,
             config,
-            reference=policy.without_adapter() if is_own_reference else reference,
-            critic=self._critic,
+            reference=other if has_reference else None,
+            critic=critic,
             group=group,
         )
-        self._channel = _open_channel(config, policy, shared_memory, source) if group.rank == 0 else None
-
-    @classmethod
-    def load(
-        cls,
-        folder: Path,
-        *,
-        base: Path | None = None,
-        config: TrainerConfig,
-        algorithm: AlgorithmConfig,
-        seed: int,
-        shared_memory: Path,
-        resume: bool = True,
-        chat_template: str | None = None,
-        num_steps: int = 1,
-        device: torch.device | None = None,
-        group: Group = ALONE,
-        shares_gpu: bool = False,
-    ) -> Self:
-        """Load a Hugging Face folder. Raises ConfigError if it cannot be used.
-
-        With `resume` a checkpoint continues exactly where it was saved; without, only its weights are loaded. `base` is
-        the folder that the run began with, whose weights the adapters of a checkpoint need. Checkpoints get
-        `chat_template`, or the folder's own. The learning rate schedule spans `num_steps`. With several ranks, each is
-        in the same `group` and has a `device` of its own. With `shares_gpu`, memory that only a step needs is freed
-        after it.
-        """
-        device = device or choose_device(config.device)
-        checkpoint = _checkpoint_in(folder) if resume else None
-        has_reference = algorithm.reference == "initial" and config.lora is None
-        source = base if base is not None and checkpoint is not None and config.lora is not None else folder
-        trainer = cls(
-            Policy.load(source, device),
-            reference=Policy.load(source, device).frozen() if has_reference else None,
-            source=source,
-            config=config,
-            algorithm=algorithm,
-            seed=seed,
-            shared_memory=shared_memory,
-            chat_template=chat_template,
-            num_steps=num_steps,
-            group=group,
-            shares_gpu=shares_gpu,
-        )
+        self._channel = _open_channel(config, policy, setup.shared_memory, self._source) if group.rank == 0 else None
         if checkpoint is not None:
-            read_training(folder, trainer._training)
-            trainer._begun_with = folder
-            trainer._step = checkpoint.step
-        return trainer
+            read_training(setup.model, self._training)
 
     @property
     def info(self) -> TrainerInfo:
@@ -144,13 +93,14 @@ class Trainer:
         started_s = time.perf_counter()
         metrics = self._stepper.train(given)
         self._step = given.step
-        if self._shares_gpu and self._policy.device.type == "cuda":
+        if self._setup.shares_gpu and self._policy.device.type == "cuda":
             torch.cuda.empty_cache()  # torch would keep the memory that only a step needs
         return StepReport(step=given.step, metrics=metrics, seconds=time.perf_counter() - started_s)
 
     def publish(self) -> Weights | None:
         """Copy the weights to where engines read them. Collective; ranks other than 0 get None."""
-        pushes_adapter = self._config.lora is not None and self._config.lora.push == "adapter"
+        lora = self._setup.trainer.lora
+        pushes_adapter = lora is not None and lora.push == "adapter"
         parameters = self._policy.whole_adapter() if pushes_adapter else self._policy.whole_parameters()
         return None if self._channel is None else self._channel.write(parameters)
 
@@ -174,7 +124,7 @@ class Trainer:
             incarnation=incarnation,
             run_state=run_state,
             write=self._write,
-            keep_last=self._config.keep_last,
+            keep_last=self._setup.trainer.keep_last,
             begun_with=self._begun_with,
         )
 
@@ -184,20 +134,9 @@ class Trainer:
         self._group.leave()
 
     def _write(self, folder: Path) -> None:
-        write_export(folder, self._policy, self._source, self._chat_template)
+        write_export(folder, self._policy, self._source, self._setup.chat_template)
         export_adapter(folder, self._training, self._source)
         write_training(folder, self._training)
-
-    @property
-    def _training(self) -> Training:
-        return Training(
-            policy=self._policy,
-            lora=self._config.lora,
-            optimizer=self._optimizer,
-            generator=self._generator,
-            critic=self._critic,
-            reference=self._reference,
-        )
 
 
 def _open_channel(
@@ -210,36 +149,14 @@ def _open_channel(
     entries = layout(policy.named_parameters().items(), policy.publish_dtype)
     if config.transfer == "shared_memory":
         return SharedMemoryChannel(folder, entries)
-    return _open_distributed(config, entries, policy.device)
-
-
-def _open_distributed(
-    config: TrainerConfig, entries: tuple[TensorEntry, ...], device: torch.device
-) -> DistributedChannel:
+    bucket_bytes = config.transfer_bucket_mib * 2**20
     try:
-        return DistributedChannel(
-            entries, device, host=config.transfer_host, bucket_bytes=config.transfer_bucket_mib * 2**20
-        )
+        return DistributedChannel(entries, policy.device, host=config.transfer_host, bucket_bytes=bucket_bytes)
     except OSError as error:
         raise ConfigError(
             f"trainer.transfer_host is {config.transfer_host!r}, but the trainer cannot listen there: {error}; give an "
             "address of this machine"
         ) from error
-
-
-def _new_critic(
-    policy: Policy, config: TrainerConfig, algorithm: AlgorithmConfig, schedule: Schedule, group: Group
-) -> Critic | None:
-    if not algorithm.critic:
-        return None
-    return Critic(
-        policy,
-        config,
-        learning_rate=algorithm.critic_learning_rate,
-        clip=algorithm.value_clip,
-        schedule=schedule,
-        group=group,
-    )
 
 
 def _checkpoint_in(folder: Path) -> Checkpoint | None:

@@ -12,8 +12,9 @@ Imports no torch.
 
 import asyncio
 import struct
+import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,12 +22,11 @@ import orjson
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
+from areal_agent.errors import ConfigError
 from areal_agent.types import JsonObject, TokenRecord
 
 HEADER_LENGTH = struct.Struct(">I")
 PAYLOAD_LENGTH = struct.Struct(">Q")
-PER_TOKEN = ("token_ids", "loss_mask", "turn_index", "behavior_logprobs", "temperatures", "versions", "incarnations")
-PER_TURN = ("turn_rewards",)
 DTYPES = {
     "token_ids": np.int32,
     "loss_mask": np.bool_,
@@ -37,6 +37,9 @@ DTYPES = {
     "incarnations": np.int32,
     "turn_rewards": np.float32,
 }
+"""The arrays of a record: one number for each token, or for each turn (`turn_rewards`)."""
+NAMES = [one.name for one in fields(TokenRecord) if one.name not in DTYPES]
+NUM_TRACEBACK_LINES = 8
 Arrays = Mapping[str, NDArray[np.generic]]
 
 
@@ -121,49 +124,40 @@ def _decode(header: bytes, payload: bytes) -> Frame:
 def encode_records(records: Sequence[TokenRecord]) -> tuple[list[JsonObject], Arrays]:
     """Return the records' names and lengths, and one array for each field, concatenated over all records."""
     names: list[JsonObject] = [
-        {
-            "session_id": record.session_id,
-            "group_id": record.group_id,
-            "branch": record.branch,
-            "parent_branch": record.parent_branch,
-            "final_reward": record.final_reward,
-            "fork_turn": record.fork_turn,
-            "own_turn": record.own_turn,
-            "sample_of": record.sample_of,
-            "num_tokens": len(record.token_ids),
-            "num_turns": len(record.turn_rewards),
-        }
+        {name: getattr(record, name) for name in NAMES}
+        | {"num_tokens": len(record.token_ids), "num_turns": len(record.turn_rewards)}
         for record in records
     ]
     if not records:
         return names, {}
-    arrays = {
-        field: np.concatenate([getattr(record, field) for record in records]).astype(DTYPES[field], copy=False)
-        for field in DTYPES
+    return names, {
+        name: np.concatenate([getattr(record, name) for record in records]).astype(dtype, copy=False)
+        for name, dtype in DTYPES.items()
     }
-    return names, arrays
 
 
 def decode_records(names: Sequence[JsonObject], arrays: Arrays) -> tuple[TokenRecord, ...]:
     """Read what `encode_records` returned."""
-    tokens = np.cumsum([0, *(name["num_tokens"] for name in names)])
-    turns = np.cumsum([0, *(name["num_turns"] for name in names)])
-    return tuple(
-        TokenRecord(
-            session_id=name["session_id"],
-            group_id=name["group_id"],
-            branch=name["branch"],
-            parent_branch=name["parent_branch"],
-            final_reward=name["final_reward"],
-            fork_turn=name["fork_turn"],
-            own_turn=name["own_turn"],
-            sample_of=name["sample_of"],
-            **_slices(arrays, PER_TOKEN, slice(tokens[index], tokens[index + 1])),
-            **_slices(arrays, PER_TURN, slice(turns[index], turns[index + 1])),
-        )
-        for index, name in enumerate(names)
-    )
+    tokens = np.cumsum([0, *(one["num_tokens"] for one in names)])
+    turns = np.cumsum([0, *(one["num_turns"] for one in names)])
+    records: list[TokenRecord] = []
+    for index, one in enumerate(names):
+        values = {name: one[name] for name in NAMES}
+        for name in DTYPES:
+            ends = turns if name == "turn_rewards" else tokens
+            values[name] = arrays[name][ends[index] : ends[index + 1]]
+        records.append(TokenRecord(**values))
+    return tuple(records)
 
 
-def _slices(arrays: Arrays, fields: Sequence[str], part: slice) -> dict[str, NDArray[Any]]:
-    return {field: arrays[field][part] for field in fields}
+def describe_error(error: Exception) -> JsonObject:
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    return {"type": type(error).__name__, "message": str(error), "traceback": lines[-NUM_TRACEBACK_LINES:]}
+
+
+def error_of(described: JsonObject, kind: type[Exception], what: str) -> Exception:
+    """Return what `describe_error` was given: a ConfigError as it was, another as a `kind`, which `what` introduces."""
+    if described["type"] == ConfigError.__name__:
+        return ConfigError(described["message"])
+    where = "".join(f"\n    {line}" for line in described["traceback"])
+    return kind(f"{what}: {described['type']}: {described['message']}{where}")

@@ -22,7 +22,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.algorithms.advantages import (
-    choose_own_advantage,
     gae,
     group_mean,
     group_std,
@@ -33,7 +32,7 @@ from areal_agent.algorithms.advantages import (
     value_targets,
     whitened,
 )
-from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.config import AlgorithmConfig, load_own
 
 GRPO = AlgorithmConfig(preset="grpo")
 GRPO_PLAIN = AlgorithmConfig(preset="grpo", normalize_by_std=False)
@@ -202,7 +201,7 @@ def per_token(records, rewards, config):
 def test_a_users_advantage_is_called_and_checked(make_record):
     record = make_record("s0", "g", ONE_TURN, [2.0])
     config = AlgorithmConfig(advantage=f"{__name__}:per_token")
-    function = choose_own_advantage(config)
+    function = load_own(config, "advantage")
     assert own_advantages(function, [record], {"s0": 2.0}, config)[0].tolist() == [2, 2, 2, 2]
     with pytest.raises(ValueError, match=r"returned tensors of shapes \[\(3,\)\] for records of \[4\] tokens"):
         own_advantages(lambda *_: [torch.zeros(3)], [record], {"s0": 2.0}, config)
@@ -214,7 +213,7 @@ def test_a_users_advantage_is_called_and_checked(make_record):
         own_advantages(lambda *_: [torch.tensor([0.0, 0.0, 1.0, torch.nan])], [record], {"s0": 2.0}, config)
     observed = own_advantages(lambda *_: [torch.tensor([torch.nan, 0.0, 1.0, 1.0])], [record], {"s0": 2.0}, config)
     assert observed[0][2:].tolist() == [1.0, 1.0]  # what is not in the loss may be anything
-    assert choose_own_advantage(GRPO) is None
+    assert load_own(GRPO, "advantage") is None
 
 
 def test_a_reward_of_an_early_turn_is_not_earned_by_later_turns(make_record):
@@ -222,6 +221,7 @@ def test_a_reward_of_an_early_turn_is_not_earned_by_later_turns(make_record):
     records = [make_record("s0", "g", turns, [0.5, 1.0]), make_record("s1", "g", turns, [0.0, 0.0])]
     advantages = token_advantages(records, GRPO_PLAIN)
     assert advantages[0].tolist() == [0, 0.75, 0, 0.5]  # against 1.5 and 0, then against 1 and 0
+    assert token_advantages([], GRPO) == []
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
@@ -268,7 +268,3 @@ def test_observations_do_not_change_the_advantages_of_actions(make_record, first
         return advantages[0].numpy()[np.asarray(records[0].loss_mask)].tolist()
 
     assert action_advantages(first) == action_advantages(second)
-
-
-def test_no_records_have_no_advantages():
-    assert token_advantages([], GRPO) == []

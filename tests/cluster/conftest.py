@@ -17,7 +17,7 @@ from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.local import LocalSettings
-from areal_agent.rollout.worker.messages import WorkerSettings
+from areal_agent.rollout.worker_client import WorkerSettings
 from tests.histories import open_ledger
 
 

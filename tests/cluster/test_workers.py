@@ -144,7 +144,7 @@ async def test_what_is_left_open_at_the_end_is_an_orphan(make_crew) -> None:
 
 @pytest.mark.slow
 async def test_a_workflow_that_is_not_there_is_an_error_at_the_start(make_crew) -> None:
-    with pytest.raises(ConfigError, match="module 'agents' has no 'nothing'"):
+    with pytest.raises(ConfigError, match="module 'agents' has no attribute 'nothing'"):
         await make_crew("nothing", workers=1)
 
 

@@ -20,7 +20,7 @@ from areal_agent.engine.fake import FakeEngine
 from areal_agent.errors import WeightUpdateError
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
-from areal_agent.rollout.dynamic_sampling import DynamicSampling
+from areal_agent.rollout.producer import DynamicSampling
 from areal_agent.tokens.records import token_records
 from areal_agent.trainer.checkpoint import CommitPoint
 from areal_agent.types import DiskWeights, ForkReason, SharedMemoryWeights, WeightVersion

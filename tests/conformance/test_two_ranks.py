@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
-from areal_agent.trainer.config import LoraConfig, TrainerConfig
+from areal_agent.trainer.config import LoraConfig, TrainerConfig, TrainerSetup
 from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput
 from tests.trainer.lab import GRADIENT_DESCENT, Lab
@@ -48,7 +48,8 @@ def second(make_batch, as_input) -> StepInput:
 
 def one_rank(model: Path, name: str, base: Path, folder: Path) -> Trainer:
     config, algorithm = TRAINERS[name]
-    return Trainer.load(model, base=base, config=config, algorithm=algorithm, seed=0, shared_memory=folder)
+    setup = {"model": model, "base": base, "trainer": config, "algorithm": algorithm}
+    return Trainer(TrainerSetup(**setup, seed=0, shared_memory=folder))
 
 
 @pytest.fixture(scope="module")

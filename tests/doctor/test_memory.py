@@ -29,7 +29,7 @@ from areal_agent.doctor.memory import (
 from areal_agent.doctor.model import ModelShape
 from areal_agent.doctor.settings import storage_findings
 from areal_agent.models.recipe import RECIPE
-from areal_agent.rollout.tasks.loading import load_tasks, require_json
+from areal_agent.rollout.tasks import load_tasks, require_json
 from areal_agent.rollout.workflow import load_workflow
 from areal_agent.run.preflight import load_eval_tasks
 from tests.commands import run

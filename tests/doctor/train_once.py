@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.models.recipe import RECIPE
 from areal_agent.process import peak_memory_bytes
-from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput
 from areal_agent.types import TokenRecord
@@ -49,13 +49,14 @@ def main(folder: Path) -> None:
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     before = peak_memory_bytes(os.getpid())
-    trainer = Trainer.load(
-        folder,
-        config=TrainerConfig(tokens_per_micro_batch=NUM_RECORDS * LENGTH),
+    setup = TrainerSetup(
+        model=folder,
+        trainer=TrainerConfig(tokens_per_micro_batch=NUM_RECORDS * LENGTH),
         algorithm=AlgorithmConfig(),
         seed=0,
         shared_memory=folder,
     )
+    trainer = Trainer(setup)
     rewards = {f"s{number}": float(number % 2) for number in range(NUM_RECORDS)}
     records = [long_record(number) for number in range(NUM_RECORDS)]
     trainer.train_step(StepInput(step=1, records=records, rewards=rewards))

@@ -210,8 +210,8 @@ async def _train(run: ScriptedRun) -> None:
 
 async def _train_the_rest(run: ScriptedRun) -> None:
     """Nobody rolls out any more: what has finished is trained, so that nothing is left over."""
-    while run.producer.buffer.num_ready:
-        await run.step(min(run.config.batch_size, run.producer.buffer.num_ready))
+    while len(run.producer.ready):
+        await run.step(min(run.config.batch_size, len(run.producer.ready)))
 
 
 def run_group_by(rollouts: RolloutExecutor, ledger: Ledger, config: Config) -> Any:

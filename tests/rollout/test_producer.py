@@ -9,28 +9,39 @@
 6. the oldest groups go first;
 7. dynamic sampling: a group without spread is filtered and replaced, with its capacity; what restarts leave waiting is
    judged too; when group after group is flat, that ends the run and says so;
-8. tasks that are given are rolled out and leased, each as a group, beside the stream.
+8. tasks that are given are rolled out and leased, each as a group, beside the stream;
+9. which groups have no spread: rewards alike, within rounding, named parts by their weights included. Totals that are
+   alike and were earned in other turns are told apart, and so are, with a discount, rollouts of other lengths, and
+   parallel samples of one call; what has no token to train does not count, and one rollout alone has no spread; where
+   turns are compared by their states, turns of one rollout are told apart; a flat group is one whose advantages are
+   zero, whatever its rewards; flat groups in a row are counted until one is not.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from areal_agent import Status, Task, Trajectory, TrajectoryGroup
+from areal_agent import Rewards, Status, Task, Trajectory, TrajectoryGroup
+from areal_agent.algorithms.advantages import token_advantages
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.credit import with_causal_credit
 from areal_agent.errors import RolloutsFailing
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.rollout.dynamic_sampling import DynamicSampling
-from areal_agent.rollout.producer import Producer
-from areal_agent.rollout.tasks.draws import Draws
-from areal_agent.rollout.tasks.loading import TaskSet
-from areal_agent.rollout.tasks.stream import TaskStream
+from areal_agent.rollout.draws import Draws, TaskStream
+from areal_agent.rollout.producer import DynamicSampling, Producer
+from areal_agent.rollout.tasks import TaskSet
 from areal_agent.staleness import Admission
-from tests.histories import begin_rollout, end_rollout, open_ledger, trajectory
+from areal_agent.tokens.records import token_records
+from areal_agent.types import Distribution
+from tests.histories import begin_rollout, completion, end_rollout, open_ledger, trajectory, turn
 
 GROUP_SIZE = 2
 
@@ -130,7 +141,7 @@ def numbers(batch) -> list[int]:
 async def test_the_bound_holds_groups_back_until_a_version_is_published(tmp_path: Path) -> None:
     script = Script()
     async with producing(tmp_path, script, max_staleness=1) as producer:
-        await settled(lambda: producer.buffer.num_ready == 2)
+        await settled(lambda: len(producer.ready) == 2)
         assert script.started == [0, 1]
         assert numbers(await producer.take(1, 1)) == [0]
         assert script.started == [0, 1], "consumed, but its version is not published"
@@ -141,7 +152,7 @@ async def test_the_bound_holds_groups_back_until_a_version_is_published(tmp_path
 async def test_drained_lets_groups_end_and_none_start(tmp_path: Path) -> None:
     script = Script(held=(1,))
     async with producing(tmp_path, script, max_staleness=1) as producer:
-        await settled(lambda: script.started == [0, 1] and producer.buffer.num_ready == 1)
+        await settled(lambda: script.started == [0, 1] and len(producer.ready) == 1)
         async with AsyncExitStack() as stack:
             entering = asyncio.create_task(stack.enter_async_context(producer.drained()))
             await asyncio.sleep(0)
@@ -160,7 +171,7 @@ async def test_wait_waits_for_the_group_that_would_be_too_stale(tmp_path: Path) 
     async with producing(tmp_path, script, max_staleness=1) as producer:
         assert numbers(await producer.take(1, 1)) == [1], "the slow group may still be used in step 2"
         producer.publish(1)
-        await settled(lambda: producer.buffer.num_ready == 1)
+        await settled(lambda: len(producer.ready) == 1)
         taking = asyncio.create_task(producer.take(2, 1))
         await asyncio.sleep(0.05)
         assert not taking.done()
@@ -203,7 +214,7 @@ async def test_failed_siblings_get_their_fate_and_failed_groups_are_replaced(tmp
 async def test_the_oldest_groups_go_first(tmp_path: Path) -> None:
     script = Script(lambda number: [[2 - number]] * 2)
     async with producing(tmp_path, script, max_staleness=2) as producer:
-        await settled(lambda: producer.buffer.num_ready == 3)
+        await settled(lambda: len(producer.ready) == 3)
         assert numbers(await producer.take(1, 1)) == [2]
 
 
@@ -239,3 +250,144 @@ async def test_only_flat_groups_end_the_run(tmp_path: Path) -> None:
     assert "5 groups in a row had no spread in reward, the last was task '0': 2 rollouts, each with reward 1" in str(
         reason
     )
+
+
+def rollout(
+    rewards: Rewards, *, num_turns: int = 1, num_samples: int = 1, distribution: Distribution = Distribution.EXACT
+) -> Trajectory:
+    """Its answers are `0a`, `1a`, ...; the last turn may have parallel samples, `0b`."""
+    last = num_turns - 1
+    names = [["0a", "0b"][:num_samples] if number == last == 0 else [f"{number}a"] for number in range(num_turns)]
+    turns = [
+        turn(
+            f"t{number}",
+            *(completion(name, [0, 0], distribution=distribution) for name in of_turn),
+            parent=f"{number - 1}a" if number else None,  # it goes on with the first answer of the turn before it
+            fork_at=4 * number,
+            started_s=float(number),
+            ended_s=number + 0.5,
+        )
+        for number, of_turn in enumerate(names)
+    ]
+    return trajectory("s", [], 0.0, task_id="7", turns=tuple(turns), rewards=rewards)
+
+
+def siblings(*rollouts: Trajectory) -> list[Trajectory]:
+    return [replace(one, session_id=f"g-{index}") for index, one in enumerate(rollouts)]
+
+
+def is_flat(rollouts: Sequence[Trajectory], **settings: object) -> bool:
+    return DynamicSampling(max_flat_groups=10, **settings).replaces(siblings(*rollouts))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([Rewards(final=1.0), Rewards(final=1.0)], True),
+        ([Rewards(final=0.1 + 0.2), Rewards(final=0.3)], True),
+        ([Rewards(final=1e8), Rewards(final=1e8 + 1)], True),
+        ([Rewards(final=0.0), Rewards(final=1e-3)], False),
+        ([Rewards(final=-1.0), Rewards(final=1.0)], False),
+        ([Rewards(final=1.0, parts={"short": 1.0}), Rewards(final=1.0, parts={"short": 0.0})], False),
+        ([Rewards(final=1.0, parts={"other": 1.0}), Rewards(final=1.0)], True),
+        ([Rewards(final=0.5, parts={"short": 1.0}), Rewards(final=1.0)], True),
+        ([Rewards(final=1.0), Rewards(by_completion={"0a": 1.0})], True),
+        ([Rewards(final=1.0)], True),
+    ],
+    ids=range(10),
+)
+def test_groups_without_spread_are_flat(rewards: list[Rewards], expected: bool) -> None:
+    sampling = DynamicSampling(max_flat_groups=10, part_weights={"short": 0.5})
+    assert sampling.replaces(siblings(*map(rollout, rewards))) is expected
+    assert sampling.num_flat == int(expected)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ({"0a": 1.0}, {"1a": 1.0}, False),
+        ({"0a": 1.0, "1a": 0.0}, {"0a": 0.0, "1a": 1.0}, False),
+        ({"0a": 1.0, "1a": 0.5}, {"1a": 0.5, "0a": 1.0}, True),
+    ],
+    ids=["other turns", "the same values, swapped", "the same turns, told in another order"],
+)
+def test_alike_in_total_they_are_told_apart_by_turns(first: dict, second: dict, expected: bool) -> None:
+    rollouts = [rollout(Rewards(by_completion=one), num_turns=2) for one in (first, second)]
+    assert is_flat(rollouts) is expected
+
+
+@pytest.mark.parametrize(("discount", "expected"), [(1.0, True), (0.5, False)])
+def test_with_a_discount_the_sooner_is_told_apart(discount: float, expected: bool) -> None:
+    rollouts = [rollout(Rewards(final=1.0), num_turns=num_turns) for num_turns in (1, 2)]
+    assert is_flat(rollouts, discount=discount) is expected
+
+
+@pytest.mark.parametrize(("of_one", "expected"), [(0.5, True), (1.0, False)])
+def test_parallel_samples_are_told_apart(of_one: float, expected: bool) -> None:
+    """All rollouts earn the same on the mean of their samples."""
+    rewards = Rewards(by_completion={"0a": of_one, "0b": 1.0 - of_one})
+    assert is_flat([rollout(rewards, num_samples=2)] * 2) is expected
+
+
+@pytest.mark.parametrize(("trains_altered", "expected"), [(False, True), (True, False)])
+def test_what_has_no_token_to_train_does_not_count(trains_altered: bool, expected: bool) -> None:
+    failed = rollout(Rewards(final=0.0), distribution=Distribution.ALTERED)
+    rollouts = [failed, rollout(Rewards(final=1.0)), rollout(Rewards(final=1.0))]
+    assert is_flat(rollouts, trains_altered=trains_altered) is expected
+
+
+@pytest.mark.parametrize(("compares_turns", "expected"), [(False, True), (True, False)])
+def test_turns_that_meet_in_a_state_are_told_apart(compares_turns: bool, expected: bool) -> None:
+    rollouts = [rollout(Rewards(by_completion={"0a": 1.0}), num_turns=2)] * 2
+    assert is_flat(rollouts, compares_turns=compares_turns) is expected
+
+
+few = st.sampled_from([0.0, 0.5, 1.0])
+rollouts_of_any_kind = st.builds(
+    rollout,
+    st.builds(
+        Rewards,
+        final=st.none() | few,
+        by_completion=st.dictionaries(st.sampled_from(["0a", "0b", "1a", "2a"]), few, max_size=2),
+    ),
+    num_turns=st.integers(1, 3),
+    num_samples=st.integers(1, 2),
+    distribution=st.sampled_from(Distribution),
+)
+
+
+@given(
+    rollouts=st.lists(rollouts_of_any_kind, min_size=1, max_size=3),
+    discount=st.sampled_from([1.0, 0.5]),
+    step_group_weight=st.sampled_from([0.0, 0.5]),
+    advantage=st.sampled_from(["dr_grpo", "rloo"]),
+)
+def test_all_advantages_of_a_flat_group_are_zero(
+    rollouts: list[Trajectory], discount: float, step_group_weight: float, advantage: str
+) -> None:
+    if not is_flat(rollouts, discount=discount, compares_turns=step_group_weight > 0):
+        return
+    config = AlgorithmConfig(advantage=advantage, discount=discount, step_group_weight=step_group_weight)
+    records = [record for one in siblings(*rollouts) for record in token_records(one) if record.loss_mask.any()]
+    for of_record in token_advantages(with_causal_credit(records, discount), config):
+        assert of_record.abs().max() < 1e-5
+
+
+def test_flat_groups_in_a_row_are_too_many_in_the_end() -> None:
+    sampling = DynamicSampling(max_flat_groups=2)
+    right, wrong = rollout(Rewards(final=1.0)), rollout(Rewards(final=0.0))
+    seen = []
+    for one in (siblings(right, right), siblings(right, wrong), siblings(right, right), siblings(right, right)):
+        sampling.replaces(one)
+        seen.append(sampling.is_exhausted)
+    assert (seen, sampling.num_flat) == ([False, False, False, True], 3)
+    assert "2 groups in a row had no spread in reward, the last was task '7': 2 rollouts, each with reward 1" in (
+        sampling.describe()
+    )
+
+
+def test_a_group_with_nothing_to_train_says_so() -> None:
+    sampling = DynamicSampling(max_flat_groups=1)
+    altered = rollout(Rewards(final=1.0), distribution=Distribution.ALTERED)
+    assert sampling.replaces(siblings(altered, rollout(Rewards(final=0.0))))
+    assert "task '7': 1 of 2 rollouts had a token to train" in sampling.describe()

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput
 from areal_agent.types import RolloutBatch, TokenRecord, Trajectory
@@ -120,7 +120,7 @@ def open_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
 
         def load(folder: Path, config: TrainerConfig, algorithm: AlgorithmConfig, **more: Any) -> Trainer:
             values = {"seed": 0, "shared_memory": tmp_path, "num_steps": 10, **more}
-            trainer = Trainer.load(folder, config=config, algorithm=algorithm, **values)
+            trainer = Trainer(TrainerSetup(model=folder, trainer=config, algorithm=algorithm, **values))
             stack.callback(trainer.close)
             return trainer
 

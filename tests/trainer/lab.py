@@ -1,16 +1,24 @@
 """A policy and its stepper on which train steps are tried out."""
 
-from collections.abc import Iterable
+import socket
+import sys
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.process import ManagedProcess
+from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.model import Critic, Policy
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.ranks import ALONE, Group
 from areal_agent.trainer.step import Stepper
+from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput
 from areal_agent.types import TokenRecord
 
@@ -18,6 +26,22 @@ CPU = torch.device("cpu")
 # with betas 0 and a large epsilon, AdamW moves the weights by the gradient itself
 GRADIENT_DESCENT = TrainerConfig(learning_rate=1e6, epsilon=1e6, betas=(0.0, 0.0), weight_decay=0.0, gradient_clip=1e9)
 PLAIN = AlgorithmConfig()
+
+
+@asynccontextmanager
+async def real_process(tmp_path: Path) -> AsyncIterator[tuple[ManagedProcess, TrainerClient]]:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        argv = [sys.executable, "-m", "areal_agent.trainer", "--fd", str(theirs.fileno())]
+        process = await ManagedProcess.start(
+            "trainer", argv, log_path=tmp_path / "trainer.log", pass_fds=[theirs.fileno()]
+        )
+    client = TrainerClient(ours)
+    try:
+        yield process, client
+    finally:
+        await client.aclose()
+        await process.aclose()
 
 
 class Lab:
@@ -36,10 +60,7 @@ class Lab:
         group: Group = ALONE,
     ) -> None:
         self.policy = Policy.load(folder, CPU)
-        self.critic: Critic | None = None
-        if algorithm.critic:
-            rate = algorithm.critic_learning_rate
-            self.critic = Critic(self.policy, config, learning_rate=rate, clip=algorithm.value_clip, group=group)
+        self.critic = Critic(self.policy, config, algorithm, group=group) if algorithm.critic else None
         other = Policy.load(reference or folder, CPU).frozen() if algorithm.reference == "initial" else None
         if config.lora is not None:
             self.policy.adapt(config.lora, seed=0)
@@ -54,7 +75,7 @@ class Lab:
             torch.Generator().manual_seed(0),
             algorithm,
             config.model_copy(update={"tokens_per_micro_batch": budget}),
-            reference=other,
+            reference=other and other.logprobs_and_entropy,
             critic=self.critic,
             group=group,
         )
@@ -88,3 +109,20 @@ class Lab:
             for is_good in (True, False)
         )
         return self.mean_logprob(good) - self.mean_logprob(bad)
+
+    def exact(self, records: Iterable[TokenRecord]) -> list[TokenRecord]:
+        """The records as the weights that they are would have sampled them."""
+        return [
+            replace(one, behavior_logprobs=np.append(0.0, self.logprobs(one).detach().numpy()).astype(np.float32))
+            for one in records
+        ]
+
+
+def train_alike(one: Trainer, other: Trainer, given: StepInput) -> dict[str, float]:
+    """Train a step with both and compare all metrics but times."""
+    ours, theirs = (
+        {name: value for name, value in trainer.train_step(given).metrics.items() if "seconds" not in name}
+        for trainer in (one, other)
+    )
+    assert ours == theirs
+    return ours

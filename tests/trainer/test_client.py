@@ -11,12 +11,10 @@
 import asyncio
 import math
 import os
-import runpy
 import signal
 import socket
 import sys
 import threading
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,17 +26,18 @@ from transformers import AutoModelForCausalLM
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.engine.embedded.weights import WeightLayout, read_weights, take_distributed_weights, take_weights
 from areal_agent.errors import ConfigError, ProcessDied, TrainerError
-from areal_agent.process import ManagedProcess
+from areal_agent.trainer.__main__ import Worker, main
 from areal_agent.trainer.client import TrainerClient
-from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.wire import Frame, receive_frame
-from areal_agent.trainer.worker import Worker
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights
+from tests.trainer.lab import real_process
 
 
 async def init(client: TrainerClient, model: Path, folder: Path, **trainer: object):
     config = TrainerConfig.model_validate({"learning_rate": 1e-3, **trainer})
-    return await client.init(model=model, trainer=config, algorithm=AlgorithmConfig(), seed=0, shared_memory=folder)
+    setup = {"model": model, "trainer": config, "algorithm": AlgorithmConfig()}
+    return await client.init(TrainerSetup(**setup, seed=0, shared_memory=folder))
 
 
 @pytest.fixture
@@ -71,13 +70,6 @@ def as_read(weights: SharedMemoryWeights, model_folder: Path) -> dict[str, torch
     return {name: tensor.clone() for name, tensor in read_weights(weights, WeightLayout.of(model)).items()}
 
 
-async def test_init_tells_what_was_loaded(client, model_folder, tmp_path):
-    info = await init(client, model_folder, tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(model_folder)
-    assert (info.step, info.device) == (0, "cpu")
-    assert info.num_parameters == sum(one.numel() for one in model.parameters())
-
-
 async def test_a_train_step_reports_the_batch(ready, make_batch):
     batch = make_batch(1)
     report = await ready.train_step(batch)
@@ -88,13 +80,18 @@ async def test_a_train_step_reports_the_batch(ready, make_batch):
     assert report.seconds > 0
 
 
-async def test_an_engine_reads_the_published_weights(ready, make_batch, model_folder):
+async def test_an_engine_reads_the_published_weights_which_a_checkpoint_holds(
+    ready, make_batch, model_folder, tmp_path
+):
     before = as_read(await ready.publish(), model_folder)
     await ready.train_step(make_batch(1))
     after = as_read(await ready.publish(), model_folder)
     initial = dict(AutoModelForCausalLM.from_pretrained(model_folder).named_parameters())
     assert all(torch.equal(before[name], initial[name]) for name in initial)
     assert not torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
+    path = await ready.save(tmp_path / "checkpoints", step=1, incarnation=0, run_state={})
+    saved = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    assert all(torch.equal(saved[name], after[name]) for name in saved)
 
 
 async def test_weights_may_go_through_a_disk(client, model_folder, tmp_path):
@@ -128,14 +125,6 @@ async def test_an_address_of_another_machine_is_a_config_error(client, model_fol
         await init(client, model_folder, tmp_path, transfer="distributed", transfer_host="192.0.2.1")
 
 
-async def test_what_was_saved_is_what_was_published(ready, make_batch, model_folder, tmp_path):
-    await ready.train_step(make_batch(1))
-    path = await ready.save(tmp_path / "checkpoints", step=1, incarnation=0, run_state={})
-    published = as_read(await ready.publish(), model_folder)
-    saved = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
-    assert all(torch.equal(saved[name], published[name]) for name in saved)
-
-
 async def test_a_failing_command_is_a_trainer_error_and_the_worker_lives_on(ready, make_batch):
     batch = make_batch(1)
     broken = replace(batch.records[0], behavior_logprobs=np.full_like(batch.records[0].behavior_logprobs, math.nan))
@@ -144,15 +133,15 @@ async def test_a_failing_command_is_a_trainer_error_and_the_worker_lives_on(read
     assert (await ready.train_step(batch)).metrics["num_updates"] == 1
 
 
-async def test_a_command_before_init_is_a_trainer_error(client):
+async def test_a_model_that_cannot_be_loaded_is_a_config_error_and_init_may_be_repeated(client, model_folder, tmp_path):
     with pytest.raises(TrainerError, match="no model is loaded; send init first"):
         await client.publish()
-
-
-async def test_a_model_that_cannot_be_loaded_is_a_config_error_and_init_may_be_repeated(client, model_folder, tmp_path):
     with pytest.raises(ConfigError, match="cannot load a causal language model from"):
         await init(client, tmp_path, tmp_path)
-    assert (await init(client, model_folder, tmp_path)).step == 0
+    info = await init(client, model_folder, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    assert (info.step, info.device) == (0, "cpu")
+    assert info.num_parameters == sum(one.numel() for one in model.parameters())
 
 
 async def test_metrics_that_are_not_finite_arrive_as_nan(ready, make_batch):
@@ -216,22 +205,6 @@ async def test_closing_the_client_ends_commands_under_way(peer):
         await publishing
 
 
-@asynccontextmanager
-async def real_process(tmp_path: Path):
-    ours, theirs = socket.socketpair()
-    with theirs:
-        argv = [sys.executable, "-m", "areal_agent.trainer", "--fd", str(theirs.fileno())]
-        process = await ManagedProcess.start(
-            "trainer", argv, log_path=tmp_path / "trainer.log", pass_fds=[theirs.fileno()]
-        )
-    client = TrainerClient(ours)
-    try:
-        yield process, client
-    finally:
-        await client.aclose()
-        await process.aclose()
-
-
 @pytest.fixture
 def shared_memory(tmp_path) -> Path:
     folder = tmp_path / "shared_memory"
@@ -277,6 +250,6 @@ def test_the_process_without_a_socket_says_so(monkeypatch, capsys):
         number = no_socket.fileno()
         monkeypatch.setattr(sys, "argv", ["areal_agent.trainer", "--fd", str(number)])
         with pytest.raises(SystemExit) as ended:
-            runpy.run_module("areal_agent.trainer", run_name="__main__", alter_sys=True)
+            main()
     assert ended.value.code == 2
     assert f"--fd {number} is no open socket" in capsys.readouterr().err

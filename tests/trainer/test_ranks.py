@@ -10,8 +10,6 @@
 
 import asyncio
 import contextlib
-import socket
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -26,9 +24,9 @@ from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.errors import ConfigError, ProcessDied, TrainerError
 from areal_agent.process import ManagedProcess
 from areal_agent.trainer.client import TrainerClient
-from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.model import choose_device
-from tests.trainer.lab import GRADIENT_DESCENT, Lab
+from tests.trainer.lab import GRADIENT_DESCENT, Lab, real_process
 from tests.trainer.two_ranks import published_weights
 
 
@@ -46,24 +44,11 @@ class Started:
 
 @asynccontextmanager
 async def two_ranks(model: Path, folder: Path, config: TrainerConfig = GRADIENT_DESCENT) -> AsyncIterator[Started]:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        argv = [sys.executable, "-m", "areal_agent.trainer", "--fd", str(theirs.fileno())]
-        process = await ManagedProcess.start("trainer", argv, log_path=folder / "log", pass_fds=[theirs.fileno()])
-    client = TrainerClient(ours)
-    try:
-        await client.init(
-            model=model,
-            trainer=config.model_copy(update={"num_ranks": 2}),
-            algorithm=AlgorithmConfig(),
-            seed=0,
-            shared_memory=folder,
-        )
+    setup = {"model": model, "trainer": config.model_copy(update={"num_ranks": 2}), "algorithm": AlgorithmConfig()}
+    async with real_process(folder) as (process, client):
+        await client.init(TrainerSetup(**setup, seed=0, shared_memory=folder))
         (rank_1,) = psutil.Process(process.pid).children()
         yield Started(client, process, rank_1)
-    finally:
-        await client.aclose()
-        await process.aclose()
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from areal_agent.config import Config
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.wire import StepInput
-from tests.trainer.lab import GRADIENT_DESCENT, PLAIN, Lab
+from tests.trainer.lab import GRADIENT_DESCENT, PLAIN, Lab, train_alike
 
 LEARNING = TrainerConfig(learning_rate=3e-3)
 REFERRED = {"reference": "initial", "kl_coefficient": 0.5}
@@ -81,9 +81,11 @@ def test_a_failed_sibling_is_the_same_as_a_smaller_group(model_folder, lab, make
     assert torch.equal(lab.gradient(given), Lab(model_folder).gradient(without))
 
 
-def test_one_minibatch_starts_at_ratio_one(lab, make_batch, as_input):
-    metrics = lab.stepper.train(as_input(make_batch(1)))
+def test_one_minibatch_starts_at_ratio_one_and_rewards_are_counted_once_a_rollout(lab, make_batch, as_input):
+    metrics = lab.stepper.train(as_input(make_batch(1, num_groups=2)))  # rewards 1 0 0 1 | 0 0 1 0
     assert (metrics["ratio_mean"], metrics["ratio_max"], metrics["num_updates"]) == (1.0, 1.0, 1)
+    assert (metrics["num_rollouts"], metrics["num_records"]) == (8, 10)
+    assert (metrics["reward_mean"], metrics["flat_group_fraction"]) == (pytest.approx(3 / 8), 0.0)
 
 
 def test_later_minibatches_are_clipped_around_the_start_of_the_step(model_folder, given):
@@ -106,17 +108,9 @@ def test_there_are_no_more_minibatches_than_rollouts(model_folder, make_batch, a
 
 def test_mismatch_is_told_and_apart_for_fresh_tokens(lab, make_batch, as_input):
     batch = make_batch(1)
-    exact = [
-        np.where(record.loss_mask, np.append(0.0, lab.logprobs(record).detach().numpy()), 0.0).astype(np.float32)
-        for record in batch.records
-    ]
-    fresh = [replace(r, behavior_logprobs=b) for r, b in zip(batch.records, exact, strict=True)]
-    stale = replace(
-        fresh[0],
-        behavior_logprobs=np.where(fresh[0].loss_mask, exact[0] + 0.5, 0.0).astype(np.float32),
-        versions=fresh[0].versions - 1,
-    )
-    metrics = lab.stepper.train(as_input(batch, [stale, *fresh[1:]]))
+    first, *fresh = lab.exact(batch.records)
+    stale = replace(first, behavior_logprobs=first.behavior_logprobs + np.float32(0.5), versions=first.versions - 1)
+    metrics = lab.stepper.train(as_input(batch, [stale, *fresh]))
     num_tokens, num_stale = (metrics["num_loss_tokens"], int(stale.loss_mask.sum()))
     assert metrics["logp_diff_fresh_max"] < 1e-5
     assert metrics["num_fresh_tokens"] == num_tokens - num_stale
@@ -131,14 +125,6 @@ def test_tokens_of_a_dead_incarnation_are_not_fresh(lab, make_batch, as_input):
     alive = [replace(one, incarnations=np.where(one.loss_mask, 1, -1).astype(np.int32)) for one in others]
     metrics = lab.stepper.train(replace(as_input(batch, [dead, *alive]), incarnation=1))
     assert metrics["num_fresh_tokens"] == sum(int(one.loss_mask.sum()) for one in alive)
-
-
-def test_rewards_are_counted_once_a_rollout(lab, make_batch, as_input):
-    batch = make_batch(1, num_groups=2)  # rewards 1 0 0 1 | 0 0 1 0
-    metrics = lab.stepper.train(as_input(batch))
-    assert (metrics["num_rollouts"], metrics["num_records"]) == (8, 10)
-    assert metrics["reward_mean"] == pytest.approx(3 / 8)
-    assert metrics["flat_group_fraction"] == 0.0
 
 
 @pytest.mark.parametrize("records", ["none", "masked"])
@@ -318,11 +304,7 @@ def test_what_an_update_changed_is_no_mismatch(model_folder, make_batch, as_inpu
     config = TrainerConfig(learning_rate=1e-2)
     lab = Lab(model_folder, config, AlgorithmConfig(minibatches=3, proximal=proximal))
     batch = make_batch(1)
-    exact = [
-        replace(one, behavior_logprobs=np.append(0.0, lab.logprobs(one).detach().numpy()).astype(np.float32))
-        for one in batch.records
-    ]
-    metrics = lab.stepper.train(as_input(batch, exact))
+    metrics = lab.stepper.train(as_input(batch, lab.exact(batch.records)))
     assert metrics["num_fresh_tokens"] > 0
     assert metrics["logp_diff_fresh_max"] < 1e-5
 
@@ -362,10 +344,7 @@ def test_a_checkpoint_of_critic_and_reference_goes_on_exactly(
         steady.train_step(as_input(make_batch(step)))
     resumed = load_trainer(steady.save(tmp_path / "checkpoints", step=2, incarnation=0).path, FULL)
     for step in (3, 4):
-        both = [one.train_step(as_input(make_batch(step))).metrics for one in (steady, resumed)]
-        ours, theirs = ({name: value for name, value in one.items() if "seconds" not in name} for one in both)
-        assert ours == theirs
-        assert ours["kl_ref"] > 0.0
+        assert train_alike(steady, resumed, as_input(make_batch(step)))["kl_ref"] > 0.0
 
 
 @pytest.mark.parametrize(("asked", "missing"), [({"preset": "ppo"}, "critic"), ({"reference": "initial"}, "reference")])
@@ -392,9 +371,7 @@ def test_a_config_under_which_there_can_be_one_is_refused():
     assert config(tokens_per_micro_batch=2048, oversized="refuse").trainer.tokens_per_micro_batch == 2048
     with pytest.raises(ConfigError, match=r"max_context_tokens = 2049 does not fit into .* = 2047; raise that"):
         config(tokens_per_micro_batch=2047, oversized="refuse")
-
-
-def test_it_cannot_be_refused_with_a_gateway_elsewhere():
+    # with a gateway elsewhere nobody can tell
     online = {"rollout": {"gateway_url": "http://127.0.0.1:1"}, "engine": {"url": "http://127.0.0.1:2"}}
     with pytest.raises(ConfigError, match=r"trainer\.oversized is 'refuse', which needs the run's own engine"):
         Config.parse({**online, "trainer": {"oversized": "refuse"}})

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.ranks import Group
 from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput
@@ -91,9 +91,8 @@ def main(rank: int, folder: Path) -> None:
 
 def load(model: Path, name: str, work: Work, folder: Path, group: Group) -> Trainer:
     config, algorithm = work.trainers[name]
-    return Trainer.load(
-        model, base=work.model, config=config, algorithm=algorithm, seed=0, shared_memory=folder, group=group
-    )
+    setup = {"model": model, "base": work.model, "trainer": config, "algorithm": algorithm}
+    return Trainer(TrainerSetup(**setup, seed=0, shared_memory=folder), group=group)
 
 
 def flat(trainer: Trainer) -> torch.Tensor:

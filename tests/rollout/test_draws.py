@@ -1,5 +1,8 @@
 """Which task is next, over restarts, and which are passed over.
 
+- The stream: a permutation goes through all, and every order may come; each epoch uses every task once, in an order
+  that depends on the seed alone, or unshuffled as they come; a mix keeps its shares at every position; evaluation takes
+  the first of each source, none twice.
 - A group's id holds its position. What was cut off is drawn again, first, under a new id.
 - Killed at any moment and resumed, every task of an epoch is settled exactly once: over the cursor alone, and over a
   real ledger and producer with commits, lost leases, failures and groups that are cut off.
@@ -13,6 +16,7 @@ import json
 import logging
 import random
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,11 +28,21 @@ from areal_agent import ConfigError, Status, Task, Trajectory, TrajectoryGroup
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
+from areal_agent.rollout.config import CurriculumConfig
+from areal_agent.rollout.draws import (
+    Attempt,
+    Curriculum,
+    Draws,
+    Estimate,
+    Mixture,
+    Past,
+    TaskStream,
+    in_order,
+    open_draws,
+    permuted,
+)
 from areal_agent.rollout.producer import Producer
-from areal_agent.rollout.tasks.config import CurriculumConfig
-from areal_agent.rollout.tasks.draws import Attempt, Curriculum, Draws, Estimate, Past, open_draws
-from areal_agent.rollout.tasks.loading import TaskSet
-from areal_agent.rollout.tasks.stream import TaskStream
+from areal_agent.rollout.tasks import TaskSet, TaskSource
 from areal_agent.staleness import Admission
 from areal_agent.types import Drop, Fate
 from tests.histories import begin_rollout, end_rollout, trajectory
@@ -36,6 +50,105 @@ from tests.histories import begin_rollout, end_rollout, trajectory
 NUM_TASKS = 5
 GROUP_SIZE = 2
 STREAM = TaskStream(TaskSet.of([Task(id=f"t{number}", data={}) for number in range(NUM_TASKS)]), seed=3)
+
+
+def tasks_of(num: int, name: str = "") -> tuple[Task, ...]:
+    return tuple(Task(id=f"{name}{number}", data={}) for number in range(num))
+
+
+def mixed(**sizes_and_weights: tuple[int, float]) -> TaskSet:
+    return TaskSet(
+        sources=tuple(
+            TaskSource(name=name, weight=weight, tasks=tasks_of(size, f"{name}/"))
+            for name, (size, weight) in sizes_and_weights.items()
+        )
+    )
+
+
+@given(size=st.integers(1, 600), key=st.text(max_size=10))
+def test_a_permutation_reaches_each_once(size: int, key: str) -> None:
+    assert sorted(permuted(index, size, key) for index in range(size)) == list(range(size))
+
+
+def test_every_order_of_three_is_about_as_likely() -> None:
+    orders = Counter(tuple(permuted(index, 3, f"key {key}") for index in range(3)) for key in range(1200))
+    assert len(orders) == 6
+    assert min(orders.values()) > 120, orders
+
+
+def test_neighbours_are_torn_apart() -> None:
+    places = [permuted(index, 10_000, "key") for index in range(10_000)]
+    distances = [abs(one - other) for one, other in pairwise(places)]
+    assert 3200 < sum(distances) / len(distances) < 3460, "a third of the size, as for independent places"
+
+
+@given(size=st.integers(1, 40), seed=st.integers(0, 5))
+def test_each_epoch_uses_every_task_once(size: int, seed: int) -> None:
+    stream = TaskStream(TaskSet.of(tasks_of(size)), seed=seed)
+    for epoch in range(3):
+        ids = {stream.at(epoch * size + offset).id for offset in range(size)}
+        assert len(ids) == size
+
+
+def test_the_order_depends_on_the_seed_alone_or_is_as_they_come() -> None:
+    set_of_20 = TaskSet.of(tasks_of(20))
+    forward = [TaskStream(set_of_20, seed=1).at(n).id for n in range(40)]
+    stream = TaskStream(set_of_20, seed=1)
+    assert [stream.at(n).id for n in reversed(range(40))] == forward[::-1]
+    assert [TaskStream(set_of_20, seed=2).at(n).id for n in range(40)] != forward
+    assert forward[:20] != forward[20:], "each epoch has an order of its own"
+    stream = TaskStream(TaskSet.of(tasks_of(3)), seed=1, shuffle=False)
+    assert [stream.at(n).id for n in range(5)] == ["0", "1", "2", "0", "1"]
+
+
+@given(
+    weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=5),
+    position=st.one_of(st.integers(0, 300), st.integers(10**12, 10**12 + 50)),
+)
+def test_a_mix_keeps_its_shares_at_every_position(weights: list[float], position: int) -> None:
+    mixture = Mixture(weights)
+    place = mixture.place(position)
+    share = weights[place.source] / sum(weights)
+    slack = 1 + place.source + position * 1e-3  # weights are taken to six digits
+    assert abs(place.number - position * share) <= slack
+
+
+@given(weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=5))
+def test_a_mix_takes_from_each_source_one_after_the_other(weights: list[float]) -> None:
+    mixture = Mixture(weights)
+    seen: Counter[int] = Counter()
+    for position in range(200):
+        place = mixture.place(position)
+        assert place.number == seen[place.source]
+        seen[place.source] += 1
+
+
+def test_the_sources_of_a_mix_have_epochs_of_their_own() -> None:
+    stream = TaskStream(mixed(small=(2, 1.0), large=(100, 3.0)), seed=0)
+    drawn = Counter(stream.at(position).id for position in range(80))
+    assert [drawn["small/0"], drawn["small/1"]] == [10, 10]
+    assert sum(drawn.values()) - 20 == len([id for id in drawn if id.startswith("large")]) == 60
+
+
+def test_evaluation_takes_the_first_of_each_source_and_none_twice() -> None:
+    chosen = in_order(mixed(a=(10, 1.0), b=(10, 1.0)), 4, "eval.num_tasks")
+    assert sorted(task.id for task in chosen) == ["a/0", "a/1", "b/0", "b/1"]
+    with pytest.raises(
+        ConfigError, match=r"eval.num_tasks is 8, but there are only 6 such held-out tasks, each source in"
+    ):
+        in_order(mixed(a=(2, 1.0), b=(10, 1.0)), 8, "eval.num_tasks")
+
+
+def test_the_fingerprint_tells_other_tasks_orders_and_weights() -> None:
+    streams = [
+        TaskStream(mixed(a=(2, 1.0), b=(3, 1.0)), seed=0),
+        TaskStream(mixed(a=(3, 1.0), b=(2, 1.0)), seed=0),
+        TaskStream(mixed(a=(2, 1.0), b=(3, 2.0)), seed=0),
+        TaskStream(mixed(a=(2, 1.0), b=(3, 1.0)), seed=1),
+        TaskStream(mixed(a=(2, 1.0), b=(3, 1.0)), seed=0, shuffle=False),
+    ]
+    assert len({stream.fingerprint() for stream in streams}) == len(streams)
+    assert streams[0].fingerprint() == TaskStream(mixed(a=(2, 1.0), b=(3, 1.0)), seed=0).fingerprint()
 
 
 @given(position=st.integers(0, 10**8), number=st.integers(0, 40))
@@ -155,7 +268,7 @@ class Life:
             self.held.pop(self.rng.randrange(len(self.held))).set()
 
     async def train(self) -> None:
-        if self.producer.buffer.num_ready:
+        if self.producer.ready:
             await self.producer.take(self.step + 1, 1)
             self.step += 1
             self.producer.publish(self.step)

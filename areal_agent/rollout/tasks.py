@@ -18,7 +18,8 @@ import orjson
 from pydantic_core import from_json, to_json
 
 from areal_agent.errors import ConfigError
-from areal_agent.rollout.tasks.config import SourceConfig, SourceKind, TasksConfig, import_object, one_line
+from areal_agent.rollout.config import SourceConfig, SourceKind, TasksConfig
+from areal_agent.section import import_object, one_line
 from areal_agent.types import JsonObject, Task
 
 logger = logging.getLogger(__name__)
@@ -125,20 +126,36 @@ def _function_rows(config: SourceConfig, split: Split, seed: int, what: str) -> 
 
 
 def _dataset_rows(config: SourceConfig, split: str, what: str) -> Iterator[tuple[str, object]]:
-    if not Path(config.source).is_dir() and not HUB_NAME.fullmatch(config.source):
+    source, folder = config.source, Path(config.source)
+    args = cast(Mapping[str, Any], config.args)
+    if not folder.is_dir() and not HUB_NAME.fullmatch(source):
         raise ConfigError(
-            f"{what}: {config.source!r} is not a source: there is no such folder, and it is neither a function "
+            f"{what}: {source!r} is not a source: there is no such folder, and it is neither a function "
             "(package.module:function), nor a .jsonl or .parquet file, nor a data set on the hub (org/name)"
         )
     try:
         # imported here: it takes two seconds, and without such a source the extra is not needed
-        from areal_agent.rollout.tasks.hugging_face import dataset_rows
+        from datasets import DatasetDict, load_dataset, load_from_disk
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{what}: {config.source!r} is a Hugging Face data set, and the package {error.name!r} is missing; install "
+            f"{what}: {source!r} is a Hugging Face data set, and the package {error.name!r} is missing; install "
             "the extra: pip install 'areal-agent[datasets]'"
         ) from error
-    return dataset_rows(config.source, split, config.args, what)
+    is_saved = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))  # by `save_to_disk`
+    try:
+        loaded = load_from_disk(source, **args) if is_saved else load_dataset(source, split=split, **args)
+    except Exception as error:  # a hub, a cache or a file format may fail in any way
+        where = "" if folder.is_dir() else "there is no such folder, and "
+        raise ConfigError(
+            f"{what}: {where}loading the data set {source!r}, split {split!r}, failed: {one_line(error)}"
+        ) from error
+    if is_saved:
+        # a data set saved without splits counts as `train`: nothing is evaluated on what is trained
+        splits = loaded if isinstance(loaded, DatasetDict) else {"train": loaded}
+        if split not in splits:
+            raise ConfigError(f"{what}: {source!r} has no split {split!r}; give one of {', '.join(map(str, splits))}")
+        loaded = splits[split]
+    return ((f"{source} [{split}] row {number}", dict(row)) for number, row in enumerate(loaded))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,28 +20,10 @@ from areal_agent import Status, Task
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.fleet.member import FleetView
 from areal_agent.gateway.metrics import Counters
+from areal_agent.rollout import worker_client as wire
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.local import LocalSettings
 from areal_agent.rollout.runner import RolloutSpec
-from areal_agent.rollout.worker.messages import (
-    LENGTH,
-    CancelCall,
-    Channel,
-    Counted,
-    Ended,
-    EnginesCall,
-    Failed,
-    Ready,
-    Refused,
-    RunCall,
-    StatsCall,
-    Warned,
-    WorkerSettings,
-    decode_answer,
-    decode_call,
-    decode_settings,
-    encode,
-)
 from areal_agent.types import ForkReason, SessionPurpose
 
 JSON = st.recursive(
@@ -60,29 +42,29 @@ def test_a_rollout_comes_as_it_was_sent(data: dict, seed: int) -> None:
     spec = RolloutSpec(
         session_id="s", group_id="g", task=Task(id="t", data=data), seed=seed, purpose=SessionPurpose.EVAL
     )
-    call = RunCall(number=1, spec=spec)
-    assert decode_call(encode(call)) == call
+    call = wire.RunCall(number=1, spec=spec)
+    assert wire.CALLS.validate_json(wire.encode(call)) == call
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        CancelCall(number=1),
-        StatsCall(number=2),
-        EnginesCall(view=FleetView(serving=("http://a",), out={"http://b": "it hangs"}, versions=("0:7",))),
+        wire.CancelCall(number=1),
+        wire.StatsCall(number=2),
+        wire.EnginesCall(view=FleetView(serving=("http://a",), out={"http://b": "it hangs"}, versions=("0:7",))),
     ],
     ids=lambda one: one.kind,
 )
-def test_calls(call: CancelCall | StatsCall | EnginesCall) -> None:
-    assert decode_call(encode(call)) == call
+def test_calls(call: wire.CancelCall | wire.StatsCall | wire.EnginesCall) -> None:
+    assert wire.CALLS.validate_json(wire.encode(call)) == call
 
 
-def counted() -> Counted:
+def counted() -> wire.Counted:
     counters = Counters()
     counters.turns = 3
     counters.forks[ForkReason.EDITED] = 2
     counters.errors[409] = 1
-    return Counted(
+    return wire.Counted(
         number=3,
         gateway=counters.snapshot(num_open_sessions=1),
         loop_blocked_s=0.5,
@@ -94,17 +76,17 @@ def counted() -> Counted:
 @pytest.mark.parametrize(
     "answer",
     [
-        Ready(),
-        Refused(message="no"),
-        Ended(number=1, status=Status.TIMEOUT),
-        Failed(number=2, message="m"),
-        Warned(message="w"),
+        wire.Ready(),
+        wire.Refused(message="no"),
+        wire.Ended(number=1, status=Status.TIMEOUT),
+        wire.Failed(number=2, message="m"),
+        wire.Warned(message="w"),
         counted(),
     ],
     ids=lambda one: one.kind,
 )
-def test_answers(answer: Ready) -> None:
-    assert decode_answer(encode(answer)) == answer
+def test_answers(answer: wire.Ready) -> None:
+    assert wire.ANSWERS.validate_json(wire.encode(answer)) == answer
 
 
 def test_settings() -> None:
@@ -116,7 +98,7 @@ def test_settings() -> None:
         rollout=RolloutConfig(workers=2),
         sandbox=SandboxConfig(),
     )
-    settings = WorkerSettings(
+    settings = wire.WorkerSettings(
         number=1,
         workflow="package.module:name",
         sys_path=("", "lib"),
@@ -124,7 +106,7 @@ def test_settings() -> None:
         shard="ledger-w1.sqlite",
         local=local,
     )
-    assert decode_settings(encode(settings)) == settings
+    assert wire.WorkerSettings.model_validate_json(wire.encode(settings)) == settings
 
 
 @pytest.mark.parametrize(
@@ -140,16 +122,16 @@ def test_settings() -> None:
 )
 def test_everything_else_is_an_error(payload: bytes) -> None:
     with pytest.raises(ValidationError):
-        decode_call(payload)
+        wire.CALLS.validate_json(payload)
 
 
-Ends = tuple[Channel, Channel]
+Ends = tuple[wire.Channel, wire.Channel]
 
 
 @pytest_asyncio.fixture
 async def ends() -> AsyncGenerator[Ends]:
     one, other = socket.socketpair()
-    channels = await Channel.over(one), await Channel.over(other)
+    channels = await wire.Channel.over(one), await wire.Channel.over(other)
     yield channels
     for channel in channels:
         await channel.aclose()
@@ -170,10 +152,10 @@ async def test_the_end_of_the_other_side(ends: Ends) -> None:
         await ends[1].receive()
 
 
-@pytest.mark.parametrize(("ours_sent", "theirs_sent"), [(b"", LENGTH.pack(10) + b"half"), (b"never read", b"")])
+@pytest.mark.parametrize(("ours_sent", "theirs_sent"), [(b"", wire.LENGTH.pack(10) + b"half"), (b"never read", b"")])
 async def test_an_end_in_the_middle_of_a_frame_or_with_frames_unread(ours_sent: bytes, theirs_sent: bytes) -> None:
     ours, theirs = socket.socketpair()
-    channel = await Channel.over(ours)
+    channel = await wire.Channel.over(ours)
     if ours_sent:
         channel.send(ours_sent)
     theirs.sendall(theirs_sent)

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from areal_agent import ConfigError, Task
-from areal_agent.rollout.tasks.config import TasksConfig
-from areal_agent.rollout.tasks.loading import load_tasks, require_json
+from areal_agent.rollout.config import TasksConfig
+from areal_agent.rollout.tasks import load_tasks, require_json
 
 ROWS = [{"id": "a", "question": "1 + 1?", "level": 1}, {"id": "b", "question": "2 * 3?", "level": 2}]
 
@@ -126,7 +126,7 @@ def test_faults_in_jsonl_name_file_and_line(tmp_path: Path, text: str, message: 
         ({"source": "./none"}, r"'\./none' is not a source: there is no such folder"),
         ({"source": "my_tasks.load"}, r"is neither a function \(package\.module:function\)"),
         ({"source": "my_tasks:load"}, r"my_tasks:load\(split='train', .*missing 1 required .*see tasks\.args"),
-        ({"source": "my_tasks:none"}, "module 'my_tasks' has no 'none'"),
+        ({"source": "my_tasks:none"}, "module 'my_tasks' has no attribute 'none'"),
         ({"source": "my_tasks:NUMBER"}, "is a int, not a function"),
         ({"source": "my_tasks:load", "args": {"count": 0}}, "has no task for split 'train'"),
         (

@@ -1,0 +1,197 @@
+"""A process that rolls out for a run: `python -m areal_agent.rollout.worker --fd N`. A run starts any number of them.
+
+N is the worker's end of a socket pair. The worker has workflows, a gateway and a ledger shard of its own; the main
+process decides what is rolled out and when (worker_client.py), and trajectories reach it through the ledger.
+"""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from areal_agent.command import Parser, run_command
+from areal_agent.engine.fleet.member import FleetView
+from areal_agent.errors import ArealAgentError
+from areal_agent.ledger.shard import LedgerShard
+from areal_agent.observe.clock import SpanLog
+from areal_agent.process import collect_garbage_rarely, exit_with_parent, start_logging
+from areal_agent.protocols import Sampler
+from areal_agent.rollout.local import LocalRollouts, open_local
+from areal_agent.rollout.worker_client import (
+    CALLS,
+    CancelCall,
+    Channel,
+    Counted,
+    Ended,
+    EnginesCall,
+    Failed,
+    Ready,
+    Refused,
+    RunCall,
+    StatsCall,
+    Warned,
+    WorkerSettings,
+    encode,
+)
+from areal_agent.rollout.workflow import load_workflow
+from areal_agent.types import GenerateRequest, GenerateResult, Status, TokenChunk
+
+logger = logging.getLogger(__name__)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        prog="python -m areal_agent.rollout.worker",
+        description="A process of a run that runs workflows; `areal_agent.train` starts it.",
+    )
+    parser.add_argument("--fd", type=int, required=True, help="inherited socket that calls come over")
+    arguments = parser.parse_args(None if argv is None else list(argv))
+    exit_with_parent()
+    start_logging()
+    try:
+        sock = socket.socket(fileno=arguments.fd)
+    except OSError as error:
+        parser.error(f"--fd {arguments.fd} is not an open socket ({error.strerror}); only a run starts a worker")
+    asyncio.run(_work(sock))
+    return 0
+
+
+async def _work(sock: socket.socket) -> None:
+    channel = await Channel.over(sock)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, channel.end)
+    try:
+        settings = WorkerSettings.model_validate_json(await channel.receive())
+        async with AsyncExitStack() as stack:
+            try:
+                server = await _open(settings, channel, stack)
+            except ArealAgentError as error:
+                channel.send(encode(Refused(message=str(error))))
+                return
+            collect_garbage_rarely()
+            channel.send(encode(Ready()))
+            await server.serve()
+    finally:
+        await channel.aclose()
+
+
+async def _open(settings: WorkerSettings, channel: Channel, stack: AsyncExitStack) -> "WorkerServer":
+    """Set up everything that a worker has, ready for calls; `stack` closes it."""
+    sys.path[:] = settings.sys_path
+    workflow = load_workflow(settings.workflow)
+    shard = await LedgerShard.open(Path(settings.shard), create=True)
+    stack.push_async_callback(shard.aclose)
+    engine = settings.engine.connect()
+    stack.push_async_callback(engine.aclose)
+    metered = MeteredSampler(engine)
+    rollouts = await stack.enter_async_context(
+        open_local(settings.local, workflow, engine=metered, info=await engine.info(), journal=shard)
+    )
+    logging.getLogger().addHandler(_WarningsToMain(channel))
+    return WorkerServer(channel, rollouts, metered.busy, engine.follow)
+
+
+class WorkerServer:
+    """Carries out calls over `channel`, each rollout in a task of its own, until the channel ends.
+
+    `follow` receives the states of the engine's servers that the main process sends.
+    """
+
+    def __init__(
+        self, channel: Channel, rollouts: LocalRollouts, engine_busy: SpanLog, follow: Callable[[FleetView], None]
+    ) -> None:
+        self._channel = channel
+        self._rollouts = rollouts
+        self._engine_busy = engine_busy
+        self._follow = follow
+        self._running: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        """Answer until the channel ends; then cancel the rollouts and wait for them."""
+        try:
+            while True:
+                match CALLS.validate_json(await self._channel.receive()):
+                    case RunCall() as call:
+                        self._start(call)
+                    case CancelCall(number=number):
+                        if number in self._running:  # otherwise its answer is on its way
+                            self._running[number].cancel()
+                    case StatsCall(number=number):
+                        self._channel.send(encode(await self._count(number)))
+                    case EnginesCall(view=view):
+                        self._follow(view)
+        except EOFError:
+            logger.info("the main process has closed its end; ending")
+        finally:
+            if tasks := set(self._running.values()):
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
+
+    def _start(self, call: RunCall) -> None:
+        task = asyncio.create_task(self._run(call))
+        self._running[call.number] = task
+        task.add_done_callback(lambda _: self._running.pop(call.number))
+
+    async def _run(self, call: RunCall) -> None:
+        try:
+            ended = await self._rollouts.run(call.spec)
+        except asyncio.CancelledError:
+            self._channel.send(encode(Ended(number=call.number, status=Status.CANCELLED)))
+            raise
+        except Exception as error:  # the boundary that turns a failure into an answer
+            logger.exception("rollout %s could not be run", call.spec.session_id)
+            message = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
+            self._channel.send(encode(Failed(number=call.number, message=message)))
+        else:
+            self._channel.send(encode(Ended(number=call.number, status=ended.status)))
+
+    async def _count(self, number: int) -> Counted:
+        stats = await self._rollouts.stats()
+        spans, until_s = self._engine_busy.take()
+        return Counted(
+            number=number,
+            gateway=stats.gateway,
+            loop_blocked_s=stats.loop_blocked_s,
+            engine_spans=tuple(spans),
+            until_s=until_s,
+        )
+
+
+class MeteredSampler:
+    """A `protocols.Sampler` around another: `busy` has the spans with at least one request in flight.
+
+    Spans, not seconds, so that the gateways of several processes can be counted as one.
+    """
+
+    def __init__(self, sampler: Sampler) -> None:
+        self.busy = SpanLog()
+        self._sampler = sampler
+        self.abort = sampler.abort
+
+    async def generate(
+        self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
+    ) -> GenerateResult:
+        with self.busy.one():
+            return await self._sampler.generate(request, on_chunk)
+
+
+class _WarningsToMain(logging.Handler):
+    """Sends warnings, also those of threads, to the main process, where a person sees them."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(logging.WARNING)
+        self._loop = asyncio.get_running_loop()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage().encode(errors="replace").decode()
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._channel.send, encode(Warned(message=text)))
+
+
+if __name__ == "__main__":
+    run_command(main)

@@ -1,0 +1,273 @@
+"""The main process's end of a worker, and the messages and frames that both ends use.
+
+    main ──▶ worker   WorkerSettings, then RunCall, CancelCall, StatsCall and EnginesCall in any order and number
+    worker ──▶ main   Ready or Refused, then one answer per RunCall and StatsCall, and Warned in between
+
+A frame is 4 bytes of length, big-endian, and a message as JSON. Unknown fields are errors on both sides.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import socket
+import struct
+from collections.abc import Callable
+from typing import Literal, Self
+
+from pydantic import TypeAdapter
+
+from areal_agent.engine.address import EngineAddress
+from areal_agent.engine.fleet.member import FleetView
+from areal_agent.errors import ConfigError, WorkerError
+from areal_agent.gateway.metrics import GatewayStats
+from areal_agent.observe.clock import Span
+from areal_agent.rollout.local import LocalSettings
+from areal_agent.rollout.runner import RolloutSpec
+from areal_agent.section import Section
+from areal_agent.types import Status
+
+LENGTH = struct.Struct(">I")
+CANCEL_WAIT_S = 15.0
+"""The time that a cancelled rollout has to end: a blocked worker must not hold up the end of a run."""
+
+
+class WorkerSettings(Section):
+    """All settings of a worker. `sys_path` is the main process's, so that both find the same workflow."""
+
+    number: int
+    workflow: str
+    sys_path: tuple[str, ...]
+    engine: EngineAddress
+    shard: str
+    local: LocalSettings
+
+
+class RunCall(Section):
+    """Run one rollout. Answered with Ended or Failed when it has ended."""
+
+    kind: Literal["run"] = "run"
+    number: int
+    spec: RolloutSpec
+
+
+class CancelCall(Section):
+    """Cancel the rollout of RunCall `number`. The RunCall's answer is the only one, whichever way the rollout ended."""
+
+    kind: Literal["cancel"] = "cancel"
+    number: int
+
+
+class StatsCall(Section):
+    """Ask for the counters. Answered with Counted."""
+
+    kind: Literal["stats"] = "stats"
+    number: int
+
+
+class EnginesCall(Section):
+    """The new states of the engine's servers. It has no answer."""
+
+    kind: Literal["engines"] = "engines"
+    view: FleetView
+
+
+class Ready(Section):
+    """The worker takes calls."""
+
+    kind: Literal["ready"] = "ready"
+
+
+class Refused(Section):
+    """The worker cannot work with its settings, and ends."""
+
+    kind: Literal["refused"] = "refused"
+    message: str
+
+
+class Ended(Section):
+    """The rollout of a RunCall has ended; the shard has its trajectory."""
+
+    kind: Literal["ended"] = "ended"
+    number: int
+    status: Status
+
+
+class Failed(Section):
+    """The rollout of a RunCall could not be run at all: the worker's gateway or shard is at fault."""
+
+    kind: Literal["failed"] = "failed"
+    number: int
+    message: str
+
+
+class Counted(Section):
+    """The counters of a worker since it started, and the engine's busy spans since it was last asked."""
+
+    kind: Literal["counted"] = "counted"
+    number: int
+    gateway: GatewayStats
+    loop_blocked_s: float
+    engine_spans: tuple[Span, ...]
+    until_s: float  # `engine_spans` are complete up to this time; monotonic
+
+
+class Warned(Section):
+    """A warning that the worker has logged, for a person to see."""
+
+    kind: Literal["warned"] = "warned"
+    message: str
+
+
+Call = RunCall | CancelCall | StatsCall | EnginesCall
+Answer = Ready | Refused | Ended | Failed | Counted | Warned
+
+CALLS: TypeAdapter[Call] = TypeAdapter(Call)
+ANSWERS: TypeAdapter[Answer] = TypeAdapter(Answer)
+
+
+def encode(message: Section) -> bytes:
+    return message.model_dump_json().encode()
+
+
+class Channel:
+    """One end of a socket pair, which has no port, needs no key, and ends when the other process does."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def over(cls, sock: socket.socket) -> Self:
+        """Open a channel over a connected socket, which it then owns."""
+        return cls(*await asyncio.open_connection(sock=sock))
+
+    def send(self, payload: bytes) -> None:
+        """Queue one frame. To a side that is gone it is lost, and `receive` reports that."""
+        self._writer.write(LENGTH.pack(len(payload)) + payload)
+
+    async def receive(self) -> bytes:
+        """Return the next frame. Raises EOFError when the other side is gone, or after `end`."""
+        try:
+            (length,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
+            return await self._reader.readexactly(length)
+        except OSError as error:  # the other side was killed with frames unread
+            raise EOFError(f"the other side is gone: {error}") from error
+
+    def end(self) -> None:
+        """Stop reading: `receive` raises EOFError."""
+        self._reader.feed_eof()
+
+    async def aclose(self) -> None:
+        """Close the channel. Harmless when done before."""
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+
+
+class WorkerGone(Exception):
+    """The worker's process ended before it answered. Its shard has all that is left of the rollout."""
+
+
+class WorkerClient:
+    """Calls `python -m areal_agent.rollout.worker` over a channel, which it owns.
+
+    A reader task, owned by the client, hands every answer to the call with its number.
+    """
+
+    def __init__(self, channel: Channel, on_warning: Callable[[str], None]) -> None:
+        self._channel = channel
+        self._on_warning = on_warning
+        self._reading: asyncio.Task[None] | None = None
+        self._numbers = itertools.count(1)
+        self._answers: dict[int, asyncio.Future[Answer]] = {}
+        self._is_gone = False
+
+    async def start(self, settings: WorkerSettings) -> None:
+        """Send the settings and wait until the worker takes calls. Raises ConfigError when it refuses them."""
+        self._channel.send(encode(settings))
+        try:
+            answer = await self._receive()
+        except EOFError:
+            raise WorkerGone from None
+        if isinstance(answer, Refused):
+            raise ConfigError(answer.message)
+        assert isinstance(answer, Ready), answer
+        self._reading = asyncio.create_task(self._read(), name="worker answers")
+
+    async def run(self, spec: RolloutSpec) -> Status:
+        """Run one rollout to its end. When it is cancelled, its session is ended before that is raised.
+
+        Raises WorkerGone, and WorkerError when the worker could not run it at all.
+        """
+        number = next(self._numbers)
+        answer = self._ask(RunCall(number=number, spec=spec))
+        try:
+            match await asyncio.shield(answer):
+                case Ended(status=status):
+                    return status
+                case Failed(message=message):
+                    raise WorkerError(f"a worker could not run rollout {spec.session_id}: {message}; its log says why")
+                case other:
+                    raise WorkerError(f"a worker answered {other!r:.200} to the call to run {spec.session_id}")
+        except asyncio.CancelledError:
+            self._channel.send(encode(CancelCall(number=number)))
+            await asyncio.wait({answer}, timeout=CANCEL_WAIT_S)
+            raise
+
+    async def stats(self) -> Counted:
+        """Return the worker's counters. Raises WorkerGone."""
+        answer = await self._ask(StatsCall(number=next(self._numbers)))
+        assert isinstance(answer, Counted), answer
+        return answer
+
+    def tell_engines(self, view: FleetView) -> None:
+        """Tell the worker the new states of the engine's servers."""
+        if not self._is_gone:
+            self._channel.send(encode(EnginesCall(view=view)))
+
+    async def aclose(self) -> None:
+        """Close the socket, which ends the worker if it still runs. Harmless when done before."""
+        self._lose_all()
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait({self._reading})
+        await self._channel.aclose()
+
+    def _ask(self, call: RunCall | StatsCall) -> asyncio.Future[Answer]:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._answers[call.number] = answer
+        answer.add_done_callback(lambda _: self._answers.pop(call.number))
+        answer.add_done_callback(_look_at)
+        if self._is_gone:
+            answer.set_exception(WorkerGone())
+        else:
+            self._channel.send(encode(call))
+        return answer
+
+    async def _read(self) -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                answer = await self._receive()
+                assert isinstance(answer, Ended | Failed | Counted), answer
+                waiting = self._answers.get(answer.number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer)
+        self._lose_all()
+
+    async def _receive(self) -> Answer:
+        """Return the next answer; warnings before it are passed to `on_warning`."""
+        while isinstance(answer := ANSWERS.validate_json(await self._channel.receive()), Warned):
+            self._on_warning(answer.message)
+        return answer
+
+    def _lose_all(self) -> None:
+        self._is_gone = True
+        for answer in list(self._answers.values()):
+            if not answer.done():
+                answer.set_exception(WorkerGone())
+
+
+def _look_at(answer: asyncio.Future[Answer]) -> None:
+    """Mark an error as seen: its waiter may be gone, and asyncio warns of errors that nobody has read."""
+    if not answer.cancelled():
+        answer.exception()
