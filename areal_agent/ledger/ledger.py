@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from areal_agent.ledger import questions, writes
-from areal_agent.ledger.encoding import encode_note, encode_rewards
+from areal_agent.ledger.encoding import Lease, encode_note, encode_rewards
 from areal_agent.ledger.files import FileKind, LedgerFiles, Snapshot, shard_path, shard_paths
-from areal_agent.ledger.reads import Incarnation, Lease
 from areal_agent.ledger.shard import LedgerShard, SnapshotReader, end_orphans_of, fold, upgrade_shards
+from areal_agent.ledger.writes import Incarnation
 from areal_agent.types import Drop, Rewards, Trajectory
 
 Given = ParamSpec("Given")

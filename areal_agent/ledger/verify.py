@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from areal_agent.errors import LedgerError
-from areal_agent.ledger import questions, reads
+from areal_agent.ledger import questions
 from areal_agent.ledger.encoding import lease_digest, token_digest
 from areal_agent.ledger.files import NO_DIGEST, TOKENS_ONLY, LedgerFiles, Snapshot
-from areal_agent.ledger.reads import STATUS_NOTE, LedgerCounts
+from areal_agent.ledger.questions import STATUS_NOTE, LedgerCounts
 from areal_agent.types import Completion, SessionPurpose, Status, Trajectory, Turn
 
 LOGPROB_SLACK = 1e-4
@@ -166,7 +166,7 @@ def _search(connection: sqlite3.Connection, searches: Iterable[_Search]) -> Iter
 def _check_known(snapshot: Snapshot) -> Iterator[Violation]:
     for what in ("leases", "fates"):
         for (session_id,) in snapshot[0].execute(f"SELECT session FROM {what}"):
-            if not any(reads.standing(connection, session_id) for connection in snapshot):
+            if not any(questions.standing_in(connection, session_id) for connection in snapshot):
                 detail = f"it has a row in {what}, yet no file has the session"
                 yield Violation(invariant=Invariant.KNOWN, subject=f"session {session_id!r}", detail=detail)
 
@@ -354,7 +354,7 @@ class _Examination:
         )
 
     def _check_sessions(self, snapshot: Snapshot, on_session: Callable[[int, int], None]) -> None:
-        num_all = sum(reads.number(connection, "count(*) FROM sessions") for connection in snapshot)
+        num_all = sum(questions.number_in(connection, "count(*) FROM sessions") for connection in snapshot)
         sessions = ((connection, session) for connection in snapshot for session in _sessions_of(connection))
         for num_done, (connection, session) in enumerate(sessions, start=1):
             self._check_session(connection, session)
@@ -367,8 +367,8 @@ class _Examination:
             self.add(Violation(invariant=Invariant.READABLE, subject=f"session {session.id!r}", detail=str(error)))
 
     def _check_readable(self, connection: sqlite3.Connection, session: _SessionRow) -> None:
-        trajectory = None if session.ended_s is None else reads.trajectory(connection, session.id)
-        turns = reads.turns(connection, session.number) if trajectory is None else trajectory.turns
+        trajectory = None if session.ended_s is None else questions.trajectory_in(connection, session.id)
+        turns = questions.turns_in(connection, session.number) if trajectory is None else trajectory.turns
         self._num_turns += len(turns)
         num_sampled_tokens = sum(len(one.token_ids) for turn in turns for one in turn.completions)
         self._num_sampled_tokens += num_sampled_tokens
@@ -382,7 +382,7 @@ class _Examination:
             self._check_lease(session, trajectory)
 
     def _check_ending(self, connection: sqlite3.Connection, session: _SessionRow) -> None:
-        ending = reads.ending(connection, session.id)
+        ending = questions.ending_in(connection, session.id)
         assert ending is not None
         if ending.digest == NO_DIGEST:
             self._unproved[Invariant.ENDED] += 1

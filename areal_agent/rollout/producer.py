@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 
 from areal_agent.errors import RolloutsFailing
 from areal_agent.ledger import questions
+from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.ledger.reads import Lease
 from areal_agent.ledger.writes import FATE_OF_STATUS
 from areal_agent.rollout.dynamic_sampling import DynamicSampling
 from areal_agent.rollout.runner import RolloutSpec

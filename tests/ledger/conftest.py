@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.ledger.reads import Lease
 from areal_agent.protocols import Journal
 from areal_agent.types import (
     Completion,

@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 
 from areal_agent.ledger import questions
+from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.files import shard_path
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.ledger.reads import Lease
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.ledger.verify import Invariant, verify
 from areal_agent.types import Drop, SessionPurpose, VersionSpan, WeightVersion

@@ -18,7 +18,7 @@ from typing import Self
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.control import RewardBook, RewardRequest
-from areal_agent.ledger.reads import Lease
+from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.writes import FATE_OF_STATUS
 from areal_agent.staleness import is_stale, oldest_step, room
 from areal_agent.tokens.records import token_records
