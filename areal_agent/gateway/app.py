@@ -27,7 +27,7 @@ from areal_agent.gateway.completions import CompletionsBody, CompletionsRequest
 from areal_agent.gateway.control import StartRequest
 from areal_agent.gateway.draft import Outlet, Piece
 from areal_agent.gateway.metrics import Counters, GatewayStats, Metrics
-from areal_agent.gateway.online.consumer import Consumer, TrainerCalls, TrainerHandler
+from areal_agent.gateway.online.consumer import Consumer, TrainerHandler, trainer_handlers
 from areal_agent.gateway.openapi import About, openapi_json
 from areal_agent.gateway.replies import as_request_error, error_object, json_reply
 from areal_agent.gateway.rollouts import Callers, RolloutCalls
@@ -122,7 +122,7 @@ class Gateway:
             archive=archive,
             consumer=consumer,
         )
-        self._trainer = TrainerCalls(consumer, self.stats).handlers() if consumer else {}
+        self._trainer = trainer_handlers(consumer, self.stats) if consumer else {}
 
     def app(self) -> web.Application:
         """Build the web application. Use `serve` to run it with the connection limits and checks it needs."""

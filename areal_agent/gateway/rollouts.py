@@ -21,6 +21,7 @@ from areal_agent.gateway.online.consumer import Consumer
 from areal_agent.gateway.replies import json_reply
 from areal_agent.gateway.session import Session, SessionState
 from areal_agent.gateway.sessions import Sessions, Traffic
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.protocols import Journal
 from areal_agent.tokens.records import token_records
@@ -233,7 +234,7 @@ class RolloutCalls:
         """Return the caller's session, or the trajectory of one that is only in the archive. Raises RequestError."""
         caller = caller_hash(request.headers)
         if self._archive is not None and self._sessions.with_key(caller) is None:
-            session_id = await self._archive.session_with_key(caller)
+            session_id = await self._archive.ask(questions.session_with_key, caller)
             if session_id is not None:
                 return await self._archived(self._archive, session_id)
         return self._callers.session(caller)

@@ -85,10 +85,6 @@ class Ledger:
         """The trajectory of a closed session, with its turns and its fate."""
         return await self.ask(questions.trajectory, session_id)
 
-    async def session_with_key(self, key_hash: str) -> str | None:
-        """The id of the session, open or closed, with this key, or None."""
-        return await self.ask(questions.session_with_key, key_hash)
-
     # ------------------------------------------------------------------------------------ starts and ends
 
     async def begin_incarnation(self, checkpoint_step: int | None) -> Incarnation:

@@ -39,15 +39,10 @@ GROUP_S = 0.002
 
 @dataclass(kw_only=True, slots=True)
 class _Request:
+    """Work for the writer thread, which sets `error` when it failed, otherwise `result`."""
+
     work: Callable[[sqlite3.Connection], Any]
     future: asyncio.Future[Any]
-
-
-@dataclass(kw_only=True, slots=True)
-class _Outcome:
-    """The outcome of one request: `error` when it failed, otherwise `result`."""
-
-    request: _Request
     result: Any = None
     error: Exception | None = None
 
@@ -106,48 +101,48 @@ class GroupCommitWriter:
 
     def _serve(self) -> None:
         while (group := self._queue.get()) is not None:
-            self._loop.call_soon_threadsafe(self._deliver, self._commit(group))
+            self._commit(group)
+            self._loop.call_soon_threadsafe(self._deliver, group)
 
-    def _deliver(self, outcomes: Sequence[_Outcome]) -> None:
+    def _deliver(self, group: Sequence[_Request]) -> None:
         """Answer the callers of a group, and send the requests that arrived meanwhile. Runs in the event loop."""
         self._is_busy = bool(self._waiting)
         if self._is_busy:
             self._send_soon()
-        for outcome in outcomes:
-            future = outcome.request.future
-            if future.done():  # the caller was cancelled
+        for request in group:
+            if request.future.done():  # the caller was cancelled
                 continue
-            if outcome.error is None:
-                future.set_result(outcome.result)
+            if request.error is None:
+                request.future.set_result(request.result)
             else:
-                future.set_exception(outcome.error)
+                request.future.set_exception(request.error)
 
-    def _commit(self, group: Sequence[_Request]) -> Sequence[_Outcome]:
+    def _commit(self, group: Sequence[_Request]) -> None:
         """Run a group in one transaction. If that fails (a full disk, for example), none of it has happened."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
-            outcomes = [_perform(self._connection, request) for request in group]
+            for request in group:
+                _perform(self._connection, request)
             self._connection.execute("COMMIT")
-            return outcomes
         except Exception as error:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             failure = LedgerError(f"the ledger could not be written: {error}; make room on its disk and resume the run")
-            return [_Outcome(request=request, error=failure) for request in group]
+            for request in group:
+                request.error = failure
 
 
-def _perform(connection: sqlite3.Connection, request: _Request) -> _Outcome:
+def _perform(connection: sqlite3.Connection, request: _Request) -> None:
     """Run one request's work inside a savepoint. If it fails, it is undone and its exception becomes the answer."""
     connection.execute("SAVEPOINT request")
     try:
-        outcome = _Outcome(request=request, result=request.work(connection))
+        request.result = request.work(connection)
     except Exception as error:
         if not connection.in_transaction:  # SQLite rolled the whole transaction back, as on a full disk
             raise
         connection.execute("ROLLBACK TO request")
-        outcome = _Outcome(request=request, error=_explain(error))
+        request.error = _explain(error)
     connection.execute("RELEASE request")
-    return outcome
 
 
 def _explain(error: Exception) -> Exception:

@@ -205,7 +205,7 @@ async def test_a_shards_sessions_are_found(ledger: Ledger, open_shard: OpenShard
     await make.closed(await open_shard("w0"), "a", key_hash="cd" * 32)
     await make.closed(ledger.own, "b")
     await make.leased(ledger, 1, "a", "b")
-    assert await ledger.session_with_key("cd" * 32) == "a"
+    assert await ledger.ask(questions.session_with_key, "cd" * 32) == "a"
     assert [one.session_id for one in await ledger.ask(questions.leased, 1)] == ["a", "b"]
 
 

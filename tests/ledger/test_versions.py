@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import LedgerError
+from areal_agent.ledger import questions
 from areal_agent.ledger.export import completions
 from areal_agent.ledger.files import OLDEST_VERSION, VERSION, FileKind, FileLock, LedgerFiles, shard_path
 from areal_agent.ledger.ledger import Ledger
@@ -192,7 +193,7 @@ async def test_an_upgrade_that_fails_leaves_the_file_as_it_was(old: Path) -> Non
 async def test_the_first_files_of_version_2_had_no_index_of_keys(old: Path) -> None:
     change(old, "DROP INDEX session_of_key")
     ledger = await Ledger.open(old, create=False)
-    assert await ledger.session_with_key("cd" * 32) == "unpaid"
+    assert await ledger.ask(questions.session_with_key, "cd" * 32) == "unpaid"
     await ledger.aclose()
 
 

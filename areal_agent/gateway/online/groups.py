@@ -22,7 +22,7 @@ from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.writes import FATE_OF_STATUS
 from areal_agent.staleness import is_stale, oldest_step, room
 from areal_agent.tokens.records import token_records
-from areal_agent.types import Drop, JsonObject, Rewards, Status, Trajectory, TrajectoryGroup, WeightVersion
+from areal_agent.types import Drop, Rewards, Status, Trajectory, TrajectoryGroup, WeightVersion
 
 FOREIGN = -(2**30)
 """The step counted for another trainer's weights: beyond every staleness bound."""
@@ -164,12 +164,6 @@ class Progress:
     leased: int = 0
     surplus: tuple[tuple[int, int], ...] = ()  # (step, answers beyond B) of steps not yet published
 
-    @classmethod
-    def read(cls, fields: JsonObject) -> Self:
-        """Read the progress from its JSON."""
-        surplus = tuple((step, answers) for step, answers in fields.get("surplus", ()))
-        return cls(published=fields["published"], leased=fields["leased"], surplus=surplus)
-
     def to_version(self, step: int) -> Self:
         """Return the progress when version `step` serves."""
         surplus = tuple(one for one in self.surplus if one[0] > step)
@@ -184,43 +178,6 @@ class Progress:
     def consumed(self, bound: Bound) -> int:
         """Return the number of answers that the trainer has consumed."""
         return max(self.leased, self.published) * bound.batch_answers + sum(answers for _, answers in self.surplus)
-
-
-def capacity(bound: Bound, progress: Progress, under_way: int) -> int:
-    """Return how many more answers may be admitted beside those running or waiting."""
-    return room(
-        step=progress.published,
-        max_staleness=bound.max_staleness,
-        batch_answers=bound.batch_answers,
-        consumed=progress.consumed(bound),
-        under_way=under_way,
-    )
-
-
-def require_possible(size: int, bound: Bound) -> None:
-    """Raise RequestError (400) for a group that can never fit."""
-    most = (bound.max_staleness + 1) * bound.batch_answers
-    if size > most:
-        raise RequestError(
-            f"group_size is {size}; the staleness bound never admits more than {most} answers at once "
-            f"(max_staleness {bound.max_staleness}, {bound.batch_answers} answers a train step)",
-            param="group_size",
-            code="invalid_value",
-        )
-
-
-def require_room(size: int, bound: Bound, progress: Progress, *, num_running: int, num_finished: int) -> None:
-    """Raise RequestError (429) unless `size` more answers may be started now."""
-    left = capacity(bound, progress, num_running + num_finished)
-    if left < size:
-        raise RequestError(
-            f"the staleness bound is reached: {num_running} answers run and {num_finished} wait to be trained, which "
-            f"leaves room for {max(0, left)} of the {size} asked for at weight version {progress.published}; ask again "
-            f"when the trainer has published version {progress.published + 1}",
-            status=429,
-            code="staleness_bound",
-            retry_after_s=RETRY_AFTER_S,
-        )
 
 
 class Groups:
@@ -253,7 +210,13 @@ class Groups:
         """The number of answers that may be admitted now; None without a bound."""
         if self.bound is None:
             return None
-        return capacity(self.bound, self.progress, self.num_running + self.num_finished)
+        return room(
+            step=self.progress.published,
+            max_staleness=self.bound.max_staleness,
+            batch_answers=self.bound.batch_answers,
+            consumed=self.progress.consumed(self.bound),
+            under_way=self._num_answers(self._groups.values()),
+        )
 
     def start(self, session_id: str, group_id: str, size: int | None, now_s: float) -> None:
         """Admit a session: any sibling of an admitted group, or the first of a group that fits as a whole.
@@ -417,13 +380,36 @@ class Groups:
 
     def _admit(self, group_id: str, size: int, now_s: float) -> Group:
         if self.bound is not None:
-            require_possible(size, self.bound)
+            self._require_possible(size, self.bound)
             self._refused_size = size  # reset below when there is room
-            require_room(size, self.bound, self.progress, num_running=self.num_running, num_finished=self.num_finished)
+            self._require_room(size)
         self._refused_size = None
         group = Group(id=group_id, size=size, started_step=self.progress.published, changed_s=now_s)
         self._groups[group_id] = group
         return group
+
+    def _require_possible(self, size: int, bound: Bound) -> None:
+        most = (bound.max_staleness + 1) * bound.batch_answers
+        if size > most:
+            raise RequestError(
+                f"group_size is {size}; the staleness bound never admits more than {most} answers at once "
+                f"(max_staleness {bound.max_staleness}, {bound.batch_answers} answers a train step)",
+                param="group_size",
+                code="invalid_value",
+            )
+
+    def _require_room(self, size: int) -> None:
+        left = self.capacity
+        if left is not None and left < size:
+            published = self.progress.published
+            raise RequestError(
+                f"the staleness bound is reached: {self.num_running} answers run and {self.num_finished} wait to be "
+                f"trained, which leaves room for {max(0, left)} of the {size} asked for at weight version {published}; "
+                f"ask again when the trainer has published version {published + 1}",
+                status=429,
+                code="staleness_bound",
+                retry_after_s=RETRY_AFTER_S,
+            )
 
     def _require_unleased(self, group_id: str) -> None:
         if group_id in self._leased:
