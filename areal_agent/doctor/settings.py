@@ -21,7 +21,7 @@ from areal_agent.doctor.machine import Machine, gib
 from areal_agent.doctor.memory import NUM_SLOTS, TrainerMemory, uses_gpu
 from areal_agent.doctor.model import ModelShape
 from areal_agent.errors import ConfigError, SandboxError
-from areal_agent.gateway.standalone import find_admin_key
+from areal_agent.gateway.auth import find_admin_key
 from areal_agent.observe.trackers import require_installed
 from areal_agent.rollout.config import SandboxConfig
 from areal_agent.rollout.tasks.loading import load_tasks, require_json

@@ -3,7 +3,7 @@
 ::
 
     app.py            the routes, and how an answer is sent: whole or as a stream
-    auth.py           keys; the Host and Origin headers
+    auth.py           the keys of sessions and of the gateway's owner; the Host and Origin headers
     bodies.py         reading and refusing JSON bodies; the gateway's limits
     order.py          the parameters that both completion endpoints share
     chat.py           /v1/chat/completions: its body and its answer
@@ -22,7 +22,7 @@
     openapi.py        /openapi.json, /health and the model list
     online/           leasing finished rollouts to a trainer that runs elsewhere
     engine_servers.py connecting to engines that are already running
-    standalone.py     the gateway as a program of its own (`python -m areal_agent.gateway`)
+    __main__.py       the gateway as a program of its own (`python -m areal_agent.gateway`)
 
 The path of a turn: `app` finds the session by its key, `chat` or `completions` reads the body, `session` places the
 prompt in its forest (`tokens.forest`), `turn` samples it and appends the turn to the journal, and `app` sends the

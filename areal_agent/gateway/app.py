@@ -106,11 +106,7 @@ class Gateway:
         self._metrics = Metrics(self.stats)
         self._callers = Callers(admin_key, self._sessions)
         self._about = About(
-            model_name=model_name,
-            callers=self._callers,
-            traffic=self._traffic,
-            stats=self.stats,
-            metrics=self._metrics,
+            model_name=model_name, callers=self._callers, traffic=self._traffic, stats=self.stats, metrics=self._metrics
         )
         self._rollouts = RolloutCalls(
             sessions=self._sessions,
@@ -151,12 +147,7 @@ class Gateway:
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> ServedGateway:
         """Listen on `host` and `port`; port 0 picks a free one. Raises ConfigError when the port is taken."""
         return await serve_app(
-            self.app(),
-            host,
-            port,
-            limits=self._limits,
-            counters=self._counters,
-            allowed_hosts=self._allowed_hosts,
+            self.app(), host, port, limits=self._limits, counters=self._counters, allowed_hosts=self._allowed_hosts
         )
 
     async def drain(self, timeout_s: float) -> int:
@@ -271,12 +262,7 @@ class AnswerBody(Protocol):
 
 
 async def deliver(
-    http: web.Request,
-    session: Session,
-    exchange: Exchange,
-    body: AnswerBody,
-    counters: Counters,
-    keep_alive_s: float,
+    http: web.Request, session: Session, exchange: Exchange, body: AnswerBody, counters: Counters, keep_alive_s: float
 ) -> web.StreamResponse:
     """Send the whole answer to a request, and mark it as delivered once all of it was sent."""
     if exchange.order.is_streamed:
@@ -290,12 +276,7 @@ async def deliver(
 
 
 async def _deliver_in_chunks(
-    http: web.Request,
-    session: Session,
-    exchange: Exchange,
-    body: AnswerBody,
-    counters: Counters,
-    keep_alive_s: float,
+    http: web.Request, session: Session, exchange: Exchange, body: AnswerBody, counters: Counters, keep_alive_s: float
 ) -> web.StreamResponse:
     outlet = Outlet()
     answering = session.begin(exchange, outlet)

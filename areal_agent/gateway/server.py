@@ -82,11 +82,7 @@ class Connection(web.RequestHandler):
         return finished
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Answer input that is not HTTP. It is the client's fault, so it is not logged."""
         if status != 400:
@@ -146,13 +142,7 @@ class ServedGateway:
 
 
 async def serve_app(
-    app: web.Application,
-    host: str,
-    port: int,
-    *,
-    limits: Limits,
-    counters: Counters,
-    allowed_hosts: Iterable[str] = (),
+    app: web.Application, host: str, port: int, *, limits: Limits, counters: Counters, allowed_hosts: Iterable[str] = ()
 ) -> ServedGateway:
     """Listen on `host` and `port`; port 0 picks a free one. Raises ConfigError when that fails.
 

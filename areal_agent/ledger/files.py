@@ -137,7 +137,7 @@ CREATE INDEX IF NOT EXISTS session_of_key ON sessions (key_hash);
 _LEASES_FROM_2 = f"UPDATE leases SET digest = '{TOKENS_ONLY}' || digest;"
 
 UPGRADES: Mapping[int, Mapping[FileKind, str]] = {
-    2: {FileKind.COORDINATOR: _SESSIONS_FROM_2 + _LEASES_FROM_2, FileKind.SHARD: _SESSIONS_FROM_2},
+    2: {FileKind.COORDINATOR: _SESSIONS_FROM_2 + _LEASES_FROM_2, FileKind.SHARD: _SESSIONS_FROM_2}
 }
 """SQL that brings a file from the given version to the next. It claims nothing that the older version did not record.
 """
@@ -233,12 +233,7 @@ def copy_upgraded(path: Path, kind: FileKind, folder: Path) -> Path:
     """Copy a file of an older version into `folder`, under the same name, and upgrade the copy."""
     copy = folder / path.name
     _make_file(copy)
-    with (
-        _connected(path, "ro") as connection,
-        closing(connection),
-        _connected(copy, "rw") as target,
-        closing(target),
-    ):
+    with _connected(path, "ro") as connection, closing(connection), _connected(copy, "rw") as target, closing(target):
         connection.backup(target)
         _upgrade(target, _version(target, path, kind), kind)
     return copy

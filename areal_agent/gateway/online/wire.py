@@ -145,8 +145,7 @@ class LeaseRequest(TrainerRequest):
     num_trajectories: PositiveCount | None = None
     wait_s: Seconds = Field(default=0.0, description="Seconds to wait for enough groups.")
     straggler_wait_s: Seconds = Field(
-        default=0.0,
-        description="Seconds to wait for running groups that would be too stale for the next batch.",
+        default=0.0, description="Seconds to wait for running groups that would be too stale for the next batch."
     )
     wants_records: bool = Field(default=True, alias="records")
 
