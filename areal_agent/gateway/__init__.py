@@ -9,15 +9,13 @@
     chat.py           /v1/chat/completions: its body and its answer
     conversation.py   the messages and tools of a chat
     completions.py    /v1/completions: its body and its answer
-    session.py        one rollout's conversation, the gateway's main mutable object
+    session.py        one rollout's conversation, the gateway's main mutable object; the bodies of /rl/*
     turn.py           one turn: placing the prompt, sampling, recording
     draft.py          one answer while it is sampled: stop texts, tool calls, what a stream sends
     answers.py        finished answers, and the engine requests and deliveries of a session
-    control.py        the bodies of /rl/*, and a session's rewards
     rollouts.py       the handlers of /rl/* and /export_trajectories
     sessions.py       all sessions: look-up, limits, timeouts, draining
-    server.py         the listening socket and its connections
-    replies.py        JSON replies and OpenAI's error objects
+    server.py         the listening socket, its connections, JSON replies and OpenAI's error objects
     metrics.py        counters and /metrics
     openapi.py        /openapi.json, /health and the model list
     online/           leasing finished rollouts to a trainer that runs elsewhere

@@ -24,15 +24,13 @@ from areal_agent.gateway.answers import Answer
 from areal_agent.gateway.bodies import BodyReader, Limits
 from areal_agent.gateway.chat import ChatBody, ChatRequest
 from areal_agent.gateway.completions import CompletionsBody, CompletionsRequest
-from areal_agent.gateway.control import StartRequest
 from areal_agent.gateway.draft import Outlet, Piece
 from areal_agent.gateway.metrics import Counters, GatewayStats, Metrics
 from areal_agent.gateway.online.consumer import Consumer, TrainerHandler, trainer_handlers
 from areal_agent.gateway.openapi import About, openapi_json
-from areal_agent.gateway.replies import as_request_error, error_object, json_reply
 from areal_agent.gateway.rollouts import Callers, RolloutCalls
-from areal_agent.gateway.server import ServedGateway, serve_app
-from areal_agent.gateway.session import Session, SessionOptions
+from areal_agent.gateway.server import ServedGateway, as_request_error, error_object, json_reply, serve_app
+from areal_agent.gateway.session import Session, SessionOptions, StartRequest
 from areal_agent.gateway.sessions import Closing, Sessions, Traffic
 from areal_agent.gateway.turn import Exchange, Services
 from areal_agent.ledger.ledger import Ledger

@@ -15,9 +15,8 @@ from areal_agent.engine.fleet.fleet import MemberReport
 from areal_agent.errors import EngineError, EngineRejected, RequestError, ServerRefused
 from areal_agent.gateway.bodies import Body, BodyReader, Limits, Name, wrong
 from areal_agent.gateway.metrics import Counters
-from areal_agent.gateway.replies import json_reply
 from areal_agent.gateway.rollouts import Callers
-from areal_agent.gateway.server import ServedGateway, serve_app
+from areal_agent.gateway.server import ServedGateway, json_reply, serve_app
 from areal_agent.gateway.sessions import Sessions
 from areal_agent.types import JsonObject
 

@@ -63,24 +63,16 @@ class Counters:
         self.sent_bytes = 0
         self.ended_by_timeout = 0
 
-    def count_error(self, status: int) -> None:
-        self.errors[status] += 1
-
     def snapshot(self, *, num_open_sessions: int) -> GatewayStats:
+        counted: dict[str, Any] = {
+            name: dict(count) if isinstance(count, Counter) else count for name, count in vars(self).items()
+        }
+        engine: BusyClock = counted.pop("engine")
         return GatewayStats(
             num_open_sessions=num_open_sessions,
-            num_engine_requests=self.engine.num_running,
-            engine_busy_s=self.engine.busy_s,
-            generated_tokens=self.generated_tokens,
-            turns=self.turns,
-            altered_completions=self.altered_completions,
-            malformed_tool_calls=self.malformed_tool_calls,
-            forks=dict(self.forks),
-            history_mismatches=self.history_mismatches,
-            errors=dict(self.errors),
-            received_bytes=self.received_bytes,
-            sent_bytes=self.sent_bytes,
-            ended_by_timeout=self.ended_by_timeout,
+            num_engine_requests=engine.num_running,
+            engine_busy_s=engine.busy_s,
+            **counted,
         )
 
 

@@ -16,10 +16,17 @@ from pydantic import WithJsonSchema
 from areal_agent.errors import LedgerError, RequestError
 from areal_agent.gateway.auth import caller_hash, is_same_key, key_hash, new_key
 from areal_agent.gateway.bodies import BodyReader, Name, Number
-from areal_agent.gateway.control import EndRequest, ExportRequest, RewardRequest, StartRequest
 from areal_agent.gateway.online.consumer import Consumer
-from areal_agent.gateway.replies import json_reply
-from areal_agent.gateway.session import Session, SessionState
+from areal_agent.gateway.server import json_reply
+from areal_agent.gateway.session import (
+    EndRequest,
+    ExportRequest,
+    RewardRequest,
+    Session,
+    SessionState,
+    StartRequest,
+    has_ended,
+)
 from areal_agent.gateway.sessions import Sessions, Traffic
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
@@ -177,7 +184,7 @@ class RolloutCalls:
             elif self._consumer:
                 await self._consumer.reward_late(session_id, reward)
             else:
-                raise _has_ended(session_id)
+                raise has_ended(session_id)
         return json_reply(RewardedSession(session_id=session_id))
 
     async def end(self, request: web.Request) -> web.Response:
@@ -206,11 +213,7 @@ class RolloutCalls:
         session = await self._session_of(request)
         if isinstance(session, Session):
             return session
-        raise RequestError(
-            f"session {session.session_id!r} has ended as {session.status}: it accepts no more calls; start a new one",
-            status=409,
-            code="session_ended",
-        )
+        raise has_ended(session.session_id, f"has ended as {session.status}")
 
     # ------------------------------------------------------------------------------------------- internals
 
@@ -259,10 +262,4 @@ def _ended(trajectory: Trajectory) -> web.Response:
             num_turns=len(trajectory.turns),
             num_sampled_tokens=trajectory.num_sampled_tokens,
         )
-    )
-
-
-def _has_ended(session_id: str) -> RequestError:
-    return RequestError(
-        f"session {session_id!r} has ended: it accepts no more rewards", status=409, code="session_ended"
     )

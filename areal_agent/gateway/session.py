@@ -1,4 +1,4 @@
-"""One rollout's conversation with the model, from its first turn to its end.
+"""One rollout's conversation with the model, from its first turn to its end, and the bodies of `/rl/*` about it.
 
 ::
 
@@ -10,20 +10,121 @@ caller hangs up.
 
 import asyncio
 import contextlib
+import secrets
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Generator
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
+from typing import Annotated, Any, Self
+
+from pydantic import Field, PlainValidator, model_validator
 
 from areal_agent.errors import EngineUnreachable, RequestError
 from areal_agent.gateway.answers import Answer, Deliveries, EngineCalls, completion_ids
-from areal_agent.gateway.control import EndRequest, RewardBook, RewardRequest
+from areal_agent.gateway.bodies import Body, Name, ShallowObject, refuse, wrong
 from areal_agent.gateway.draft import Outlet
 from areal_agent.gateway.order import MAX_SEED, Order, Question, SamplingWishes
 from areal_agent.gateway.turn import Exchange, PendingTurn, RunnableTurn, Services, TruncatedTurn, TurnLog, TurnPlan
 from areal_agent.tokens.forest import Prompt
-from areal_agent.types import Rewards, SamplingParams, SessionRecord, Status, Trajectory
+from areal_agent.types import MAX_REWARD, Rewards, SamplingParams, SessionPurpose, SessionRecord, Status, Trajectory
+
+MAX_GROUP_SIZE = 2**16
+
+
+def _new_session_id() -> str:
+    return f"session-{secrets.token_hex(8)}"
+
+
+def _seed_of(fields: dict[str, Any]) -> int:
+    digest = blake2b(fields["session_id"].encode(), digest_size=8).digest()
+    return int.from_bytes(digest) & MAX_SEED
+
+
+def _read_reward(value: object) -> float:
+    """Read a finite number that a trainer can add up; true and false become 1 and 0."""
+    if not isinstance(value, int | float) or not -MAX_REWARD <= value <= MAX_REWARD:
+        remedy = "; scale it down" if isinstance(value, int | float) else ""
+        raise wrong(f"a number from {-MAX_REWARD:g} to {MAX_REWARD:g}, or a boolean{remedy}")
+    return float(value)
+
+
+Reward = Annotated[
+    float,
+    PlainValidator(_read_reward, json_schema_input_type=Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | bool),
+]
+
+
+class StartRequest(Body):
+    """The start of a rollout. Fields that are left out get defaults."""
+
+    session_id: Name = Field(default_factory=_new_session_id)
+    group_id: Name = Field(default_factory=lambda fields: fields["session_id"])
+    task_id: Name
+    purpose: Annotated[SessionPurpose, Field(strict=False)] = SessionPurpose.TRAIN
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = Field(default_factory=_seed_of)
+    sampling: SamplingWishes = SamplingWishes()
+    group_size: Annotated[int, Field(ge=1, le=MAX_GROUP_SIZE)] | None = Field(
+        default=None,
+        description="The number of sessions in the group, this one included. Default: that of its first session, or 1. "
+        "Only where a trainer leases from this gateway.",
+    )
+    truncates: bool = Field(
+        default=False, alias="truncate", description="With a full context, return an empty answer instead of an error."
+    )
+
+
+class RewardRequest(Body):
+    """A reward: of the whole session, of one completion (`interaction_id`), or a named part for metrics (`name`)."""
+
+    reward: Reward
+    completion_id: Name | None = Field(default=None, alias="interaction_id")
+    name: Name | None = None
+
+    @model_validator(mode="after")
+    def _is_of_one_thing(self) -> Self:
+        if self.completion_id is not None and self.name is not None:
+            refuse("name", self.name, "left out where interaction_id is given: a named part is of the whole session")
+        return self
+
+
+class EndRequest(Body):
+    """The end of a session."""
+
+    status: Annotated[Status, Field(strict=False)] = Status.COMPLETED
+    error: str | None = None
+    logged: ShallowObject = Field(default_factory=dict[str, Any])
+
+
+class ExportRequest(Body):
+    """The session to export."""
+
+    session_id: Name
+
+
+def with_reward(rewards: Rewards, request: RewardRequest, completion_ids: Collection[str]) -> Rewards:
+    """Return the rewards with one more, which replaces an earlier one for the same thing.
+
+    Raises RequestError for a completion that is not among those of the session.
+    """
+    if request.name is not None:
+        return replace(rewards, parts={**rewards.parts, request.name: request.reward})
+    if request.completion_id is None:
+        return replace(rewards, final=request.reward)
+    if request.completion_id not in completion_ids:
+        raise RequestError(
+            f"this session has no completion {request.completion_id!r}; use the id of a chat completion of this "
+            "session (with n > 1: that id and '-0', '-1' ...)",
+            param="interaction_id",
+            code="interaction_not_found",
+        )
+    return replace(rewards, by_completion={**rewards.by_completion, request.completion_id: request.reward})
+
+
+def has_ended(session_id: str, how: str = "has ended") -> RequestError:
+    return RequestError(
+        f"session {session_id!r} {how}: it accepts no more calls; start a new one", status=409, code="session_ended"
+    )
 
 
 class SessionState(StrEnum):
@@ -61,7 +162,7 @@ class Session:
         self._services = services
         self._on_ended = on_ended
         self._log = TurnLog(record.id, services)
-        self._rewards = RewardBook()
+        self._rewards = Rewards()
         self._calls = EngineCalls(services.sampler, services.counters, abort_grace_s=services.abort_grace_s)
         self._answers: set[asyncio.Task[Answer]] = set()
         self._ending: asyncio.Task[Trajectory] | None = None
@@ -167,7 +268,7 @@ class Session:
     def reward(self, request: RewardRequest) -> None:
         """Take a reward. A later reward for the same thing replaces the earlier one."""
         self._require_open()
-        self._rewards.take(request, self._log.completion_ids)
+        self._rewards = with_reward(self._rewards, request, self._log.completion_ids)
 
     async def end(self, request: EndRequest) -> Trajectory:
         """Close the session: abort what is in flight, then journal the trajectory.
@@ -188,14 +289,13 @@ class Session:
     async def _end(self, request: EndRequest) -> Trajectory:
         await self._drain()
         await self._log.close()
-        rewards = self._rewards.rewards()
-        status, error = _outcome(request, rewards, num_turns=self._log.num_turns)
+        status, error = _outcome(request, self._rewards, num_turns=self._log.num_turns)
         trajectory = Trajectory(
             session_id=self.record.id,
             group_id=self.record.group_id,
             task_id=self.record.task_id,
             turns=self._log.turns(),
-            rewards=rewards,
+            rewards=self._rewards,
             status=status,
             error=error,
             logged=request.logged,
@@ -228,11 +328,7 @@ class Session:
 
     def _require_open(self) -> None:
         if self.state is not SessionState.OPEN:
-            raise RequestError(
-                f"session {self.record.id!r} is {self.state}: it accepts no more calls; start a new one",
-                status=409,
-                code="session_ended",
-            )
+            raise has_ended(self.record.id, f"is {self.state}")
 
 
 def _outcome(request: EndRequest, rewards: Rewards, *, num_turns: int) -> tuple[Status, str | None]:

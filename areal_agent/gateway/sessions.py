@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.bodies import Limits
-from areal_agent.gateway.control import EndRequest
 from areal_agent.gateway.metrics import Counters
-from areal_agent.gateway.session import Session, SessionState
+from areal_agent.gateway.session import EndRequest, Session, SessionState
 from areal_agent.types import Status
 
 logger = logging.getLogger(__name__)

@@ -19,9 +19,8 @@ import pytest
 from areal_agent.errors import ConfigError, EngineError, EngineRejected, EngineUnreachable, LedgerError, RequestError
 from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.chat import ChatRequest
-from areal_agent.gateway.control import EndRequest
 from areal_agent.gateway.metrics import Counters
-from areal_agent.gateway.session import Session, SessionOptions
+from areal_agent.gateway.session import EndRequest, Session, SessionOptions
 from areal_agent.gateway.turn import Services
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer

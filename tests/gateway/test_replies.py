@@ -1,12 +1,13 @@
 """A client that hangs up while its answer is sent causes no error, neither counted nor logged."""
 
 import logging
+from collections import Counter
 
 import pytest
 from aiohttp import ClientSession, ServerDisconnectedError, web
 from aiohttp.test_utils import TestServer
 
-from areal_agent.gateway.replies import error_boundary
+from areal_agent.gateway.server import error_boundary
 
 
 async def _answer_after_the_end(request: web.BaseRequest) -> web.StreamResponse:
@@ -19,9 +20,9 @@ async def _answer_after_the_end(request: web.BaseRequest) -> web.StreamResponse:
 
 
 async def test_a_client_that_left_before_its_answer(caplog: pytest.LogCaptureFixture) -> None:
-    errors: list[int] = []
+    errors: Counter[int] = Counter()
     app = web.Application()
-    app.router.add_get("/", error_boundary(_answer_after_the_end, errors.append))
+    app.router.add_get("/", error_boundary(_answer_after_the_end, errors))
     async with TestServer(app) as server, ClientSession() as client:
         with pytest.raises(ServerDisconnectedError):
             await client.get(server.make_url("/"))

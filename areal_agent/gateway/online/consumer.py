@@ -25,7 +25,6 @@ from aiohttp import web
 from pydantic import TypeAdapter
 
 from areal_agent.errors import LedgerError, RequestError
-from areal_agent.gateway.control import RewardRequest
 from areal_agent.gateway.metrics import GatewayStats
 from areal_agent.gateway.online.groups import (
     Bound,
@@ -38,7 +37,6 @@ from areal_agent.gateway.online.groups import (
     in_groups,
     leases_of,
     why_untrainable,
-    with_reward,
 )
 from areal_agent.gateway.online.wire import (
     AcknowledgeRequest,
@@ -55,7 +53,8 @@ from areal_agent.gateway.online.wire import (
     TrainerRequest,
     encode_lease,
 )
-from areal_agent.gateway.replies import json_reply
+from areal_agent.gateway.server import json_reply
+from areal_agent.gateway.session import RewardRequest, with_reward
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.clock import BusyClock
@@ -295,7 +294,8 @@ class Consumer:
                     "before /rl/end_session, or soon after it",
                     code="reward_too_late",
                 )
-            rewards = with_reward(trajectory, request)
+            ids = {one.id for turn in trajectory.turns for one in turn.completions}
+            rewards = with_reward(trajectory.rewards, request, ids)
             with _refusals():
                 await self._ledger.set_rewards(session_id, rewards)
             if not rewards.is_missing:

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.control import RewardBook, RewardRequest
 from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.writes import FATE_OF_STATUS
 from areal_agent.staleness import is_stale, oldest_step, room
 from areal_agent.tokens.records import token_records
-from areal_agent.types import Drop, Rewards, Status, Trajectory, TrajectoryGroup, WeightVersion
+from areal_agent.types import Drop, Status, Trajectory, TrajectoryGroup, WeightVersion
 
 FOREIGN = -(2**30)
 """The step counted for another trainer's weights: beyond every staleness bound."""
@@ -134,13 +133,6 @@ def in_groups(trajectories: Iterable[Trajectory]) -> tuple[TrajectoryGroup, ...]
         TrajectoryGroup(group_id=group_id, task_id=members[0].task_id, trajectories=tuple(members))
         for group_id, members in sorted(groups.items(), key=lambda item: (min(map(oldest_step, item[1])), item[0]))
     )
-
-
-def with_reward(trajectory: Trajectory, request: RewardRequest) -> Rewards:
-    """Return the rewards with a late one added. Raises RequestError for a completion that it does not have."""
-    book = RewardBook(trajectory.rewards)
-    book.take(request, {one.id for turn in trajectory.turns for one in turn.completions})
-    return book.rewards()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
