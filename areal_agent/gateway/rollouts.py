@@ -5,6 +5,7 @@ A session is kept while it is open and for a while after. Of older ones, and tho
 session's key gives access to that session only.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,34 +116,30 @@ class ExportedTrajectory:
     records: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}})]  # of TokenRecord
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutCalls:
     """The handlers of `/rl/start_session`, `/rl/set_reward`, `/rl/end_session` and `/export_trajectories`."""
 
-    def __init__(
-        self,
-        *,
-        sessions: Sessions,
-        traffic: Traffic,
-        callers: Callers,
-        bodies: BodyReader,
-        journal: Journal,
-        make_session: Callable[[SessionRecord, StartRequest], Session],
-        archive: Ledger | None,
-        consumer: Consumer | None,
-    ) -> None:
-        self._sessions = sessions
-        self._traffic = traffic
-        self._callers = callers
-        self._bodies = bodies
-        self._journal = journal
-        self._make_session = make_session
-        self._archive = archive
-        self._consumer = consumer
+    sessions: Sessions
+    traffic: Traffic
+    callers: Callers
+    bodies: BodyReader
+    journal: Journal
+    make_session: Callable[[SessionRecord, StartRequest], Session]
+    archive: Ledger | None
+    consumer: Consumer | None
 
     async def start(self, request: web.Request) -> web.Response:
-        self._callers.require_admin(request)
-        start = StartRequest.read(await self._bodies.control(request))
-        self._sessions.require_free(start.session_id)
+        self.callers.require_admin(request)
+        start = StartRequest.read(await self.bodies.control(request))
+        if self.consumer is None and start.group_size is not None:
+            raise RequestError(
+                "group_size is only for a gateway that a trainer leases from; this one is part of a run, which "
+                "forms its groups itself; leave it out",
+                param="group_size",
+                code="unsupported_parameter",
+            )
+        self.sessions.require_free(start.session_id)
         api_key = new_key()
         record = SessionRecord(
             id=start.session_id,
@@ -153,21 +150,17 @@ class RolloutCalls:
             key_hash=key_hash(api_key),
             started_s=time.time(),
         )
-        session = self._make_session(record, start)
-        self._traffic.enter(record.id)
-        try:
-            self._admit(start)
-        except BaseException:
-            self._traffic.leave(record.id)
-            raise
-        self._sessions.add(session)
-        try:
-            await self._journal.open_session(record)
-        except BaseException:
-            self._sessions.remove(session)
-            self._traffic.leave(record.id)
-            self._withdraw(start)
-            raise
+        session = self.make_session(record, start)
+        with contextlib.ExitStack() as undo:
+            self.traffic.enter(record.id)
+            undo.callback(self.traffic.leave, record.id)
+            if self.consumer is not None and start.purpose is SessionPurpose.TRAIN:
+                self.consumer.admit(start.session_id, start.group_id, start.group_size)
+                undo.callback(self.consumer.withdraw, start.session_id)
+            self.sessions.add(session)
+            undo.callback(self.sessions.remove, session)
+            await self.journal.open_session(record)
+            undo.pop_all()
         origin = str(request.url.origin())  # the address that this caller reached us by
         return json_reply(
             StartedSession(session_id=record.id, api_key=api_key, base_url=f"{origin}/v1", anthropic_base_url=origin)
@@ -177,12 +170,12 @@ class RolloutCalls:
         """Accept a reward while the session is open; with a trainer, until its trajectory is leased or dropped."""
         session = await self._session_of(request)
         session_id = session.record.id if isinstance(session, Session) else session.session_id
-        with self._traffic.call(session_id):
-            reward = RewardRequest.read(await self._bodies.control(request))
-            if isinstance(session, Session) and not (self._consumer and session.state is SessionState.ENDED):
+        with self.traffic.call(session_id):
+            reward = RewardRequest.read(await self.bodies.control(request))
+            if isinstance(session, Session) and not (self.consumer and session.state is SessionState.ENDED):
                 session.reward(reward)
-            elif self._consumer:
-                await self._consumer.reward_late(session_id, reward)
+            elif self.consumer:
+                await self.consumer.reward_late(session_id, reward)
             else:
                 raise has_ended(session_id)
         return json_reply(RewardedSession(session_id=session_id))
@@ -192,20 +185,20 @@ class RolloutCalls:
         session = await self._session_of(request)
         if not isinstance(session, Session):
             return _ended(session)
-        with self._traffic.call(session.record.id):
-            end = EndRequest.read(await self._bodies.control(request))
+        with self.traffic.call(session.record.id):
+            end = EndRequest.read(await self.bodies.control(request))
             is_open = session.state is SessionState.OPEN
             return _ended(await session.end(end) if is_open else await session.ended())
 
     async def export(self, request: web.Request) -> web.Response:
         """Export from the archive if there is one, because it has late rewards and fates."""
-        self._callers.require_admin(request)
-        session_id = ExportRequest.read(await self._bodies.control(request)).session_id
-        if self._archive is None or self._sessions.is_open(session_id):
-            trajectory = self._sessions.ended(session_id).trajectory
+        self.callers.require_admin(request)
+        session_id = ExportRequest.read(await self.bodies.control(request)).session_id
+        if self.archive is None or self.sessions.is_open(session_id):
+            trajectory = self.sessions.ended(session_id).trajectory
             assert trajectory is not None  # it has ended
         else:
-            trajectory = await self._archived(self._archive, session_id)
+            trajectory = await self._archived(self.archive, session_id)
         return json_reply(ExportedTrajectory(trajectory=trajectory, records=token_records(trajectory)))
 
     async def session_for_turn(self, request: web.Request) -> Session:
@@ -217,30 +210,14 @@ class RolloutCalls:
 
     # ------------------------------------------------------------------------------------------- internals
 
-    def _admit(self, start: StartRequest) -> None:
-        if self._consumer is None:
-            if start.group_size is not None:
-                raise RequestError(
-                    "group_size is only for a gateway that a trainer leases from; this one is part of a run, which "
-                    "forms its groups itself; leave it out",
-                    param="group_size",
-                    code="unsupported_parameter",
-                )
-        elif start.purpose is SessionPurpose.TRAIN:
-            self._consumer.admit(start.session_id, start.group_id, start.group_size)
-
-    def _withdraw(self, start: StartRequest) -> None:
-        if self._consumer is not None and start.purpose is SessionPurpose.TRAIN:
-            self._consumer.withdraw(start.session_id)
-
     async def _session_of(self, request: web.Request) -> Session | Trajectory:
         """Return the caller's session, or the trajectory of one that is only in the archive. Raises RequestError."""
         caller = caller_hash(request.headers)
-        if self._archive is not None and self._sessions.with_key(caller) is None:
-            session_id = await self._archive.ask(questions.session_with_key, caller)
+        if self.archive is not None and self.sessions.with_key(caller) is None:
+            session_id = await self.archive.ask(questions.session_with_key, caller)
             if session_id is not None:
-                return await self._archived(self._archive, session_id)
-        return self._callers.session(caller)
+                return await self._archived(self.archive, session_id)
+        return self.callers.session(caller)
 
     async def _archived(self, archive: Ledger, session_id: str) -> Trajectory:
         try:
