@@ -7,7 +7,6 @@ dictionary; the timing reveals nothing, because nobody can choose the hash of a 
 `Origin` or, if the page's name was made to resolve to this machine (DNS rebinding), has that name in `Host`.
 """
 
-import hmac
 import re
 import secrets
 from collections.abc import Iterable, Mapping
@@ -42,11 +41,6 @@ def new_key() -> str:
 def key_hash(key: str) -> str:
     """Return the hexadecimal SHA-256 of a key, as the ledger keeps it."""
     return sha256(key.encode(errors="surrogateescape")).hexdigest()
-
-
-def is_same_key(key_hash_a: str, key_hash_b: str) -> bool:
-    """Compare in constant time."""
-    return hmac.compare_digest(key_hash_a, key_hash_b)
 
 
 def caller_hash(headers: Mapping[str, str]) -> str:

@@ -6,6 +6,7 @@ session's key gives access to that session only.
 """
 
 import contextlib
+import hmac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from aiohttp import web
 from pydantic import WithJsonSchema
 
 from areal_agent.errors import LedgerError, RequestError
-from areal_agent.gateway.auth import caller_hash, is_same_key, key_hash, new_key
+from areal_agent.gateway.auth import caller_hash, key_hash, new_key
 from areal_agent.gateway.bodies import BodyReader, Name, Number
 from areal_agent.gateway.online.consumer import Consumer
 from areal_agent.gateway.server import json_reply
@@ -78,7 +79,7 @@ class Callers:
         )
 
     def _is_admin(self, caller: str) -> bool:
-        return is_same_key(caller, self._admin_key_hash)
+        return hmac.compare_digest(caller, self._admin_key_hash)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

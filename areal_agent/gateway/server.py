@@ -116,13 +116,10 @@ class Connection(web.RequestHandler):
             return
         if self._wire.get_write_buffer_size() < self._num_untaken:
             self._watch_for_stall()
-        else:
-            self._hang_up(self._wire)
-
-    def _hang_up(self, wire: asyncio.Transport) -> None:
-        """Close at once and let the kernel discard what it still holds for this client."""
-        wire.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        wire.abort()
+        else:  # close at once, and let the kernel discard what it still holds for this client
+            wire = self._wire
+            wire.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            wire.abort()
 
     def _stop_stall_check(self) -> None:
         if self._stall_check is not None:

@@ -9,10 +9,9 @@ caller hangs up.
 """
 
 import asyncio
-import contextlib
 import secrets
 import time
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from hashlib import blake2b
@@ -166,9 +165,6 @@ class Session:
         self._calls = EngineCalls(services.sampler, services.counters, abort_grace_s=services.abort_grace_s)
         self._answers: set[asyncio.Task[Answer]] = set()
         self._ending: asyncio.Task[Trajectory] | None = None
-        self._num_running = 0  # exchanges
-        self._none_runs = asyncio.Event()
-        self._none_runs.set()
 
     # ------------------------------------------------------------------------------------------- exchanges
 
@@ -194,12 +190,11 @@ class Session:
         return Exchange(answer_id=answer_id, model=request.model, created_s=time.time(), order=request, turns=turns)
 
     async def _answer(self, exchange: Exchange, outlet: Outlet | None) -> Answer:
-        with self._running():
-            try:
-                return await exchange.run(outlet)
-            except EngineUnreachable:
-                self._require_open()  # an engine that aborts because the session ends has not failed
-                raise
+        try:
+            return await exchange.run(outlet)
+        except EngineUnreachable:
+            self._require_open()  # an engine that aborts because the session ends has not failed
+            raise
 
     def begin(self, exchange: Exchange, outlet: Outlet | None = None) -> "asyncio.Task[Answer]":
         """Sample and record in a task that the session owns, so that it outlives an agent that hangs up.
@@ -287,7 +282,10 @@ class Session:
         return await asyncio.shield(self._ending)
 
     async def _end(self, request: EndRequest) -> Trajectory:
-        await self._drain()
+        await self._calls.abort_all()
+        if self._answers:
+            await asyncio.wait(self._answers)  # until the partial answers are in the journal
+        await self.deliveries.settle(self._services.abort_grace_s)
         await self._log.close()
         status, error = _outcome(request, self._rewards, num_turns=self._log.num_turns)
         trajectory = Trajectory(
@@ -308,23 +306,6 @@ class Session:
         self.state = SessionState.ENDED
         self._on_ended(self)
         return trajectory
-
-    async def _drain(self) -> None:
-        """Abort the engine requests in flight; wait until their partial answers are in the journal and delivered."""
-        await self._calls.abort_all()
-        await self._none_runs.wait()
-        await self.deliveries.settle(self._services.abort_grace_s)
-
-    @contextlib.contextmanager
-    def _running(self) -> Generator[None]:
-        self._num_running += 1
-        self._none_runs.clear()
-        try:
-            yield
-        finally:
-            self._num_running -= 1
-            if self._num_running == 0:
-                self._none_runs.set()
 
     def _require_open(self) -> None:
         if self.state is not SessionState.OPEN:

@@ -169,7 +169,13 @@ class FileLock:
                 raise LedgerError(
                     f"the ledger {path} cannot be locked: {error.strerror}; put the run folder on a local disk"
                 ) from None
-            raise LedgerError(_taken(path, is_shard=is_shard)) from None
+            raise LedgerError(
+                f"a worker is still writing to {path.name} of the run folder {path.parent}; wait until it has ended, "
+                "or stop it"
+                if is_shard
+                else f"another process is writing to the run folder {path.parent}; wait until that run has ended, or "
+                "stop it"
+            ) from None
         return cls(fd)
 
     def release(self) -> None:
@@ -177,15 +183,6 @@ class FileLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-
-def _taken(path: Path, *, is_shard: bool) -> str:
-    if is_shard:
-        return (
-            f"a worker is still writing to {path.name} of the run folder {path.parent}; wait until it has ended, "
-            "or stop it"
-        )
-    return f"another process is writing to the run folder {path.parent}; wait until that run has ended, or stop it"
 
 
 def open_for_writing(path: Path, kind: FileKind, *, create: bool) -> sqlite3.Connection:

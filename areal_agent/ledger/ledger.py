@@ -8,7 +8,6 @@ in. Every write checks the rules first and returns once it is durable. Read by p
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
@@ -97,12 +96,10 @@ class Ledger:
         """
         orphans = await asyncio.to_thread(end_orphans_of, shard_paths(self._path).values())
         return await self.own.writer.run(
-            partial(
-                writes.begin_incarnation,
-                checkpoint_step=checkpoint_step,
-                num_orphans_of_shards=len(orphans),
-                now_s=time.time(),
-            )
+            writes.begin_incarnation,
+            checkpoint_step=checkpoint_step,
+            num_orphans_of_shards=len(orphans),
+            now_s=time.time(),
         )
 
     def shard_path(self, shard_name: str) -> Path:
@@ -122,7 +119,7 @@ class Ledger:
     async def lease(self, step: int, leases: Sequence[Lease]) -> None:
         """Lease waiting trajectories for train step `step`, all of them or none."""
         await self.ask(questions.require_trainable, [one.session_id for one in leases], what="leased")
-        await self.own.writer.run(partial(writes.lease, step=step, leases=leases))
+        await self.own.writer.run(writes.lease, step=step, leases=leases)
 
     async def drop(self, drops: Mapping[str, Drop]) -> None:
         """Drop waiting trajectories, by session id, all of them or none. Leased ones cannot be dropped.
@@ -130,18 +127,18 @@ class Ledger:
         A trajectory that was already dropped for the same reason stays so.
         """
         drops = await self.ask(questions.droppable, dict(drops))
-        await self.own.writer.run(partial(writes.drop, drops=drops))
+        await self.own.writer.run(writes.drop, drops=drops)
 
     async def commit_checkpoint(self, step: int, path: str) -> None:
         """Record that the checkpoint of `step` is published: everything leased up to that step is now trained."""
-        await self.own.writer.run(partial(writes.commit_checkpoint, step=step, path=path))
+        await self.own.writer.run(writes.commit_checkpoint, step=step, path=path)
 
     async def return_leases(self, after_step: int) -> int:
         """Return the leases of steps after `after_step`, where a trainer resumes; return their number.
 
         What was leased up to that step becomes trained, since its checkpoint may have been published but not committed.
         """
-        return await self.own.writer.run(partial(writes.return_leases, after_step=after_step))
+        return await self.own.writer.run(writes.return_leases, after_step=after_step)
 
     async def set_rewards(self, session_id: str, rewards: Rewards) -> None:
         """Replace the rewards of a waiting trajectory in the coordinator's file (not in a shard), after its end.
@@ -150,12 +147,7 @@ class Ledger:
         """
         await self.ask(questions.require_trainable, [session_id], what="rewarded")
         await self.own.writer.run(
-            partial(
-                writes.set_rewards,
-                session_id=session_id,
-                rewards=encode_rewards(rewards),
-                is_missing=rewards.is_missing,
-            )
+            writes.set_rewards, session_id=session_id, rewards=encode_rewards(rewards), is_missing=rewards.is_missing
         )
 
     async def set_note(self, key: str, value: Any) -> None:
@@ -164,4 +156,4 @@ class Ledger:
         `verify` reads the note `status`: a run that is `"completed"` may leave nothing over. `begin_incarnation`
         sets it to `"running"`.
         """
-        await self.own.writer.run(partial(writes.set_note, key=key, text=encode_note(key, value)))
+        await self.own.writer.run(writes.set_note, key=key, text=encode_note(key, value))

@@ -20,9 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import writes
@@ -30,8 +29,8 @@ from areal_agent.ledger.encoding import encode_completion, encode_ending, encode
 from areal_agent.ledger.files import FileKind, FileLock, LedgerFiles, Snapshot, has_tables, is_older, open_for_writing
 from areal_agent.types import SessionRecord, Trajectory, Turn
 
+Given = ParamSpec("Given")
 Result = TypeVar("Result")
-
 
 GROUP_S = 0.002
 """The least time between two groups. Each group costs a commit, two thread switches and a wake-up."""
@@ -62,7 +61,12 @@ class GroupCommitWriter:
         self._thread = threading.Thread(target=self._serve, name="ledger-writer", daemon=True)
         self._thread.start()
 
-    async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+    async def run(
+        self,
+        work: Callable[Concatenate[sqlite3.Connection, Given], Result],
+        *args: Given.args,
+        **kwargs: Given.kwargs,
+    ) -> Result:
         """Run `work` in the next transaction; return its result, or raise its error, once that is durable.
 
         When the caller is cancelled meanwhile, the work may be done or not.
@@ -70,7 +74,7 @@ class GroupCommitWriter:
         if self._is_closed:
             raise LedgerError("the ledger is closed: nothing can be written any more; open it again")
         future: asyncio.Future[Result] = self._loop.create_future()
-        self._waiting.append(_Request(work=work, future=future))
+        self._waiting.append(_Request(work=lambda connection: work(connection, *args, **kwargs), future=future))
         if not self._is_busy:
             self._is_busy = True
             self._send_soon()
@@ -196,19 +200,16 @@ class LedgerShard:
         self._lock.release()
 
     async def open_session(self, session: SessionRecord) -> None:
-        await self.writer.run(partial(writes.open_session, session=session))
+        await self.writer.run(writes.open_session, session)
 
     async def append_turn(self, session_id: str, turn: Turn) -> None:
         """Add a turn to an open session. The cost depends on its new tokens and messages only, not on the history."""
         completions = [encode_completion(completion) for completion in turn.completions]
-        await self.writer.run(
-            partial(writes.append_turn, session_id=session_id, turn=encode_turn(turn), completions=completions)
-        )
+        await self.writer.run(writes.append_turn, session_id, encode_turn(turn), completions)
 
     async def close_session(self, trajectory: Trajectory) -> None:
         """End a session. A training trajectory waits from now on, whatever its status."""
-        ending = encode_ending(trajectory)
-        await self.writer.run(partial(writes.close_session, session_id=trajectory.session_id, ending=ending))
+        await self.writer.run(writes.close_session, trajectory.session_id, encode_ending(trajectory))
 
 
 class SnapshotReader:

@@ -236,7 +236,7 @@ def test_a_group_that_is_leased_takes_no_sibling_until_it_is_returned() -> None:
         groups.start("a-1", "a", None, 0.0)
     assert (refused.value.status, refused.value.param) == (409, "group_id")
     groups.restore("a", size=2, ended=["a-0"], waiting=[waiting("a-0")], now_s=0.0)
-    groups.restore_leased([])
+    groups.leased = set()
     groups.start("a-1", "a", 2, 0.0)
 
 

@@ -458,7 +458,7 @@ class Consumer:
         now_s = self._clock()
         for (group_id, members), size in zip(waiting.items(), sizes, strict=True):
             self._groups.restore(group_id, size=size or 1, ended=ended[group_id], waiting=members, now_s=now_s)
-        self._groups.restore_leased(await self._ledger.ask(questions.leased_groups))
+        self._groups.leased = set(await self._ledger.ask(questions.leased_groups))
         await self._drop(drops)
         self._notify()
 

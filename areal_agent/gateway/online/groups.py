@@ -182,7 +182,7 @@ class Groups:
         self._wait_s = wait_s
         self._groups: dict[str, Group] = {}
         self._group_of: dict[str, str] = {}  # by session
-        self._leased: set[str] = set()  # groups with something leased or trained
+        self.leased: set[str] = set()  # groups with something leased or trained
         self._refused_size: int | None = None  # of the last group refused at the bound; None once one is admitted
 
     # -------------------------------------------------------------------------------------- at the door
@@ -260,10 +260,6 @@ class Groups:
                 self._group_of[session_id] = group_id
         group.size = max(group.size, group.num_started)
         group.waiting.update((one.session_id, one) for one in waiting)
-
-    def restore_leased(self, group_ids: Iterable[str]) -> None:
-        """Set the groups of which something is leased or trained."""
-        self._leased = set(group_ids)
 
     def size_of_first(self, session_id: str) -> int | None:
         """Return the size of the group that this session began; None if it did not begin one."""
@@ -358,7 +354,7 @@ class Groups:
         for session_id in session_ids:
             group = self._group(session_id)
             if group is not None:
-                self._leased.add(group.id)
+                self.leased.add(group.id)
                 group.waiting.pop(session_id, None)
                 if not (group.running or group.waiting):
                     self._remove(group)
@@ -404,7 +400,7 @@ class Groups:
             )
 
     def _require_unleased(self, group_id: str) -> None:
-        if group_id in self._leased:
+        if group_id in self.leased:
             raise RequestError(
                 f"group {group_id!r} is leased or trained already and accepts no more siblings; "
                 "choose another group_id",
