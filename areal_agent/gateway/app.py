@@ -32,7 +32,7 @@ from areal_agent.gateway.openapi import About, openapi_json
 from areal_agent.gateway.order import Order
 from areal_agent.gateway.rollouts import Callers, RolloutCalls
 from areal_agent.gateway.server import ServedGateway, as_request_error, error_object, json_reply, serve_app
-from areal_agent.gateway.session import Session, SessionOptions, StartRequest
+from areal_agent.gateway.session import Session, StartRequest
 from areal_agent.gateway.sessions import Closing, Sessions, Traffic
 from areal_agent.gateway.turn import Exchange, Services
 from areal_agent.ledger.ledger import Ledger
@@ -183,10 +183,7 @@ class Gateway:
     async def _completions(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
         request, renderer = CompletionsRequest.read(body), self._services.renderer
         return await self._answer(
-            http,
-            session,
-            request,
-            lambda one: CompletionsBody(one, renderer.detokenizer, request.echoes(renderer)),
+            http, session, request, lambda one: CompletionsBody(one, renderer.detokenizer, request.echoes(renderer))
         )
 
     async def _answer(
@@ -256,8 +253,9 @@ class Gateway:
 
     def _make_session(self, record: SessionRecord, start: StartRequest) -> Session:
         start.sampling.require_ids_below(self._services.vocab_size, "sampling.")
-        options = SessionOptions(defaults=start.sampling, truncates=start.truncates)
-        return Session(record, options=options, services=self._services, on_ended=self._retire)
+        return Session(
+            record, services=self._services, on_ended=self._retire, defaults=start.sampling, truncates=start.truncates
+        )
 
     async def _return_memory(self) -> None:
         """Give memory back after turns."""

@@ -12,7 +12,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import StrEnum
 from hashlib import blake2b
 from typing import Annotated, Any, Self
@@ -134,14 +134,6 @@ class SessionState(StrEnum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SessionOptions:
-    """The options that a session chose at its start."""
-
-    defaults: SamplingWishes = field(default_factory=SamplingWishes)
-    truncates: bool = False  # with a full context, return an empty answer with finish reason `length`, not an error
-
-
 class Session:
     """One session. Use it from one event loop only."""
 
@@ -149,15 +141,18 @@ class Session:
         self,
         record: SessionRecord,
         *,
-        options: SessionOptions,
         services: Services,
         on_ended: Callable[["Session"], None],
+        defaults: SamplingWishes,
+        truncates: bool = False,
     ) -> None:
+        """With `truncates`, a full context gives an empty answer with finish reason `length` instead of an error."""
         self.record = record
         self.state = SessionState.OPEN
         self.trajectory: Trajectory | None = None  # set once it has ended
         self.deliveries = Deliveries()
-        self._options = options
+        self._defaults = defaults
+        self._truncates = truncates
         self._services = services
         self._on_ended = on_ended
         self._log = TurnLog(record.id, services)
@@ -218,7 +213,7 @@ class Session:
         prompt = await self._log.place(question, num_bytes=num_bytes)
         own_ids = ids[first_index : first_index + request.num_choices]
         if prompt.num_tokens >= self._services.max_context_tokens:
-            if not self._options.truncates:
+            if not self._truncates:
                 raise self._no_room(prompt, request.prompt_param)
             return TruncatedTurn(prompt_ids=prompt.token_ids(), completion_ids=own_ids, first_index=first_index)
         plan = TurnPlan(
@@ -234,7 +229,7 @@ class Session:
 
     def _sampling(self, request: Order, prompt: Prompt) -> SamplingParams:
         """Return the sampling parameters, cut to the room left in the context (OpenAI would refuse instead)."""
-        return request.over(self._options.defaults).params(
+        return request.over(self._defaults).params(
             num_room=self._services.max_context_tokens - prompt.num_tokens,
             stop_token_ids=self._services.renderer.stop_token_ids,
             stop=request.stops,

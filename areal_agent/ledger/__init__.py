@@ -3,7 +3,7 @@
 ::
 
     ledger.py       Ledger, the run's entry point: asyncio calls over all files of a run
-    shard.py        LedgerShard: one file of sessions, its writer thread (group commit), and the reader thread
+    shard.py        LedgerShard: one file of sessions and its writer thread (group commit)
     files.py        the tables, opening and upgrading a file, its lock, and a snapshot of all files of a ledger
     writes.py       functions that write to one file
     questions.py    functions over a snapshot of all files, called by `Ledger.ask`

@@ -6,15 +6,18 @@ in. Every write checks the rules first and returns once it is durable. Read by p
 """
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from areal_agent.errors import LedgerError
 from areal_agent.ledger import questions, writes
 from areal_agent.ledger.encoding import Lease, encode_note, encode_rewards
 from areal_agent.ledger.files import FileKind, LedgerFiles, Snapshot, shard_path, shard_paths
-from areal_agent.ledger.shard import LedgerShard, SnapshotReader, end_orphans_of, fold, upgrade_shards
+from areal_agent.ledger.shard import LedgerShard, end_orphans_of, fold, upgrade_shards
 from areal_agent.ledger.writes import Incarnation
 from areal_agent.types import Drop, Rewards, Trajectory
 
@@ -39,10 +42,12 @@ class Ledger:
     rule would be broken, when a file cannot be written, and once the ledger is closed.
     """
 
-    def __init__(self, path: Path, own: LedgerShard, reader: SnapshotReader) -> None:
+    def __init__(self, path: Path, own: LedgerShard, files: LedgerFiles) -> None:
         self._path = path
         self.own = own
-        self._reader = reader
+        self._files = files  # used by the reader thread, which never holds up a writer
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger-reader")
+        self._is_closed = False
 
     @classmethod
     async def open(cls, path: str | Path, *, create: bool) -> Self:
@@ -59,16 +64,17 @@ class Ledger:
         except BaseException:
             await own.aclose()
             raise
-        return cls(path, own, SnapshotReader(files))
+        return cls(path, own, files)
 
     async def aclose(self) -> None:
         """Commit what is queued, close the files and free the lock. Idempotent, and completed even when cancelled."""
-        self._reader.stop()
+        self._is_closed = True
         self.own.writer.stop()
         await asyncio.shield(asyncio.to_thread(self._close))
 
     def _close(self) -> None:
-        self._reader.close()  # before the writer: the last connection to close folds the write-ahead log into its file
+        self._reader.shutdown()
+        self._files.close()  # before the writer: the last connection to close folds the write-ahead log into its file
         fold(shard_paths(self._path).values())
         self.own.close()
 
@@ -77,8 +83,20 @@ class Ledger:
     async def ask(
         self, question: Callable[Concatenate[Snapshot, Given], Result], *args: Given.args, **kwargs: Given.kwargs
     ) -> Result:
-        """Answer a function of `questions.py` from what is committed in all files now."""
-        return await self._reader.run(lambda snapshot: question(snapshot, *args, **kwargs))
+        """Answer a function of `questions.py` from what is committed in all files now, in one consistent state."""
+        if self._is_closed:
+            raise LedgerError("the ledger is closed: nothing can be read any more; open it again")
+
+        def answer() -> Result:
+            try:
+                with self._files.snapshot() as snapshot:
+                    return question(snapshot, *args, **kwargs)
+            except sqlite3.Error as error:
+                raise LedgerError(
+                    f"the ledger could not be read: {error}; run `python -m areal_agent.ledger verify`"
+                ) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._reader, answer)
 
     async def trajectory(self, session_id: str) -> Trajectory:
         """The trajectory of a closed session, with its turns and its fate."""

@@ -1,4 +1,4 @@
-"""One file of sessions and its writer thread (all that a gateway needs), the reader thread, and care of dead shards.
+"""One file of sessions and its writer thread (all that a gateway needs), and care of dead shards.
 
 The writer thread puts everything that is queued into one transaction and answers the callers after the commit::
 
@@ -8,8 +8,7 @@ One commit serves everybody in the group (group commit). Work that arrives durin
 event loop, or within GROUP_S of the last group goes into the next group: a quiet ledger answers at once, and a busy
 one commits no more often. Work that fails is undone alone; the rest of its group stays.
 
-The reader thread answers each question from one consistent state of all files, and never holds up a writer. The
-functions at the end settle shards whose workers are gone; they block, so call them in a thread.
+The functions at the end settle shards whose workers are gone; they block, so call them in a thread.
 """
 
 import asyncio
@@ -17,7 +16,6 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +24,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import writes
 from areal_agent.ledger.encoding import encode_completion, encode_ending, encode_turn
-from areal_agent.ledger.files import FileKind, FileLock, LedgerFiles, Snapshot, has_tables, is_older, open_for_writing
+from areal_agent.ledger.files import FileKind, FileLock, has_tables, is_older, open_for_writing
 from areal_agent.types import SessionRecord, Trajectory, Turn
 
 Given = ParamSpec("Given")
@@ -62,10 +60,7 @@ class GroupCommitWriter:
         self._thread.start()
 
     async def run(
-        self,
-        work: Callable[Concatenate[sqlite3.Connection, Given], Result],
-        *args: Given.args,
-        **kwargs: Given.kwargs,
+        self, work: Callable[Concatenate[sqlite3.Connection, Given], Result], *args: Given.args, **kwargs: Given.kwargs
     ) -> Result:
         """Run `work` in the next transaction; return its result, or raise its error, once that is durable.
 
@@ -210,39 +205,6 @@ class LedgerShard:
     async def close_session(self, trajectory: Trajectory) -> None:
         """End a session. A training trajectory waits from now on, whatever its status."""
         await self.writer.run(writes.close_session, trajectory.session_id, encode_ending(trajectory))
-
-
-class SnapshotReader:
-    """The reader thread and the files that it reads. End it with `stop`, then `close`."""
-
-    def __init__(self, files: LedgerFiles) -> None:
-        self._files = files
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger-reader")
-        self._is_closed = False
-
-    async def run(self, question: Callable[[Snapshot], Result]) -> Result:
-        """Answer `question` from what is committed now."""
-        if self._is_closed:
-            raise LedgerError("the ledger is closed: nothing can be read any more; open it again")
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._answer, question)
-
-    def stop(self) -> None:
-        """Accept no more questions."""
-        self._is_closed = True
-
-    def close(self) -> None:
-        """Block until the last question is answered and close the files; call `stop` first. Harmless when repeated."""
-        self._executor.shutdown()
-        self._files.close()
-
-    def _answer(self, question: Callable[[Snapshot], Result]) -> Result:
-        try:
-            with self._files.snapshot() as snapshot:
-                return question(snapshot)
-        except sqlite3.Error as error:
-            raise LedgerError(
-                f"the ledger could not be read: {error}; run `python -m areal_agent.ledger verify`"
-            ) from error
 
 
 def upgrade_shards(shards: Iterable[Path]) -> None:

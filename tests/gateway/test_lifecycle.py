@@ -27,8 +27,9 @@ from areal_agent.errors import ConfigError, EngineError, EngineRejected, EngineU
 from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.chat import ChatRequest
 from areal_agent.gateway.metrics import Counters
+from areal_agent.gateway.order import SamplingWishes
 from areal_agent.gateway.server import error_boundary
-from areal_agent.gateway.session import EndRequest, Session, SessionOptions
+from areal_agent.gateway.session import EndRequest, Session
 from areal_agent.gateway.turn import Services
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
@@ -212,7 +213,7 @@ async def test_a_deaf_engine_does_not_hold_up_the_end(renderer: Renderer) -> Non
         vocab_size=renderer.vocab_size,
         abort_grace_s=0.01,
     )
-    session = Session(record, options=SessionOptions(), services=services, on_ended=ended.append)
+    session = Session(record, services=services, on_ended=ended.append, defaults=SamplingWishes())
     await journal.open_session(record)
     body = {"model": "model", "messages": [{"role": "user", "content": "x"}]}
     call = session.begin(await session.place(ChatRequest.read(body)))
