@@ -3,26 +3,24 @@
 ::
 
     app.py            the routes, and how an answer is sent: whole or as a stream
-    auth.py           keys; the Host and Origin headers
+    auth.py           the keys of sessions and of the gateway's owner; the Host and Origin headers
     bodies.py         reading and refusing JSON bodies; the gateway's limits
     order.py          the parameters that both completion endpoints share
     chat.py           /v1/chat/completions: its body and its answer
     conversation.py   the messages and tools of a chat
     completions.py    /v1/completions: its body and its answer
-    session.py        one rollout's conversation, the gateway's main mutable object
+    session.py        one rollout's conversation, the gateway's main mutable object; the bodies of /rl/*
     turn.py           one turn: placing the prompt, sampling, recording
     draft.py          one answer while it is sampled: stop texts, tool calls, what a stream sends
     answers.py        finished answers, and the engine requests and deliveries of a session
-    control.py        the bodies of /rl/*, and a session's rewards
     rollouts.py       the handlers of /rl/* and /export_trajectories
     sessions.py       all sessions: look-up, limits, timeouts, draining
-    server.py         the listening socket and its connections
-    replies.py        JSON replies and OpenAI's error objects
+    server.py         the listening socket, its connections, JSON replies and OpenAI's error objects
     metrics.py        counters and /metrics
     openapi.py        /openapi.json, /health and the model list
     online/           leasing finished rollouts to a trainer that runs elsewhere
     engine_servers.py connecting to engines that are already running
-    standalone.py     the gateway as a program of its own (`python -m areal_agent.gateway`)
+    __main__.py       the gateway as a program of its own (`python -m areal_agent.gateway`)
 
 The path of a turn: `app` finds the session by its key, `chat` or `completions` reads the body, `session` places the
 prompt in its forest (`tokens.forest`), `turn` samples it and appends the turn to the journal, and `app` sends the

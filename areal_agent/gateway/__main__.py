@@ -1,4 +1,9 @@
-"""`python -m areal_agent.gateway`: the command line of a stand-alone gateway (standalone.py).
+"""`python -m areal_agent.gateway`: a stand-alone gateway. It has a ledger of its own; engine and trainer run elsewhere.
+
+::
+
+    agents ── HTTP ──▶ gateway ── HTTP ──▶ engine
+    trainer ── lease ──▶  └──▶ ledger
 
 Ctrl-C and SIGTERM drain it: nothing new begins, calls in flight finish, open sessions end as `cancelled`. A second
 signal ends it at once; the ledger still holds every answered turn.
@@ -10,18 +15,24 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_agent.command import Parser, run_command
-from areal_agent.errors import ConfigError
+from areal_agent.engine.address import Backend, EngineAddress
+from areal_agent.errors import ConfigError, EngineError, LedgerError
+from areal_agent.gateway.app import Gateway
+from areal_agent.gateway.auth import KEY_VARIABLE, AdminKey
 from areal_agent.gateway.bodies import Limits
-from areal_agent.gateway.online.consumer import DEFAULT_GROUP_WAIT_S
+from areal_agent.gateway.online.consumer import DEFAULT_GROUP_WAIT_S, Consumer
 from areal_agent.gateway.online.groups import Bound
-from areal_agent.gateway.standalone import VARIABLE, AdminKey, Place, Standalone, open_standalone
+from areal_agent.ledger.ledger import Ledger
 from areal_agent.process import collect_garbage_rarely, exit_with_parent
 from areal_agent.tokens.formats.answer_format import ReasoningFormat, ToolFormat
+from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import HistoryThinking
 
 DEFAULT_LEDGER = Path("runs/gateway")
@@ -33,28 +44,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Parse the arguments, connect and serve; return the exit code."""
     exit_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    options = _parser().parse_args(None if argv is None else list(argv))
+    options = parser().parse_args(None if argv is None else list(argv))
     _check(options)
-    ledger = _ledger_file(options.ledger)
     admin_key = AdminKey.obtain(
         given=options.admin_key,
         file=options.admin_key_file,
         environment=os.environ,
         host=options.host,
-        folder=_made_folder(ledger.parent),
+        folder=_made_folder(ledger_file(options).parent),
     )
-    asyncio.run(_serve(_place(options, ledger, admin_key), admin_key, options.drain_timeout))
+    asyncio.run(_serve(options, admin_key))
     return 0
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def parser() -> Parser:
+    made = Parser(
         prog="python -m areal_agent.gateway",
         description="Serve agents with a running engine, record every token, and lease the rollouts to a trainer.",
     )
 
     def add(name: str, text: str, **options: Any) -> None:
-        parser.add_argument(name, help=text, **options)
+        made.add_argument(name, help=text, **options)
 
     add(
         "--engine",
@@ -97,12 +107,6 @@ def _parser() -> Parser:
         "--admin-key-file", "a file with the admin key (default: $AREAL_AGENT_ADMIN_KEY, else a key is made)", type=Path
     )
     add("--model", "the name of the model (default: that of its folder)", metavar="NAME")
-    _add_bounds(add)
-    return parser
-
-
-def _add_bounds(add: Callable[..., None]) -> None:
-    """Add the flags for staleness, times and numbers."""
     add(
         "--max-staleness",
         "how many versions old a trained token may be; a trainer can set it, too",
@@ -142,6 +146,7 @@ def _add_bounds(add: Callable[..., None]) -> None:
         metavar="S",
         default=30.0,
     )
+    return made
 
 
 def _check(options: Namespace) -> None:
@@ -159,7 +164,8 @@ def _check(options: Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; give a number of at least {low}")
 
 
-def _ledger_file(path: Path) -> Path:
+def ledger_file(options: Namespace) -> Path:
+    path: Path = options.ledger
     return path if path.suffix == ".sqlite" else path / LEDGER_FILE
 
 
@@ -172,29 +178,74 @@ def _made_folder(path: Path) -> Path:
     return path
 
 
-def _place(options: Namespace, ledger: Path, admin_key: AdminKey) -> Place:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Standalone:
+    """A gateway that listens."""
+
+    gateway: Gateway
+    base_url: str
+    backend: Backend  # of the engine, as the engine reports it
+    model_name: str
+    num_orphans: int  # sessions that the process before it left open
+    num_waiting: int  # rollouts that wait to be trained
+
+
+@asynccontextmanager
+async def open_standalone(options: Namespace, admin_key: str) -> AsyncGenerator[Standalone]:
+    """Connect to the engine, open the ledger and listen; close all on exit. Raises ConfigError if any fails."""
     bound = None
     if options.max_staleness is not None:
         bound = Bound(batch_answers=options.batch_answers, max_staleness=options.max_staleness)
-    return Place(
-        engine_url=options.engine,
-        tokenizer=options.tokenizer,
-        history_thinking=HistoryThinking(options.history_thinking),
-        tool_format=options.tool_format and ToolFormat(options.tool_format),
-        reasoning_format=options.reasoning_format and ReasoningFormat(options.reasoning_format),
-        ledger=ledger,
-        host=options.host,
-        port=options.port,
-        admin_key=admin_key.key,
-        model_name=options.model,
-        bound=bound,
-        group_wait_s=options.group_wait,
-        limits=Limits(max_sessions=options.max_sessions, session_timeout_s=options.session_timeout or None),
-        allowed_hosts=tuple(options.allowed_host or ()),
-    )
+    async with AsyncExitStack() as stack:
+        renderer = await asyncio.to_thread(
+            Renderer.load,
+            options.tokenizer,
+            history_thinking=HistoryThinking(options.history_thinking),
+            tool_format=options.tool_format and ToolFormat(options.tool_format),
+            reasoning_format=options.reasoning_format and ReasoningFormat(options.reasoning_format),
+        )
+        try:
+            address = await (await EngineAddress.of_server(options.engine)).where_others_push()
+            engine = address.connect()
+            stack.push_async_callback(engine.aclose)
+            info = await engine.info()
+        except EngineError as error:
+            raise ConfigError(f"--engine {options.engine}: {error}") from error
+        try:
+            ledger = await Ledger.open(ledger_file(options), create=True)
+            stack.push_async_callback(ledger.aclose)
+            incarnation = await ledger.begin_incarnation(None)
+            consumer = await Consumer.open(ledger, bound=bound, group_wait_s=options.group_wait)
+        except LedgerError as error:
+            raise ConfigError(f"--ledger: {error}") from error
+        model_name = options.model or Path(info.model_path).name
+        gateway = Gateway(
+            sampler=engine,
+            renderer=renderer,
+            journal=consumer,
+            model_name=model_name,
+            admin_key=admin_key,
+            max_context_tokens=info.max_context_tokens,
+            vocab_size=info.vocab_size,
+            has_grammar=info.has_grammar,
+            limits=Limits(max_sessions=options.max_sessions, session_timeout_s=options.session_timeout or None),
+            allowed_hosts=options.allowed_host or (),
+            archive=ledger,
+            consumer=consumer,
+        )
+        served = await gateway.serve(options.host, options.port)
+        stack.push_async_callback(served.aclose)
+        yield Standalone(
+            gateway=gateway,
+            base_url=served.base_url,
+            backend=address.backend,
+            model_name=model_name,
+            num_orphans=incarnation.num_orphans,
+            num_waiting=consumer.state().num_finished,
+        )
 
 
-async def _serve(place: Place, admin_key: AdminKey, drain_timeout_s: float) -> None:
+async def _serve(options: Namespace, admin_key: AdminKey) -> None:
     stopped = asyncio.Event()
 
     def stop() -> None:
@@ -204,30 +255,30 @@ async def _serve(place: Place, admin_key: AdminKey, drain_timeout_s: float) -> N
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    async with open_standalone(place) as standalone:
+    async with open_standalone(options, admin_key.key) as standalone:
         collect_garbage_rarely()
         admin_key.keep()  # only now, so that a failed start leaves no key behind
-        print(_welcome(standalone, place, admin_key), flush=True)
+        print(_welcome(standalone, options, admin_key), flush=True)
         await stopped.wait()
         print("closing: calls in flight may finish; Ctrl-C again ends at once", file=sys.stderr, flush=True)
-        num_ended = await standalone.gateway.drain(drain_timeout_s)
+        num_ended = await standalone.gateway.drain(options.drain_timeout)
     print(f"gateway closed; {num_ended} open sessions ended as cancelled", flush=True)
 
 
-def _welcome(standalone: Standalone, place: Place, admin_key: AdminKey) -> str:
+def _welcome(standalone: Standalone, options: Namespace, admin_key: AdminKey) -> str:
     """Return the lines that tell a user how to go on. The first says that the gateway serves, and where."""
     url = standalone.base_url
-    key_file = f"rollout.gateway_admin_key_file={admin_key.file}" if admin_key.file else f"(key: set {VARIABLE})"
+    key_file = f"rollout.gateway_admin_key_file={admin_key.file}" if admin_key.file else f"(key: set {KEY_VARIABLE})"
     return "\n".join(
         (
             f"gateway ready at {url}",
-            f"model {standalone.model_name!r} on the engine at {place.engine_url}, which is {standalone.backend}",
+            f"model {standalone.model_name!r} on the engine at {options.engine}, which is {standalone.backend}",
             f"admin key {admin_key.source}",
-            f"ledger {place.ledger}: {standalone.num_waiting} rollouts wait to be trained, "
+            f"ledger {ledger_file(options)}: {standalone.num_waiting} rollouts wait to be trained, "
             f"{standalone.num_orphans} were cut off and are orphans",
             f"next: POST {url}/rl/start_session with the admin key and a task_id returns an agent's base_url and key;",
             f"to train: python -m areal_agent.train --config FILE rollout.gateway_url={url} "
-            f"engine.url={place.engine_url} {key_file}",
+            f"engine.url={options.engine} {key_file}",
             "  (its FILE needs neither workflow nor tasks: you run the agents, environments and rewards)",
         )
     )

@@ -13,8 +13,9 @@ while (a tool call is held back until it is whole) sends a comment, which client
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import orjson
 from aiohttp import web
@@ -24,15 +25,14 @@ from areal_agent.gateway.answers import Answer
 from areal_agent.gateway.bodies import BodyReader, Limits
 from areal_agent.gateway.chat import ChatBody, ChatRequest
 from areal_agent.gateway.completions import CompletionsBody, CompletionsRequest
-from areal_agent.gateway.control import StartRequest
 from areal_agent.gateway.draft import Outlet, Piece
 from areal_agent.gateway.metrics import Counters, GatewayStats, Metrics
-from areal_agent.gateway.online.consumer import Consumer, TrainerCalls, TrainerHandler
+from areal_agent.gateway.online.consumer import Consumer, TrainerHandler, trainer_handlers
 from areal_agent.gateway.openapi import About, openapi_json
-from areal_agent.gateway.replies import as_request_error, error_object, json_reply
+from areal_agent.gateway.order import Order
 from areal_agent.gateway.rollouts import Callers, RolloutCalls
-from areal_agent.gateway.server import ServedGateway, serve_app
-from areal_agent.gateway.session import Session, SessionOptions
+from areal_agent.gateway.server import ServedGateway, as_request_error, error_object, json_reply, serve_app
+from areal_agent.gateway.session import Session, StartRequest
 from areal_agent.gateway.sessions import Closing, Sessions, Traffic
 from areal_agent.gateway.turn import Exchange, Services
 from areal_agent.ledger.ledger import Ledger
@@ -51,6 +51,18 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 AgentHandler = Callable[[web.Request, Session, JsonObject], Awaitable[web.StreamResponse]]
+
+
+class AnswerBody(Protocol):
+    """Writes an answer as JSON in the format of its endpoint."""
+
+    def whole(self, answer: Answer) -> JsonObject: ...
+
+    def first(self, prompt_ids: Sequence[int]) -> Iterator[JsonObject]: ...
+
+    def piece(self, piece: Piece) -> Iterator[JsonObject]: ...
+
+    def last(self, answer: Answer) -> Iterator[JsonObject]: ...
 
 
 class Gateway:
@@ -106,11 +118,7 @@ class Gateway:
         self._metrics = Metrics(self.stats)
         self._callers = Callers(admin_key, self._sessions)
         self._about = About(
-            model_name=model_name,
-            callers=self._callers,
-            traffic=self._traffic,
-            stats=self.stats,
-            metrics=self._metrics,
+            model_name=model_name, callers=self._callers, traffic=self._traffic, stats=self.stats, metrics=self._metrics
         )
         self._rollouts = RolloutCalls(
             sessions=self._sessions,
@@ -122,13 +130,14 @@ class Gateway:
             archive=archive,
             consumer=consumer,
         )
-        self._trainer = TrainerCalls(consumer, self.stats).handlers() if consumer else {}
+        self._trainer = trainer_handlers(consumer, self.stats) if consumer else {}
 
     def app(self) -> web.Application:
         """Build the web application. Use `serve` to run it with the connection limits and checks it needs."""
         app = web.Application(client_max_size=self._limits.max_body_bytes)
-        app.cleanup_ctx.append(self._sweeping)
-        app.cleanup_ctx.append(self._returning_memory)
+        app.cleanup_ctx.append(_while_served(self._return_memory))
+        if self._limits.session_timeout_s is not None:
+            app.cleanup_ctx.append(_while_served(partial(self._closing.sweep, self._limits.session_timeout_s)))
         for prefix in ("/v1", ""):
             app.router.add_post(f"{prefix}/chat/completions", self._for_agent(self._chat_completions))
             app.router.add_post(f"{prefix}/completions", self._for_agent(self._completions))
@@ -151,12 +160,7 @@ class Gateway:
     async def serve(self, host: str = "127.0.0.1", port: int = 0) -> ServedGateway:
         """Listen on `host` and `port`; port 0 picks a free one. Raises ConfigError when the port is taken."""
         return await serve_app(
-            self.app(),
-            host,
-            port,
-            limits=self._limits,
-            counters=self._counters,
-            allowed_hosts=self._allowed_hosts,
+            self.app(), host, port, limits=self._limits, counters=self._counters, allowed_hosts=self._allowed_hosts
         )
 
     async def drain(self, timeout_s: float) -> int:
@@ -173,21 +177,68 @@ class Gateway:
     # -------------------------------------------------------------------------------------------- agents
 
     async def _chat_completions(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
-        request = ChatRequest.read(body)
-        self._require_model(request.model)
-        with session.deliveries.one():
-            exchange = await session.place(request, num_bytes=len(await http.read()))
-            answer_body = ChatBody(exchange, self._services.renderer.detokenizer)
-            return await deliver(http, session, exchange, answer_body, self._counters, self._limits.keep_alive_s)
+        detokenizer = self._services.renderer.detokenizer
+        return await self._answer(http, session, ChatRequest.read(body), lambda one: ChatBody(one, detokenizer))
 
     async def _completions(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
-        request = CompletionsRequest.read(body)
+        request, renderer = CompletionsRequest.read(body), self._services.renderer
+        return await self._answer(
+            http, session, request, lambda one: CompletionsBody(one, renderer.detokenizer, request.echoes(renderer))
+        )
+
+    async def _answer(
+        self, http: web.Request, session: Session, request: Order, body_of: Callable[[Exchange], AnswerBody]
+    ) -> web.StreamResponse:
+        """Place, sample and answer a request, and mark the answer as delivered once all of it was sent."""
         self._require_model(request.model)
-        renderer = self._services.renderer
         with session.deliveries.one():
             exchange = await session.place(request, num_bytes=len(await http.read()))
-            answer_body = CompletionsBody(exchange, renderer.detokenizer, request.echoes(renderer))
-            return await deliver(http, session, exchange, answer_body, self._counters, self._limits.keep_alive_s)
+            send = self._send_in_chunks if request.is_streamed else self._send_whole
+            return await send(http, session, exchange, body_of(exchange))
+
+    async def _send_whole(
+        self, http: web.Request, session: Session, exchange: Exchange, body: AnswerBody
+    ) -> web.StreamResponse:
+        try:
+            answer = await asyncio.shield(session.begin(exchange))
+        except asyncio.CancelledError:
+            exchange.hang_up()
+            raise
+        reply = json_reply(body.whole(answer))
+        await reply.prepare(http)
+        await reply.write_eof()
+        session.deliveries.delivered(answer.completion_ids)
+        return reply
+
+    async def _send_in_chunks(
+        self, http: web.Request, session: Session, exchange: Exchange, body: AnswerBody
+    ) -> web.StreamResponse:
+        outlet = Outlet()
+        answering = session.begin(exchange, outlet)
+        reply = web.StreamResponse(headers=STREAM_HEADERS)
+        try:
+            if not await outlet.has_begun():
+                await asyncio.shield(answering)
+            await reply.prepare(http)
+            await reply.write(_events(body.first(exchange.prompt_ids)))
+            async for pieces in outlet.batches(self._limits.keep_alive_s):
+                events = b"".join(_events(body.piece(piece)) for piece in pieces)
+                await reply.write(events if pieces else KEEP_ALIVE)
+            answer = await asyncio.shield(answering)
+            await reply.write(_events(body.last(answer)) + DONE)
+            await reply.write_eof()
+            session.deliveries.delivered(answer.completion_ids)
+        except (asyncio.CancelledError, ConnectionError):
+            exchange.hang_up()
+            raise
+        except Exception as error:  # boundary: an agent that reads a stream learns of a failure from an event
+            if not reply.prepared:
+                raise
+            fault = as_request_error(error, http)
+            self._counters.errors[fault.status] += 1
+            await reply.write(_events([error_object(fault)]))
+            await reply.write_eof()
+        return reply
 
     def _require_model(self, model: str) -> None:
         if model not in (self._model_name, DEFAULT_MODEL):
@@ -202,29 +253,12 @@ class Gateway:
 
     def _make_session(self, record: SessionRecord, start: StartRequest) -> Session:
         start.sampling.require_ids_below(self._services.vocab_size, "sampling.")
-        options = SessionOptions(defaults=start.sampling, truncates=start.truncates)
-        return Session(record, options=options, services=self._services, on_ended=self._retire)
-
-    async def _sweeping(self, app: web.Application) -> AsyncIterator[None]:
-        """Own the task that ends silent sessions while the app runs."""
-        if self._limits.session_timeout_s is None:
-            yield
-            return
-        sweep = asyncio.create_task(self._closing.sweep(self._limits.session_timeout_s))
-        yield
-        sweep.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await sweep
-
-    async def _returning_memory(self, app: web.Application) -> AsyncIterator[None]:
-        """Own the task that gives memory back after turns while the app runs."""
-        task = asyncio.create_task(self._return_memory())
-        yield
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        return Session(
+            record, services=self._services, on_ended=self._retire, defaults=start.sampling, truncates=start.truncates
+        )
 
     async def _return_memory(self) -> None:
+        """Give memory back after turns."""
         num_turns = 0
         while True:
             await asyncio.sleep(RETURN_MEMORY_EVERY_S)
@@ -258,80 +292,18 @@ class Gateway:
         return handler
 
 
-class AnswerBody(Protocol):
-    """Writes an answer as JSON in the format of its endpoint."""
-
-    def whole(self, answer: Answer) -> JsonObject: ...
-
-    def first(self, prompt_ids: Sequence[int]) -> Iterator[JsonObject]: ...
-
-    def piece(self, piece: Piece) -> Iterator[JsonObject]: ...
-
-    def last(self, answer: Answer) -> Iterator[JsonObject]: ...
-
-
-async def deliver(
-    http: web.Request,
-    session: Session,
-    exchange: Exchange,
-    body: AnswerBody,
-    counters: Counters,
-    keep_alive_s: float,
-) -> web.StreamResponse:
-    """Send the whole answer to a request, and mark it as delivered once all of it was sent."""
-    if exchange.order.is_streamed:
-        return await _deliver_in_chunks(http, session, exchange, body, counters, keep_alive_s)
-    answer = await _until_hung_up(session.begin(exchange), exchange)
-    reply = json_reply(body.whole(answer))
-    await reply.prepare(http)
-    await reply.write_eof()
-    session.deliveries.delivered(answer.completion_ids)
-    return reply
-
-
-async def _deliver_in_chunks(
-    http: web.Request,
-    session: Session,
-    exchange: Exchange,
-    body: AnswerBody,
-    counters: Counters,
-    keep_alive_s: float,
-) -> web.StreamResponse:
-    outlet = Outlet()
-    answering = session.begin(exchange, outlet)
-    reply = web.StreamResponse(headers=STREAM_HEADERS)
-    try:
-        if not await outlet.has_begun():
-            await asyncio.shield(answering)
-        await reply.prepare(http)
-        await reply.write(_events(body.first(exchange.prompt_ids)))
-        async for pieces in outlet.batches(keep_alive_s):
-            events = b"".join(_events(body.piece(piece)) for piece in pieces)
-            await reply.write(events if pieces else KEEP_ALIVE)
-        answer = await asyncio.shield(answering)
-        await reply.write(_events(body.last(answer)) + DONE)
-        await reply.write_eof()
-        session.deliveries.delivered(answer.completion_ids)
-    except (asyncio.CancelledError, ConnectionError):
-        exchange.hang_up()
-        raise
-    except Exception as error:  # boundary: an agent that reads a stream learns of a failure from an event
-        if not reply.prepared:
-            raise
-        fault = as_request_error(error, http)
-        counters.errors[fault.status] += 1
-        await reply.write(_events([error_object(fault)]))
-        await reply.write_eof()
-    return reply
-
-
-async def _until_hung_up(answering: "asyncio.Task[Answer]", exchange: Exchange) -> Answer:
-    try:
-        return await asyncio.shield(answering)
-    except asyncio.CancelledError:
-        exchange.hang_up()
-        raise
-
-
 def _events(chunks: Iterable[JsonObject]) -> bytes:
     return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
+
+
+def _while_served(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[web.Application], AsyncIterator[None]]:
+    """Return the context of a task that runs as long as the app."""
+
+    async def context(_: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(work())
+        yield
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    return context

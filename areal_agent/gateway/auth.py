@@ -1,4 +1,4 @@
-"""Who may call a gateway: keys, and the names by which it may be called.
+"""Who may call a gateway: keys, and the names by which it may be called. Messages say where a key is, never the key.
 
 The admin key and each session's key are kept and compared only as SHA-256. A session is looked up by that hash in a
 dictionary; the timing reveals nothing, because nobody can choose the hash of a key that he guesses.
@@ -7,19 +7,25 @@ dictionary; the timing reveals nothing, because nobody can choose the hash of a 
 `Origin` or, if the page's name was made to resolve to this machine (DNS rebinding), has that name in `Host`.
 """
 
-import hmac
 import re
 import secrets
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from hashlib import sha256
 from ipaddress import ip_address
+from pathlib import Path
+from typing import Self
 from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from areal_agent.errors import RequestError
+from areal_agent.errors import ConfigError, RequestError
+from areal_agent.files import create_private
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+
+KEY_VARIABLE = "AREAL_AGENT_ADMIN_KEY"
+KEY_FILE = "admin_key"
 
 MIN_HIDDEN_CHARS = 8
 """A shorter caller's key is not hidden in texts: it is no secret, and may be part of any word."""
@@ -35,11 +41,6 @@ def new_key() -> str:
 def key_hash(key: str) -> str:
     """Return the hexadecimal SHA-256 of a key, as the ledger keeps it."""
     return sha256(key.encode(errors="surrogateescape")).hexdigest()
-
-
-def is_same_key(key_hash_a: str, key_hash_b: str) -> bool:
-    """Compare in constant time."""
-    return hmac.compare_digest(key_hash_a, key_hash_b)
 
 
 def caller_hash(headers: Mapping[str, str]) -> str:
@@ -133,3 +134,83 @@ def is_loopback(address: object) -> bool:
 def _own_address(request: web.BaseRequest) -> str | None:
     address = request.transport.get_extra_info("sockname") if request.transport else None
     return address[0] if isinstance(address, tuple) else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdminKey:
+    """An admin key and where to find it."""
+
+    key: str = field(repr=False)
+    source: str
+    file: Path | None = None  # the file that holds it
+    is_new: bool = False  # `keep` has yet to write the file
+
+    @classmethod
+    def obtain(
+        cls, *, given: str | None, file: Path | None, environment: Mapping[str, str], host: str, folder: Path
+    ) -> Self:
+        """Take the key from the command line, a file, the environment or `folder`; else make one to keep there.
+
+        A gateway that other machines can reach needs a key chosen by its owner. Raises ConfigError.
+        """
+        if given is not None and file is not None:
+            raise ConfigError("--admin-key and --admin-key-file both give a key; use one of them")
+        if given is not None:
+            return cls(key=_usable(given, "--admin-key"), source="as given on the command line")
+        if file is not None:
+            return cls(key=_read_key(file), source=f"in {file}", file=file)
+        if KEY_VARIABLE in environment:
+            return cls(
+                key=_usable(environment[KEY_VARIABLE], KEY_VARIABLE), source=f"in the environment, as {KEY_VARIABLE}"
+            )
+        if host not in LOOPBACK_NAMES:
+            raise ConfigError(
+                f"--host {host} lets other machines connect, and there is no admin key: give --admin-key-file or set "
+                f"{KEY_VARIABLE}, or listen on 127.0.0.1"
+            )
+        own, source = folder / KEY_FILE, f"in {folder / KEY_FILE} (mode 0600)"
+        if own.exists():
+            return cls(key=_read_key(own), source=source, file=own)
+        return cls(key=new_key(), source=source, file=own, is_new=True)
+
+    def keep(self) -> None:
+        """Write a newly made key to its file with mode 0600. Call it once the gateway serves. Raises ConfigError."""
+        if self.file is None or not self.is_new:
+            return
+        try:
+            create_private(self.file, self.key)
+        except OSError as error:
+            raise ConfigError(f"the admin key file {self.file} cannot be written: {error.strerror}") from None
+
+
+def find_admin_key(file: str | Path | None, environment: Mapping[str, str]) -> str:
+    """Return the key of a gateway elsewhere, from a file or else the environment. Raises ConfigError."""
+    if file is not None:
+        if not Path(file).exists():
+            raise ConfigError(
+                f"rollout.gateway_admin_key_file: there is no {file}; start the gateway first, from this folder, or "
+                "give the file that it printed when it started"
+            )
+        return _read_key(Path(file))
+    if KEY_VARIABLE not in environment:
+        raise ConfigError(
+            f"the gateway's admin key is missing; set {KEY_VARIABLE}, or rollout.gateway_admin_key_file to the file "
+            "that the gateway printed when it started"
+        )
+    return _usable(environment[KEY_VARIABLE], KEY_VARIABLE)
+
+
+def _read_key(path: Path) -> str:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        cause = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"the admin key file {path} cannot be read: {cause}") from None
+    return _usable(text.strip(), str(path))
+
+
+def _usable(key: str, where: str) -> str:
+    """Check that a key can be sent in an HTTP header."""
+    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        raise ConfigError(f"{where} holds no usable key: a key is one word of printable ASCII characters")
+    return key

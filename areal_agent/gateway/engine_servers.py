@@ -5,6 +5,7 @@ with `rollout.workers` there are several gateways.
 """
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Protocol
 from urllib.parse import urlsplit
 
@@ -15,9 +16,8 @@ from areal_agent.engine.fleet.fleet import MemberReport
 from areal_agent.errors import EngineError, EngineRejected, RequestError, ServerRefused
 from areal_agent.gateway.bodies import Body, BodyReader, Limits, Name, wrong
 from areal_agent.gateway.metrics import Counters
-from areal_agent.gateway.replies import json_reply
 from areal_agent.gateway.rollouts import Callers
-from areal_agent.gateway.server import ServedGateway, serve_app
+from areal_agent.gateway.server import ServedGateway, json_reply, serve_app
 from areal_agent.gateway.sessions import Sessions
 from areal_agent.types import JsonObject
 
@@ -81,22 +81,22 @@ async def serve_engine_servers(servers: EngineServers, admin_key: str) -> Served
     return await serve_app(app, "127.0.0.1", 0, limits=limits, counters=counters)
 
 
+@dataclass(frozen=True, slots=True)
 class EngineServerCalls:
     """The two handlers. Both answer with the current list of servers."""
 
-    def __init__(self, servers: EngineServers, callers: Callers, bodies: BodyReader) -> None:
-        self._servers = servers
-        self._callers = callers
-        self._bodies = bodies
+    servers: EngineServers
+    callers: Callers
+    bodies: BodyReader
 
     async def show(self, request: web.Request) -> web.Response:
-        self._callers.require_admin(request)
+        self.callers.require_admin(request)
         return await self._listing()
 
     async def change(self, request: web.Request) -> web.Response:
         """Add or remove a server. Returns when the added one serves, or the removed one is gone."""
-        self._callers.require_admin(request)
-        body = EnginesRequest.read(await self._bodies.control(request))
+        self.callers.require_admin(request)
+        body = EnginesRequest.read(await self.bodies.control(request))
         added, removed = body.add, body.remove
         if (added is None) == (removed is None):
             raise RequestError(
@@ -106,19 +106,19 @@ class EngineServerCalls:
             )
         try:
             if added is not None:
-                await self._servers.add(self._known(added))
+                await self.servers.add(self._known(added))
             elif removed is not None:
-                await self._servers.remove(self._known(removed))
+                await self.servers.remove(self._known(removed))
         except EngineError as error:
             raise _refusal(error) from error
         return await self._listing()
 
     def _known(self, url: str) -> str:
         """Return the URL under which this server is already listed, else the URL itself."""
-        return next((known for known in self._servers.urls if _address(known) == _address(url)), url)
+        return next((known for known in self.servers.urls if _address(known) == _address(url)), url)
 
     async def _listing(self) -> web.Response:
-        return json_reply({"engines": [_row(one) for one in await self._servers.survey()]})
+        return json_reply({"engines": [_row(one) for one in await self.servers.survey()]})
 
 
 def _row(report: MemberReport) -> JsonObject:

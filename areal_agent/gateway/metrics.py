@@ -63,26 +63,20 @@ class Counters:
         self.sent_bytes = 0
         self.ended_by_timeout = 0
 
-    def count_error(self, status: int) -> None:
-        self.errors[status] += 1
-
     def snapshot(self, *, num_open_sessions: int) -> GatewayStats:
+        counted: dict[str, Any] = {
+            name: dict(count) if isinstance(count, Counter) else count for name, count in vars(self).items()
+        }
+        engine: BusyClock = counted.pop("engine")
         return GatewayStats(
             num_open_sessions=num_open_sessions,
-            num_engine_requests=self.engine.num_running,
-            engine_busy_s=self.engine.busy_s,
-            generated_tokens=self.generated_tokens,
-            turns=self.turns,
-            altered_completions=self.altered_completions,
-            malformed_tool_calls=self.malformed_tool_calls,
-            forks=dict(self.forks),
-            history_mismatches=self.history_mismatches,
-            errors=dict(self.errors),
-            received_bytes=self.received_bytes,
-            sent_bytes=self.sent_bytes,
-            ended_by_timeout=self.ended_by_timeout,
+            num_engine_requests=engine.num_running,
+            engine_busy_s=engine.busy_s,
+            **counted,
         )
 
+
+PREFIX = "areal_agent_gateway_"
 
 TURN_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 
@@ -97,7 +91,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._turn_seconds = Histogram(
-            "areal_agent_gateway_turn_seconds",
+            f"{PREFIX}turn_seconds",
             "Time from the arrival of an agent's call to its answer, failed calls included.",
             buckets=TURN_SECONDS,
             registry=self._registry,
@@ -114,35 +108,28 @@ class Metrics:
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics that the registry asks for at each scrape."""
         stats = self._stats()
-        yield _gauge("open_sessions", "Sessions that are open.", stats.num_open_sessions)
-        yield _gauge("engine_requests", "Engine requests in flight.", stats.num_engine_requests)
-        yield _counter("engine_busy_seconds", "Time with an engine request in flight.", stats.engine_busy_s)
-        yield _counter("generated_tokens", "Tokens that the engine sampled.", stats.generated_tokens)
-        yield _counter("turns", "Turns that were recorded.", stats.turns)
-        yield _counter(
-            "altered_completions", "Completions recorded with altered probabilities.", stats.altered_completions
-        )
-        yield _counter("malformed_tool_calls", "Tool calls that no parser could read.", stats.malformed_tool_calls)
-        yield _counter(
-            "history_mismatches", "Prompts that differ from the chat template's text.", stats.history_mismatches
-        )
-        yield _counter("received_bytes", "Bytes received from clients, including HTTP heads.", stats.received_bytes)
-        yield _counter("sent_bytes", "Bytes sent to clients, including HTTP heads.", stats.sent_bytes)
-        yield _counter("timed_out_sessions", "Sessions ended because they made no call.", stats.ended_by_timeout)
-        yield _counter_by("forks", "Turns that did not continue the turn before.", "reason", stats.forks)
-        yield _counter_by("errors", "Answers with a status of 400 and up.", "status", stats.errors)
-
-
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"areal_agent_gateway_{name}", text, value=value)
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(f"areal_agent_gateway_{name}", text, value=value)
-
-
-def _counter_by(name: str, text: str, label: str, values: Mapping[Any, int]) -> Metric:
-    family = CounterMetricFamily(f"areal_agent_gateway_{name}", text, labels=[label])
-    for key, value in values.items():
-        family.add_metric([str(key)], value)
-    return family
+        for name, text, value in (
+            ("open_sessions", "Sessions that are open.", stats.num_open_sessions),
+            ("engine_requests", "Engine requests in flight.", stats.num_engine_requests),
+        ):
+            yield GaugeMetricFamily(PREFIX + name, text, value=value)
+        for name, text, value in (
+            ("engine_busy_seconds", "Time with an engine request in flight.", stats.engine_busy_s),
+            ("generated_tokens", "Tokens that the engine sampled.", stats.generated_tokens),
+            ("turns", "Turns that were recorded.", stats.turns),
+            ("altered_completions", "Completions recorded with altered probabilities.", stats.altered_completions),
+            ("malformed_tool_calls", "Tool calls that no parser could read.", stats.malformed_tool_calls),
+            ("history_mismatches", "Prompts that differ from the chat template's text.", stats.history_mismatches),
+            ("received_bytes", "Bytes received from clients, including HTTP heads.", stats.received_bytes),
+            ("sent_bytes", "Bytes sent to clients, including HTTP heads.", stats.sent_bytes),
+            ("timed_out_sessions", "Sessions ended because they made no call.", stats.ended_by_timeout),
+        ):
+            yield CounterMetricFamily(PREFIX + name, text, value=value)
+        for name, text, label, numbers in (
+            ("forks", "Turns that did not continue the turn before.", "reason", stats.forks),
+            ("errors", "Answers with a status of 400 and up.", "status", stats.errors),
+        ):
+            family = CounterMetricFamily(PREFIX + name, text, labels=[label])
+            for key, number in numbers.items():
+                family.add_metric([str(key)], number)
+            yield family

@@ -19,7 +19,6 @@ from areal_agent.gateway.auth import is_loopback
 from areal_agent.gateway.bodies import Body, Number
 from areal_agent.gateway.chat import ChatRequest
 from areal_agent.gateway.completions import CompletionsRequest
-from areal_agent.gateway.control import EndRequest, ExportRequest, RewardRequest, StartRequest
 from areal_agent.gateway.metrics import GatewayStats, Metrics
 from areal_agent.gateway.online.wire import (
     AcknowledgeRequest,
@@ -34,8 +33,9 @@ from areal_agent.gateway.online.wire import (
     StatusRequest,
 )
 from areal_agent.gateway.order import Order
-from areal_agent.gateway.replies import json_reply
 from areal_agent.gateway.rollouts import Callers, EndedSession, ExportedTrajectory, RewardedSession, StartedSession
+from areal_agent.gateway.server import json_reply
+from areal_agent.gateway.session import EndRequest, ExportRequest, RewardRequest, StartRequest
 from areal_agent.gateway.sessions import Traffic
 from areal_agent.types import JsonObject
 

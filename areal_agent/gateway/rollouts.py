@@ -5,6 +5,8 @@ A session is kept while it is open and for a while after. Of older ones, and tho
 session's key gives access to that session only.
 """
 
+import contextlib
+import hmac
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +16,21 @@ from aiohttp import web
 from pydantic import WithJsonSchema
 
 from areal_agent.errors import LedgerError, RequestError
-from areal_agent.gateway.auth import caller_hash, is_same_key, key_hash, new_key
+from areal_agent.gateway.auth import caller_hash, key_hash, new_key
 from areal_agent.gateway.bodies import BodyReader, Name, Number
-from areal_agent.gateway.control import EndRequest, ExportRequest, RewardRequest, StartRequest
 from areal_agent.gateway.online.consumer import Consumer
-from areal_agent.gateway.replies import json_reply
-from areal_agent.gateway.session import Session, SessionState
+from areal_agent.gateway.server import json_reply
+from areal_agent.gateway.session import (
+    EndRequest,
+    ExportRequest,
+    RewardRequest,
+    Session,
+    SessionState,
+    StartRequest,
+    has_ended,
+)
 from areal_agent.gateway.sessions import Sessions, Traffic
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.protocols import Journal
 from areal_agent.tokens.records import token_records
@@ -69,7 +79,7 @@ class Callers:
         )
 
     def _is_admin(self, caller: str) -> bool:
-        return is_same_key(caller, self._admin_key_hash)
+        return hmac.compare_digest(caller, self._admin_key_hash)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,34 +117,30 @@ class ExportedTrajectory:
     records: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}})]  # of TokenRecord
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutCalls:
     """The handlers of `/rl/start_session`, `/rl/set_reward`, `/rl/end_session` and `/export_trajectories`."""
 
-    def __init__(
-        self,
-        *,
-        sessions: Sessions,
-        traffic: Traffic,
-        callers: Callers,
-        bodies: BodyReader,
-        journal: Journal,
-        make_session: Callable[[SessionRecord, StartRequest], Session],
-        archive: Ledger | None,
-        consumer: Consumer | None,
-    ) -> None:
-        self._sessions = sessions
-        self._traffic = traffic
-        self._callers = callers
-        self._bodies = bodies
-        self._journal = journal
-        self._make_session = make_session
-        self._archive = archive
-        self._consumer = consumer
+    sessions: Sessions
+    traffic: Traffic
+    callers: Callers
+    bodies: BodyReader
+    journal: Journal
+    make_session: Callable[[SessionRecord, StartRequest], Session]
+    archive: Ledger | None
+    consumer: Consumer | None
 
     async def start(self, request: web.Request) -> web.Response:
-        self._callers.require_admin(request)
-        start = StartRequest.read(await self._bodies.control(request))
-        self._sessions.require_free(start.session_id)
+        self.callers.require_admin(request)
+        start = StartRequest.read(await self.bodies.control(request))
+        if self.consumer is None and start.group_size is not None:
+            raise RequestError(
+                "group_size is only for a gateway that a trainer leases from; this one is part of a run, which "
+                "forms its groups itself; leave it out",
+                param="group_size",
+                code="unsupported_parameter",
+            )
+        self.sessions.require_free(start.session_id)
         api_key = new_key()
         record = SessionRecord(
             id=start.session_id,
@@ -145,21 +151,17 @@ class RolloutCalls:
             key_hash=key_hash(api_key),
             started_s=time.time(),
         )
-        session = self._make_session(record, start)
-        self._traffic.enter(record.id)
-        try:
-            self._admit(start)
-        except BaseException:
-            self._traffic.leave(record.id)
-            raise
-        self._sessions.add(session)
-        try:
-            await self._journal.open_session(record)
-        except BaseException:
-            self._sessions.remove(session)
-            self._traffic.leave(record.id)
-            self._withdraw(start)
-            raise
+        session = self.make_session(record, start)
+        with contextlib.ExitStack() as undo:
+            self.traffic.enter(record.id)
+            undo.callback(self.traffic.leave, record.id)
+            if self.consumer is not None and start.purpose is SessionPurpose.TRAIN:
+                self.consumer.admit(start.session_id, start.group_id, start.group_size)
+                undo.callback(self.consumer.withdraw, start.session_id)
+            self.sessions.add(session)
+            undo.callback(self.sessions.remove, session)
+            await self.journal.open_session(record)
+            undo.pop_all()
         origin = str(request.url.origin())  # the address that this caller reached us by
         return json_reply(
             StartedSession(session_id=record.id, api_key=api_key, base_url=f"{origin}/v1", anthropic_base_url=origin)
@@ -169,14 +171,14 @@ class RolloutCalls:
         """Accept a reward while the session is open; with a trainer, until its trajectory is leased or dropped."""
         session = await self._session_of(request)
         session_id = session.record.id if isinstance(session, Session) else session.session_id
-        with self._traffic.call(session_id):
-            reward = RewardRequest.read(await self._bodies.control(request))
-            if isinstance(session, Session) and not (self._consumer and session.state is SessionState.ENDED):
+        with self.traffic.call(session_id):
+            reward = RewardRequest.read(await self.bodies.control(request))
+            if isinstance(session, Session) and not (self.consumer and session.state is SessionState.ENDED):
                 session.reward(reward)
-            elif self._consumer:
-                await self._consumer.reward_late(session_id, reward)
+            elif self.consumer:
+                await self.consumer.reward_late(session_id, reward)
             else:
-                raise _has_ended(session_id)
+                raise has_ended(session_id)
         return json_reply(RewardedSession(session_id=session_id))
 
     async def end(self, request: web.Request) -> web.Response:
@@ -184,20 +186,20 @@ class RolloutCalls:
         session = await self._session_of(request)
         if not isinstance(session, Session):
             return _ended(session)
-        with self._traffic.call(session.record.id):
-            end = EndRequest.read(await self._bodies.control(request))
+        with self.traffic.call(session.record.id):
+            end = EndRequest.read(await self.bodies.control(request))
             is_open = session.state is SessionState.OPEN
             return _ended(await session.end(end) if is_open else await session.ended())
 
     async def export(self, request: web.Request) -> web.Response:
         """Export from the archive if there is one, because it has late rewards and fates."""
-        self._callers.require_admin(request)
-        session_id = ExportRequest.read(await self._bodies.control(request)).session_id
-        if self._archive is None or self._sessions.is_open(session_id):
-            trajectory = self._sessions.ended(session_id).trajectory
+        self.callers.require_admin(request)
+        session_id = ExportRequest.read(await self.bodies.control(request)).session_id
+        if self.archive is None or self.sessions.is_open(session_id):
+            trajectory = self.sessions.ended(session_id).trajectory
             assert trajectory is not None  # it has ended
         else:
-            trajectory = await self._archived(self._archive, session_id)
+            trajectory = await self._archived(self.archive, session_id)
         return json_reply(ExportedTrajectory(trajectory=trajectory, records=token_records(trajectory)))
 
     async def session_for_turn(self, request: web.Request) -> Session:
@@ -205,38 +207,18 @@ class RolloutCalls:
         session = await self._session_of(request)
         if isinstance(session, Session):
             return session
-        raise RequestError(
-            f"session {session.session_id!r} has ended as {session.status}: it accepts no more calls; start a new one",
-            status=409,
-            code="session_ended",
-        )
+        raise has_ended(session.session_id, f"has ended as {session.status}")
 
     # ------------------------------------------------------------------------------------------- internals
-
-    def _admit(self, start: StartRequest) -> None:
-        if self._consumer is None:
-            if start.group_size is not None:
-                raise RequestError(
-                    "group_size is only for a gateway that a trainer leases from; this one is part of a run, which "
-                    "forms its groups itself; leave it out",
-                    param="group_size",
-                    code="unsupported_parameter",
-                )
-        elif start.purpose is SessionPurpose.TRAIN:
-            self._consumer.admit(start.session_id, start.group_id, start.group_size)
-
-    def _withdraw(self, start: StartRequest) -> None:
-        if self._consumer is not None and start.purpose is SessionPurpose.TRAIN:
-            self._consumer.withdraw(start.session_id)
 
     async def _session_of(self, request: web.Request) -> Session | Trajectory:
         """Return the caller's session, or the trajectory of one that is only in the archive. Raises RequestError."""
         caller = caller_hash(request.headers)
-        if self._archive is not None and self._sessions.with_key(caller) is None:
-            session_id = await self._archive.session_with_key(caller)
+        if self.archive is not None and self.sessions.with_key(caller) is None:
+            session_id = await self.archive.ask(questions.session_with_key, caller)
             if session_id is not None:
-                return await self._archived(self._archive, session_id)
-        return self._callers.session(caller)
+                return await self._archived(self.archive, session_id)
+        return self.callers.session(caller)
 
     async def _archived(self, archive: Ledger, session_id: str) -> Trajectory:
         try:
@@ -258,10 +240,4 @@ def _ended(trajectory: Trajectory) -> web.Response:
             num_turns=len(trajectory.turns),
             num_sampled_tokens=trajectory.num_sampled_tokens,
         )
-    )
-
-
-def _has_ended(session_id: str) -> RequestError:
-    return RequestError(
-        f"session {session_id!r} has ended: it accepts no more rewards", status=409, code="session_ended"
     )

@@ -1,4 +1,6 @@
-"""The gateway's listening socket: each request passes the host check, then the app; failures become error objects.
+"""The gateway's listening socket: each request passes the host check, then the app.
+
+Every failure, also an unknown path or an unexpected exception, is answered with OpenAI's error object.
 
 aiohttp limits the size and the time of request heads. `Connection` adds what it lacks: a client that stops reading its
 answer is disconnected, and nothing of an answer is queued behind bytes that a client does not take, so a slow client
@@ -7,19 +9,31 @@ costs no more memory than the piece being written. Input that is not HTTP gets a
 
 import asyncio
 import errno
+import logging
 import socket
 import struct
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, cast
 
+import orjson
 from aiohttp import web
 
-from areal_agent.errors import ConfigError, RequestError
-from areal_agent.gateway.auth import HostCheck
+from areal_agent.errors import ConfigError, EngineError, EngineRejected, EngineUnreachable, RequestError
+from areal_agent.gateway.auth import HostCheck, without_keys
 from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.metrics import Counters
-from areal_agent.gateway.replies import Handler, error_boundary, error_reply
 from areal_agent.process import allow_many_connections
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+UNREAD_BODY_STATUSES = (408, 413, 415)
+"""The statuses of requests whose body was not read to its end; the connection cannot be used again."""
+
+ENGINE_RETRY_S = 1
+"""Seconds until a client may retry after the engine was unreachable or overloaded."""
 
 LINGER_S = 1.0
 """Seconds for which an unread body is discarded before the connection closes, so that its client sees the answer."""
@@ -82,11 +96,7 @@ class Connection(web.RequestHandler):
         return finished
 
     def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> web.StreamResponse:
         """Answer input that is not HTTP. It is the client's fault, so it is not logged."""
         if status != 400:
@@ -106,13 +116,10 @@ class Connection(web.RequestHandler):
             return
         if self._wire.get_write_buffer_size() < self._num_untaken:
             self._watch_for_stall()
-        else:
-            self._hang_up(self._wire)
-
-    def _hang_up(self, wire: asyncio.Transport) -> None:
-        """Close at once and let the kernel discard what it still holds for this client."""
-        wire.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        wire.abort()
+        else:  # close at once, and let the kernel discard what it still holds for this client
+            wire = self._wire
+            wire.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            wire.abort()
 
     def _stop_stall_check(self) -> None:
         if self._stall_check is not None:
@@ -146,13 +153,7 @@ class ServedGateway:
 
 
 async def serve_app(
-    app: web.Application,
-    host: str,
-    port: int,
-    *,
-    limits: Limits,
-    counters: Counters,
-    allowed_hosts: Iterable[str] = (),
+    app: web.Application, host: str, port: int, *, limits: Limits, counters: Counters, allowed_hosts: Iterable[str] = ()
 ) -> ServedGateway:
     """Listen on `host` and `port`; port 0 picks a free one. Raises ConfigError when that fails.
 
@@ -162,7 +163,13 @@ async def serve_app(
     app_runner = web.AppRunner(app, handler_cancellation=True)
     await app_runner.setup()
     assert app_runner.server is not None  # setup made it
-    handler = _entrance(app_runner.server.request_handler, HostCheck((host, *allowed_hosts)), counters)
+    handle, hosts = app_runner.server.request_handler, HostCheck((host, *allowed_hosts))
+
+    async def entrance(request: web.BaseRequest) -> web.StreamResponse:
+        hosts.check(request)
+        return await handle(request)
+
+    handler = error_boundary(entrance, counters.errors)
     server = Connections(handler, like=app_runner.server, counters=counters, limits=limits)
     runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
@@ -178,9 +185,93 @@ async def serve_app(
     return ServedGateway(served, f"http://{shown_host}:{runner.addresses[0][1]}")
 
 
-def _entrance(handle: Handler, hosts: HostCheck, counters: Counters) -> Handler:
-    async def entrance(request: web.BaseRequest) -> web.StreamResponse:
-        hosts.check(request)
-        return await handle(request)
+# ------------------------------------------------------------------------------------------------------- replies
 
-    return error_boundary(entrance, counters.count_error)
+
+def json_reply(data: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY),
+        status=status,
+        headers=headers,
+        content_type="application/json",
+    )
+
+
+def error_object(fault: RequestError) -> dict[str, Any]:
+    """Return OpenAI's error object, for an answer or for an event of a stream."""
+    return {
+        "error": {"message": fault.message, "type": _error_type(fault.status), "param": fault.param, "code": fault.code}
+    }
+
+
+def error_reply(fault: RequestError) -> web.Response:
+    headers = {} if fault.retry_after_s is None else {"Retry-After": str(fault.retry_after_s)}
+    reply = json_reply(error_object(fault), status=fault.status, headers=headers)
+    if fault.status in UNREAD_BODY_STATUSES:
+        reply.force_close()
+    return reply
+
+
+def error_boundary(handle: Handler, errors: Counter[int]) -> Handler:
+    """Wrap a handler so that its failures become error objects, counted in `errors` by status."""
+
+    async def boundary(request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await handle(request)
+        except Exception as error:  # boundary: whatever fails, the agent gets an error that it understands
+            if request.transport is None or request.transport.is_closing():
+                return web.Response()  # the client is gone, which is no error for the log
+            fault = as_request_error(error, request)
+            errors[fault.status] += 1
+            if request.writer.output_size:  # a part of another answer was sent already
+                raise ConnectionResetError("an answer broke off") from error
+            reply = error_reply(fault)
+            if isinstance(error, web.HTTPMethodNotAllowed):
+                reply.headers["Allow"] = error.headers["Allow"]
+            return reply
+
+    return boundary
+
+
+def as_request_error(error: Exception, request: web.BaseRequest) -> RequestError:
+    """Turn an exception into the error for the agent, without keys. Internal details are logged instead."""
+    fault = _fault(error, f"{request.method} {request.rel_url.raw_path:.200}", request.headers)
+    fault.message = without_keys(fault.message, request.headers)
+    fault.param = None if fault.param is None else without_keys(fault.param, request.headers)
+    return fault
+
+
+def _fault(error: Exception, call: str, headers: Mapping[str, str]) -> RequestError:
+    match error:
+        case RequestError():
+            return error
+        case web.HTTPNotFound():
+            return RequestError(f"{call}: this path does not exist; GET /openapi.json lists every path", status=404)
+        case web.HTTPMethodNotAllowed():
+            methods = ", ".join(sorted(error.allowed_methods))
+            return RequestError(f"{call}: this path only accepts {methods}", status=405)
+        case web.HTTPException():
+            return RequestError(f"{call}: {error.reason}", status=error.status)
+        case web.RequestPayloadError() | web.PayloadAccessError():
+            return RequestError(f"the body is incomplete or not valid HTTP: {error}", code="bad_http")
+        case RecursionError():
+            return RequestError("the body is nested too deeply")
+        case EngineRejected():
+            return RequestError(f"the engine refused the request: {error}", code="engine_rejected")
+        case EngineError():
+            logger.warning("%s: %s", without_keys(call, headers), error)
+            status, retry_after_s = (503, ENGINE_RETRY_S) if isinstance(error, EngineUnreachable) else (502, None)
+            return RequestError(
+                f"the engine failed: {error}", status=status, code="engine_failed", retry_after_s=retry_after_s
+            )
+        case _:
+            logger.error("%s failed", without_keys(call, headers), exc_info=error)
+            return RequestError(f"internal error ({type(error).__name__}); see the gateway's log", status=500)
+
+
+def _error_type(status: int) -> str:
+    if status >= 500:
+        return "server_error"
+    return {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}.get(
+        status, "invalid_request_error"
+    )

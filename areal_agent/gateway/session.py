@@ -1,4 +1,4 @@
-"""One rollout's conversation with the model, from its first turn to its end.
+"""One rollout's conversation with the model, from its first turn to its end, and the bodies of `/rl/*` about it.
 
 ::
 
@@ -9,22 +9,121 @@ caller hangs up.
 """
 
 import asyncio
-import contextlib
+import secrets
 import time
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from enum import StrEnum
 from hashlib import blake2b
+from typing import Annotated, Any, Self
+
+from pydantic import Field, PlainValidator, model_validator
 
 from areal_agent.errors import EngineUnreachable, RequestError
 from areal_agent.gateway.answers import Answer, Deliveries, EngineCalls, completion_ids
-from areal_agent.gateway.bodies import GrowingBody
-from areal_agent.gateway.control import EndRequest, RewardBook, RewardRequest
+from areal_agent.gateway.bodies import Body, GrowingBody, Name, ShallowObject, refuse, wrong
 from areal_agent.gateway.draft import Outlet
 from areal_agent.gateway.order import MAX_SEED, Order, Question, SamplingWishes
 from areal_agent.gateway.turn import Exchange, PendingTurn, RunnableTurn, Services, TruncatedTurn, TurnLog, TurnPlan
 from areal_agent.tokens.forest import Prompt
-from areal_agent.types import Rewards, SamplingParams, SessionRecord, Status, Trajectory
+from areal_agent.types import MAX_REWARD, Rewards, SamplingParams, SessionPurpose, SessionRecord, Status, Trajectory
+
+MAX_GROUP_SIZE = 2**16
+
+
+def _new_session_id() -> str:
+    return f"session-{secrets.token_hex(8)}"
+
+
+def _seed_of(fields: dict[str, Any]) -> int:
+    digest = blake2b(fields["session_id"].encode(), digest_size=8).digest()
+    return int.from_bytes(digest) & MAX_SEED
+
+
+def _read_reward(value: object) -> float:
+    """Read a finite number that a trainer can add up; true and false become 1 and 0."""
+    if not isinstance(value, int | float) or not -MAX_REWARD <= value <= MAX_REWARD:
+        remedy = "; scale it down" if isinstance(value, int | float) else ""
+        raise wrong(f"a number from {-MAX_REWARD:g} to {MAX_REWARD:g}, or a boolean{remedy}")
+    return float(value)
+
+
+Reward = Annotated[
+    float,
+    PlainValidator(_read_reward, json_schema_input_type=Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | bool),
+]
+
+
+class StartRequest(Body):
+    """The start of a rollout. Fields that are left out get defaults."""
+
+    session_id: Name = Field(default_factory=_new_session_id)
+    group_id: Name = Field(default_factory=lambda fields: fields["session_id"])
+    task_id: Name
+    purpose: Annotated[SessionPurpose, Field(strict=False)] = SessionPurpose.TRAIN
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] = Field(default_factory=_seed_of)
+    sampling: SamplingWishes = SamplingWishes()
+    group_size: Annotated[int, Field(ge=1, le=MAX_GROUP_SIZE)] | None = Field(
+        default=None,
+        description="The number of sessions in the group, this one included. Default: that of its first session, or 1. "
+        "Only where a trainer leases from this gateway.",
+    )
+    truncates: bool = Field(
+        default=False, alias="truncate", description="With a full context, return an empty answer instead of an error."
+    )
+
+
+class RewardRequest(Body):
+    """A reward: of the whole session, of one completion (`interaction_id`), or a named part for metrics (`name`)."""
+
+    reward: Reward
+    completion_id: Name | None = Field(default=None, alias="interaction_id")
+    name: Name | None = None
+
+    @model_validator(mode="after")
+    def _is_of_one_thing(self) -> Self:
+        if self.completion_id is not None and self.name is not None:
+            refuse("name", self.name, "left out where interaction_id is given: a named part is of the whole session")
+        return self
+
+
+class EndRequest(Body):
+    """The end of a session."""
+
+    status: Annotated[Status, Field(strict=False)] = Status.COMPLETED
+    error: str | None = None
+    logged: ShallowObject = Field(default_factory=dict[str, Any])
+
+
+class ExportRequest(Body):
+    """The session to export."""
+
+    session_id: Name
+
+
+def with_reward(rewards: Rewards, request: RewardRequest, completion_ids: Collection[str]) -> Rewards:
+    """Return the rewards with one more, which replaces an earlier one for the same thing.
+
+    Raises RequestError for a completion that is not among those of the session.
+    """
+    if request.name is not None:
+        return replace(rewards, parts={**rewards.parts, request.name: request.reward})
+    if request.completion_id is None:
+        return replace(rewards, final=request.reward)
+    if request.completion_id not in completion_ids:
+        raise RequestError(
+            f"this session has no completion {request.completion_id!r}; use the id of a chat completion of this "
+            "session (with n > 1: that id and '-0', '-1' ...)",
+            param="interaction_id",
+            code="interaction_not_found",
+        )
+    return replace(rewards, by_completion={**rewards.by_completion, request.completion_id: request.reward})
+
+
+def has_ended(session_id: str, how: str = "has ended") -> RequestError:
+    return RequestError(
+        f"session {session_id!r} {how}: it accepts no more calls; start a new one", status=409, code="session_ended"
+    )
 
 
 class SessionState(StrEnum):
@@ -35,14 +134,6 @@ class SessionState(StrEnum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SessionOptions:
-    """The options that a session chose at its start."""
-
-    defaults: SamplingWishes = field(default_factory=SamplingWishes)
-    truncates: bool = False  # with a full context, return an empty answer with finish reason `length`, not an error
-
-
 class Session:
     """One session. Use it from one event loop only."""
 
@@ -50,26 +141,26 @@ class Session:
         self,
         record: SessionRecord,
         *,
-        options: SessionOptions,
         services: Services,
         on_ended: Callable[["Session"], None],
+        defaults: SamplingWishes,
+        truncates: bool = False,
     ) -> None:
+        """With `truncates`, a full context gives an empty answer with finish reason `length` instead of an error."""
         self.record = record
         self.state = SessionState.OPEN
         self.trajectory: Trajectory | None = None  # set once it has ended
         self.deliveries = Deliveries()
         self.bodies = GrowingBody()
-        self._options = options
+        self._defaults = defaults
+        self._truncates = truncates
         self._services = services
         self._on_ended = on_ended
         self._log = TurnLog(record.id, services)
-        self._rewards = RewardBook()
+        self._rewards = Rewards()
         self._calls = EngineCalls(services.sampler, services.counters, abort_grace_s=services.abort_grace_s)
         self._answers: set[asyncio.Task[Answer]] = set()
         self._ending: asyncio.Task[Trajectory] | None = None
-        self._num_running = 0  # exchanges
-        self._none_runs = asyncio.Event()
-        self._none_runs.set()
 
     # ------------------------------------------------------------------------------------------- exchanges
 
@@ -95,12 +186,11 @@ class Session:
         return Exchange(answer_id=answer_id, model=request.model, created_s=time.time(), order=request, turns=turns)
 
     async def _answer(self, exchange: Exchange, outlet: Outlet | None) -> Answer:
-        with self._running():
-            try:
-                return await exchange.run(outlet)
-            except EngineUnreachable:
-                self._require_open()  # an engine that aborts because the session ends has not failed
-                raise
+        try:
+            return await exchange.run(outlet)
+        except EngineUnreachable:
+            self._require_open()  # an engine that aborts because the session ends has not failed
+            raise
 
     def begin(self, exchange: Exchange, outlet: Outlet | None = None) -> "asyncio.Task[Answer]":
         """Sample and record in a task that the session owns, so that it outlives an agent that hangs up.
@@ -124,7 +214,7 @@ class Session:
         prompt = await self._log.place(question, num_bytes=num_bytes)
         own_ids = ids[first_index : first_index + request.num_choices]
         if prompt.num_tokens >= self._services.max_context_tokens:
-            if not self._options.truncates:
+            if not self._truncates:
                 raise self._no_room(prompt, request.prompt_param)
             return TruncatedTurn(prompt_ids=prompt.path(), completion_ids=own_ids, first_index=first_index)
         plan = TurnPlan(
@@ -140,7 +230,7 @@ class Session:
 
     def _sampling(self, request: Order, prompt: Prompt) -> SamplingParams:
         """Return the sampling parameters, cut to the room left in the context (OpenAI would refuse instead)."""
-        return request.over(self._options.defaults).params(
+        return request.over(self._defaults).params(
             num_room=self._services.max_context_tokens - prompt.num_tokens,
             stop_token_ids=self._services.renderer.stop_token_ids,
             stop=request.stops,
@@ -169,7 +259,7 @@ class Session:
     def reward(self, request: RewardRequest) -> None:
         """Take a reward. A later reward for the same thing replaces the earlier one."""
         self._require_open()
-        self._rewards.take(request, self._log.completion_ids)
+        self._rewards = with_reward(self._rewards, request, self._log.completion_ids)
 
     async def end(self, request: EndRequest) -> Trajectory:
         """Close the session: abort what is in flight, then journal the trajectory.
@@ -188,16 +278,18 @@ class Session:
         return await asyncio.shield(self._ending)
 
     async def _end(self, request: EndRequest) -> Trajectory:
-        await self._drain()
+        await self._calls.abort_all()
+        if self._answers:
+            await asyncio.wait(self._answers)  # until the partial answers are in the journal
+        await self.deliveries.settle(self._services.abort_grace_s)
         await self._log.close()
-        rewards = self._rewards.rewards()
-        status, error = _outcome(request, rewards, num_turns=self._log.num_turns)
+        status, error = _outcome(request, self._rewards, num_turns=self._log.num_turns)
         trajectory = Trajectory(
             session_id=self.record.id,
             group_id=self.record.group_id,
             task_id=self.record.task_id,
             turns=self._log.turns(),
-            rewards=rewards,
+            rewards=self._rewards,
             status=status,
             error=error,
             logged=request.logged,
@@ -211,30 +303,9 @@ class Session:
         self._on_ended(self)
         return trajectory
 
-    async def _drain(self) -> None:
-        """Abort the engine requests in flight; wait until their partial answers are in the journal and delivered."""
-        await self._calls.abort_all()
-        await self._none_runs.wait()
-        await self.deliveries.settle(self._services.abort_grace_s)
-
-    @contextlib.contextmanager
-    def _running(self) -> Generator[None]:
-        self._num_running += 1
-        self._none_runs.clear()
-        try:
-            yield
-        finally:
-            self._num_running -= 1
-            if self._num_running == 0:
-                self._none_runs.set()
-
     def _require_open(self) -> None:
         if self.state is not SessionState.OPEN:
-            raise RequestError(
-                f"session {self.record.id!r} is {self.state}: it accepts no more calls; start a new one",
-                status=409,
-                code="session_ended",
-            )
+            raise has_ended(self.record.id, f"is {self.state}")
 
 
 def _outcome(request: EndRequest, rewards: Rewards, *, num_turns: int) -> tuple[Status, str | None]:

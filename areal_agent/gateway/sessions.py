@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.bodies import Limits
-from areal_agent.gateway.control import EndRequest
 from areal_agent.gateway.metrics import Counters
-from areal_agent.gateway.session import Session, SessionState
+from areal_agent.gateway.session import EndRequest, Session, SessionState
 from areal_agent.types import Status
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,6 @@ class Sessions:
         del self._by_key_hash[session.record.key_hash]
 
     def with_key(self, key_hash: str) -> Session | None:
-        """Look up a key's hash. The timing reveals nothing: nobody can choose the hash of a key that he guesses."""
         return self._by_key_hash.get(key_hash)
 
     def with_id(self, session_id: str) -> Session | None:
@@ -129,10 +127,10 @@ class Traffic:
         self._limits = limits
         self._now_s = now_s
         self._open: dict[str, _Use] = {}
-        self._no_call = asyncio.Event()
-        self._no_call.set()
-        self._no_session = asyncio.Event()
-        self._no_session.set()
+        self.no_call = asyncio.Event()  # set while no call is in flight
+        self.no_call.set()
+        self.no_session = asyncio.Event()  # set while no session is open
+        self.no_session.set()
         self.num_calls = 0
         self.is_draining = False
 
@@ -149,13 +147,13 @@ class Traffic:
                 retry_after_s=SESSIONS_RETRY_S,
             )
         self._open[session_id] = _Use(silent_since_s=self._now_s())
-        self._no_session.clear()
+        self.no_session.clear()
 
     def leave(self, session_id: str) -> None:
         """Note that a session has ended. Does nothing if it was noted before."""
         self._open.pop(session_id, None)
         if not self._open:
-            self._no_session.set()
+            self.no_session.set()
 
     @contextlib.contextmanager
     def call(self, session_id: str, *, is_turn: bool = False) -> Generator[None]:
@@ -173,11 +171,17 @@ class Traffic:
                 code="too_many_calls",
                 retry_after_s=CALLS_RETRY_S,
             )
-        self._begin(use)
+        use.num_calls += 1
+        self.num_calls += 1
+        self.no_call.clear()
         try:
             yield
         finally:
-            self._end(use)
+            use.num_calls -= 1
+            use.silent_since_s = self._now_s()
+            self.num_calls -= 1
+            if self.num_calls == 0:
+                self.no_call.set()
 
     def open_sessions(self) -> list[str]:
         return list(self._open)
@@ -186,26 +190,6 @@ class Traffic:
         """Return the open sessions that have had no call in flight for `duration_s`."""
         before_s = self._now_s() - duration_s
         return [name for name, use in self._open.items() if use.num_calls == 0 and use.silent_since_s <= before_s]
-
-    async def wait_until_quiet(self) -> None:
-        """Wait until no call is in flight."""
-        await self._no_call.wait()
-
-    async def wait_until_empty(self) -> None:
-        """Wait until no session is open."""
-        await self._no_session.wait()
-
-    def _begin(self, use: _Use) -> None:
-        use.num_calls += 1
-        self.num_calls += 1
-        self._no_call.clear()
-
-    def _end(self, use: _Use) -> None:
-        use.num_calls -= 1
-        use.silent_since_s = self._now_s()
-        self.num_calls -= 1
-        if self.num_calls == 0:
-            self._no_call.set()
 
 
 def _draining() -> RequestError:
@@ -240,11 +224,11 @@ class Closing:
         self._traffic.is_draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._traffic.wait_until_quiet()
+                await self._traffic.no_call.wait()
         num_ended = await self._end(self._traffic.open_sessions(), Status.CANCELLED, "the gateway closed")
         with contextlib.suppress(TimeoutError):  # for sessions that are already ending
             async with asyncio.timeout(END_GRACE_S):
-                await self._traffic.wait_until_empty()
+                await self._traffic.no_session.wait()
         return num_ended
 
     async def _end(self, session_ids: Iterable[str], status: Status, why: str) -> int:

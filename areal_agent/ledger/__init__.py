@@ -3,14 +3,13 @@
 ::
 
     ledger.py       Ledger, the run's entry point: asyncio calls over all files of a run
-    shard.py        LedgerShard: one file of sessions, its writer thread (group commit), and the reader thread
+    shard.py        LedgerShard: one file of sessions and its writer thread (group commit)
     files.py        the tables, opening and upgrading a file, its lock, and a snapshot of all files of a ledger
     writes.py       functions that write to one file
-    reads.py        functions that read one file
     questions.py    functions over a snapshot of all files, called by `Ledger.ask`
     encoding.py     records to rows and back, and the digests that prove rows unchanged
     verify.py       checks the invariants of a ledger, even while its run is live
-    export.py       one row per completion; parquet.py writes the rows to a Parquet file
+    export.py       one row per completion, written to a Parquet file
     __main__.py     `python -m areal_agent.ledger verify RUN_DIR`, `... export RUN_DIR --parquet FILE`
 
 The life of a session, and the tables that hold it::

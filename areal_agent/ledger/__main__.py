@@ -1,7 +1,7 @@
 """The command line of the ledger: verify the invariants of a run's ledger, or export its data.
 
     python -m areal_agent.ledger verify RUN_DIR                     see verify.py
-    python -m areal_agent.ledger export RUN_DIR --parquet FILE      see export.py, parquet.py
+    python -m areal_agent.ledger export RUN_DIR --parquet FILE      see export.py
 
 Exit codes: 0 done, and all invariants hold; 1 an invariant is violated, or the work failed; 2 there is no such ledger,
 or the export cannot be written there.
@@ -14,9 +14,8 @@ from pathlib import Path
 
 from areal_agent.command import Parser, run_command
 from areal_agent.errors import ConfigError
-from areal_agent.ledger.export import completions
 from areal_agent.ledger.files import LedgerFiles
-from areal_agent.ledger.reads import LedgerCounts
+from areal_agent.ledger.questions import LedgerCounts
 from areal_agent.ledger.verify import Invariant, VerifyReport, verify
 from areal_agent.observe.progress import Progress
 
@@ -66,11 +65,11 @@ def _export(ledger: Path, target: Path | None, *, is_forced: bool) -> int:
     if target.exists() and not is_forced:
         raise ConfigError(f"--parquet {str(target)!r} exists; name another file, or replace it with --force")
     try:
-        from areal_agent.ledger.parquet import write_parquet  # imported here because `verify` works without the extra
+        from areal_agent.ledger import export  # imported here because `verify` works without the extra
     except ImportError as error:
         raise ConfigError(f"export needs pyarrow ({error}); install it: pip install 'areal-agent[parquet]'") from None
     with closing(LedgerFiles(ledger)) as files, files.snapshot() as snapshot:
-        num_rows = write_parquet(target, completions(snapshot))
+        num_rows = export.write_parquet(target, export.completions(snapshot))
     print(f"{num_rows:,} completions in {target}")
     return 0
 

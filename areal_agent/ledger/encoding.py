@@ -11,7 +11,8 @@ import hashlib
 import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import orjson
@@ -38,6 +39,21 @@ DAMAGE = (ValueError, TypeError, KeyError)
 
 SampledTokens = tuple[str, Sequence[int], Sequence[float]]
 """A completion's id, its token ids [C] and their log-probabilities [C]."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lease:
+    """The ledger's record of one trajectory in a train step."""
+
+    session_id: str
+    digest: str
+    num_loss_tokens: int
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, num_loss_tokens: int) -> Self:
+        """Make the lease of a trajectory. Takes milliseconds for a long one, to compute the digest."""
+        digest = lease_digest(trajectory, num_loss_tokens)
+        return cls(session_id=trajectory.session_id, digest=digest, num_loss_tokens=num_loss_tokens)
 
 
 def lease_digest(trajectory: Trajectory, num_loss_tokens: int) -> str:

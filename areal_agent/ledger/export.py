@@ -1,117 +1,157 @@
-"""Exports a ledger as one row per completion, with the whole prompt and everything recorded about it."""
+"""Exports a ledger as one row per completion, with the whole prompt and everything recorded about it.
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+Needs the extra `parquet`. A Parquet file is written completely or not at all.
+"""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from areal_agent.ledger import reads
+from areal_agent.ledger import questions
 from areal_agent.ledger.files import Snapshot
-from areal_agent.types import (
-    Completion,
-    Distribution,
-    FinishReason,
-    ForkReason,
-    SessionPurpose,
-    Status,
-    Trajectory,
-    Turn,
-    VersionSpan,
+from areal_agent.types import Completion, Trajectory, Turn
+
+MAX_BATCH_TOKENS = 2_000_000
+"""A row group is written once it holds this many tokens, which bounds the memory for a ledger of any size."""
+
+SCHEMA = pa.schema(
+    [
+        pa.field("session_id", pa.string(), nullable=False),
+        pa.field("group_id", pa.string(), nullable=False),
+        pa.field("task_id", pa.string(), nullable=False),
+        pa.field("purpose", pa.string(), nullable=False),
+        pa.field("status", pa.string()),
+        pa.field("fate", pa.string()),  # `trained(3)` or `dropped(stale)`; null: no fate yet, or an evaluation
+        pa.field("trained_step", pa.int64()),
+        pa.field("turn", pa.string(), nullable=False),
+        pa.field("turn_index", pa.int32(), nullable=False),  # of the turn in its session, in the order of recording
+        pa.field("parent", pa.string()),  # the completion that the turn continues
+        pa.field("fork_reason", pa.string()),
+        pa.field("completion_id", pa.string(), nullable=False),
+        pa.field("prompt_token_ids", pa.list_(pa.int32()), nullable=False),  # the whole prompt, from the root
+        pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("logprobs", pa.list_(pa.float32()), nullable=False),  # nats
+        pa.field(
+            "versions",
+            pa.list_(pa.struct([("version", pa.string()), ("start", pa.int32()), ("end", pa.int32())])),
+            nullable=False,
+        ),
+        pa.field("finish_reason", pa.string(), nullable=False),
+        pa.field("distribution", pa.string(), nullable=False),
+        pa.field("is_delivered", pa.bool_(), nullable=False),  # false: the agent never received the answer
+        pa.field("reward", pa.float64()),  # of this completion
+        pa.field("final_reward", pa.float64()),  # of its session
+        pa.field("reward_parts", pa.map_(pa.string(), pa.float64())),
+        pa.field("messages", pa.string(), nullable=False),  # JSON: what the request added to its parent's conversation
+        pa.field("started_s", pa.float64(), nullable=False),
+        pa.field("ended_s", pa.float64(), nullable=False),
+    ]
 )
+"""The columns. What is known only once the session has ended is null while it is open."""
 
-TokenIds = NDArray[np.int32]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class CompletionExport:
-    """One sampled answer. Fields that are known only once the session has ended are None while it is open."""
-
-    session_id: str
-    group_id: str
-    task_id: str
-    purpose: SessionPurpose
-    status: Status | None
-    fate: str | None  # `trained(3)` or `dropped(stale)`; None: no fate yet, or an evaluation
-    trained_step: int | None
-    turn: str
-    turn_index: int  # index of the turn in its session, in the order of recording
-    parent: str | None  # the completion that the turn continues
-    fork_reason: ForkReason | None
-    completion_id: str
-    prompt_token_ids: TokenIds  # the whole prompt, from the root
-    token_ids: TokenIds
-    logprobs: NDArray[np.float32]  # nats
-    versions: tuple[VersionSpan, ...]
-    finish_reason: FinishReason
-    distribution: Distribution
-    is_delivered: bool  # False: the agent never received the answer
-    reward: float | None  # of this completion
-    final_reward: float | None  # of its session
-    reward_parts: Mapping[str, float] | None
-    messages: str  # JSON: the messages that this request added to its parent's conversation
-    started_s: float
-    ended_s: float
+Row = dict[str, Any]
+"""A completion by the columns of `SCHEMA`."""
 
 
-def completions(snapshot: Snapshot) -> Iterator[CompletionExport]:
+def completions(snapshot: Snapshot) -> Iterator[Row]:
     """Yield every completion: file by file, and within a file by session in the order of opening.
 
     Only one session is in memory at a time.
     """
     for connection in snapshot:
-        for session in reads.sessions(connection):
-            ending = reads.trajectory(connection, session.id) if session.is_closed else None
-            turns = reads.turns(connection, session.number) if ending is None else ending.turns
-            yield from _completions_of(session, turns, ending)
+        for number, session_id, group_id, task_id, purpose, is_closed in connection.execute(
+            "SELECT s.number, s.id, s.group_id, s.task_id, s.purpose, e.number IS NOT NULL "
+            "FROM sessions s LEFT JOIN endings e ON e.session = s.number ORDER BY s.number"
+        ):
+            ending = questions.trajectory_in(connection, session_id) if is_closed else None
+            turns = questions.turns_in(connection, number) if ending is None else ending.turns
+            of_session = {"session_id": session_id, "group_id": group_id, "task_id": task_id, "purpose": purpose}
+            for row in _completions_of(turns, ending):
+                yield of_session | row
 
 
-def _completions_of(
-    session: reads.SessionHead, turns: tuple[Turn, ...], ending: Trajectory | None
-) -> Iterator[CompletionExport]:
-    paths: dict[str | None, TokenIds] = {None: np.empty(0, dtype=np.int32)}  # by completion id: prompt and answer
+def _completions_of(turns: tuple[Turn, ...], ending: Trajectory | None) -> Iterator[Row]:
+    of_ending = _of_ending(ending)
+    paths: dict[str | None, NDArray[np.int32]] = {None: np.empty(0, dtype=np.int32)}  # by completion id: all tokens
     for turn_index, turn in enumerate(turns):
         prompt = np.concatenate([paths[turn.parent][: turn.fork_at], np.asarray(turn.new_prompt_ids, dtype=np.int32)])
+        of_turn = _of_turn(turn_index, turn, prompt)
         for completion in turn.completions:
-            export = _export(session, ending, turn_index, turn, completion, prompt)
-            paths[completion.id] = np.concatenate([prompt, export.token_ids])
-            yield export
+            row = of_ending | of_turn | _of_completion(completion, ending)
+            paths[completion.id] = np.concatenate([prompt, row["token_ids"]])
+            yield row
 
 
-def _export(
-    session: reads.SessionHead,
-    ending: Trajectory | None,
-    turn_index: int,
-    turn: Turn,
-    completion: Completion,
-    prompt: TokenIds,
-) -> CompletionExport:
-    fate = ending.fate if ending else None
-    return CompletionExport(
-        session_id=session.id,
-        group_id=session.group_id,
-        task_id=session.task_id,
-        purpose=SessionPurpose(session.purpose),
-        status=ending.status if ending else None,
-        fate=str(fate) if fate else None,
-        trained_step=fate.trained_step if fate else None,
-        turn=turn.id,
-        turn_index=turn_index,
-        parent=turn.parent,
-        fork_reason=turn.fork_reason,
-        completion_id=completion.id,
-        prompt_token_ids=prompt,
-        token_ids=np.asarray(completion.token_ids, dtype=np.int32),
-        logprobs=np.asarray(completion.logprobs, dtype=np.float32),
-        versions=completion.versions,
-        finish_reason=completion.finish_reason,
-        distribution=completion.distribution,
-        is_delivered=ending is None or completion.id not in ending.undelivered,
-        reward=ending.rewards.by_completion.get(completion.id) if ending else None,
-        final_reward=ending.rewards.final if ending else None,
-        reward_parts=ending.rewards.parts if ending else None,
-        messages=orjson.dumps(turn.request_delta).decode(),
-        started_s=turn.started_s,
-        ended_s=turn.ended_s,
-    )
+def _of_ending(ending: Trajectory | None) -> dict[str, Any]:
+    if ending is None:
+        return dict.fromkeys(("status", "fate", "trained_step", "final_reward", "reward_parts"))
+    return {
+        "status": ending.status,
+        "fate": str(ending.fate) if ending.fate else None,
+        "trained_step": ending.fate.trained_step if ending.fate else None,
+        "final_reward": ending.rewards.final,
+        "reward_parts": list(ending.rewards.parts.items()),
+    }
+
+
+def _of_turn(index: int, turn: Turn, prompt: NDArray[np.int32]) -> dict[str, Any]:
+    return {
+        "turn": turn.id,
+        "turn_index": index,
+        "parent": turn.parent,
+        "fork_reason": turn.fork_reason,
+        "prompt_token_ids": prompt,
+        "messages": orjson.dumps(turn.request_delta).decode(),
+        "started_s": turn.started_s,
+        "ended_s": turn.ended_s,
+    }
+
+
+def _of_completion(completion: Completion, ending: Trajectory | None) -> dict[str, Any]:
+    return {
+        "completion_id": completion.id,
+        "token_ids": np.asarray(completion.token_ids, dtype=np.int32),
+        "logprobs": np.asarray(completion.logprobs, dtype=np.float32),
+        "versions": [
+            {"version": str(span.version), "start": span.start, "end": span.end} for span in completion.versions
+        ],
+        "finish_reason": completion.finish_reason,
+        "distribution": completion.distribution,
+        "is_delivered": ending is None or completion.id not in ending.undelivered,
+        "reward": ending.rewards.by_completion.get(completion.id) if ending else None,
+    }
+
+
+def write_parquet(path: Path, rows: Iterable[Row]) -> int:
+    """Write the rows to `path` and return their number. On failure, an existing file stays as it was."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with pq.ParquetWriter(scratch, SCHEMA, compression="zstd") as writer:
+            num_rows = 0
+            for group in _row_groups(rows):
+                writer.write_batch(pa.RecordBatch.from_pylist(group, schema=SCHEMA))
+                num_rows += len(group)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+    return num_rows
+
+
+def _row_groups(rows: Iterable[Row]) -> Iterator[Sequence[Row]]:
+    group: list[Row] = []
+    num_tokens = 0
+    for row in rows:
+        group.append(row)
+        num_tokens += len(row["prompt_token_ids"]) + len(row["token_ids"])
+        if num_tokens >= MAX_BATCH_TOKENS:
+            yield group
+            group, num_tokens = [], 0
+    if group:
+        yield group

@@ -137,7 +137,7 @@ CREATE INDEX IF NOT EXISTS session_of_key ON sessions (key_hash);
 _LEASES_FROM_2 = f"UPDATE leases SET digest = '{TOKENS_ONLY}' || digest;"
 
 UPGRADES: Mapping[int, Mapping[FileKind, str]] = {
-    2: {FileKind.COORDINATOR: _SESSIONS_FROM_2 + _LEASES_FROM_2, FileKind.SHARD: _SESSIONS_FROM_2},
+    2: {FileKind.COORDINATOR: _SESSIONS_FROM_2 + _LEASES_FROM_2, FileKind.SHARD: _SESSIONS_FROM_2}
 }
 """SQL that brings a file from the given version to the next. It claims nothing that the older version did not record.
 """
@@ -169,7 +169,13 @@ class FileLock:
                 raise LedgerError(
                     f"the ledger {path} cannot be locked: {error.strerror}; put the run folder on a local disk"
                 ) from None
-            raise LedgerError(_taken(path, is_shard=is_shard)) from None
+            raise LedgerError(
+                f"a worker is still writing to {path.name} of the run folder {path.parent}; wait until it has ended, "
+                "or stop it"
+                if is_shard
+                else f"another process is writing to the run folder {path.parent}; wait until that run has ended, or "
+                "stop it"
+            ) from None
         return cls(fd)
 
     def release(self) -> None:
@@ -177,15 +183,6 @@ class FileLock:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-
-def _taken(path: Path, *, is_shard: bool) -> str:
-    if is_shard:
-        return (
-            f"a worker is still writing to {path.name} of the run folder {path.parent}; wait until it has ended, "
-            "or stop it"
-        )
-    return f"another process is writing to the run folder {path.parent}; wait until that run has ended, or stop it"
 
 
 def open_for_writing(path: Path, kind: FileKind, *, create: bool) -> sqlite3.Connection:
@@ -233,12 +230,7 @@ def copy_upgraded(path: Path, kind: FileKind, folder: Path) -> Path:
     """Copy a file of an older version into `folder`, under the same name, and upgrade the copy."""
     copy = folder / path.name
     _make_file(copy)
-    with (
-        _connected(path, "ro") as connection,
-        closing(connection),
-        _connected(copy, "rw") as target,
-        closing(target),
-    ):
+    with _connected(path, "ro") as connection, closing(connection), _connected(copy, "rw") as target, closing(target):
         connection.backup(target)
         _upgrade(target, _version(target, path, kind), kind)
     return copy

@@ -6,17 +6,19 @@ in. Every write checks the rules first and returns once it is durable. Read by p
 """
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
+from areal_agent.errors import LedgerError
 from areal_agent.ledger import questions, writes
-from areal_agent.ledger.encoding import encode_note, encode_rewards
+from areal_agent.ledger.encoding import Lease, encode_note, encode_rewards
 from areal_agent.ledger.files import FileKind, LedgerFiles, Snapshot, shard_path, shard_paths
-from areal_agent.ledger.reads import Incarnation, Lease
-from areal_agent.ledger.shard import LedgerShard, SnapshotReader, end_orphans_of, fold, upgrade_shards
+from areal_agent.ledger.shard import LedgerShard, end_orphans_of, fold, upgrade_shards
+from areal_agent.ledger.writes import Incarnation
 from areal_agent.types import Drop, Rewards, Trajectory
 
 Given = ParamSpec("Given")
@@ -40,10 +42,12 @@ class Ledger:
     rule would be broken, when a file cannot be written, and once the ledger is closed.
     """
 
-    def __init__(self, path: Path, own: LedgerShard, reader: SnapshotReader) -> None:
+    def __init__(self, path: Path, own: LedgerShard, files: LedgerFiles) -> None:
         self._path = path
         self.own = own
-        self._reader = reader
+        self._files = files  # used by the reader thread, which never holds up a writer
+        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger-reader")
+        self._is_closed = False
 
     @classmethod
     async def open(cls, path: str | Path, *, create: bool) -> Self:
@@ -60,16 +64,17 @@ class Ledger:
         except BaseException:
             await own.aclose()
             raise
-        return cls(path, own, SnapshotReader(files))
+        return cls(path, own, files)
 
     async def aclose(self) -> None:
         """Commit what is queued, close the files and free the lock. Idempotent, and completed even when cancelled."""
-        self._reader.stop()
+        self._is_closed = True
         self.own.writer.stop()
         await asyncio.shield(asyncio.to_thread(self._close))
 
     def _close(self) -> None:
-        self._reader.close()  # before the writer: the last connection to close folds the write-ahead log into its file
+        self._reader.shutdown()
+        self._files.close()  # before the writer: the last connection to close folds the write-ahead log into its file
         fold(shard_paths(self._path).values())
         self.own.close()
 
@@ -78,16 +83,24 @@ class Ledger:
     async def ask(
         self, question: Callable[Concatenate[Snapshot, Given], Result], *args: Given.args, **kwargs: Given.kwargs
     ) -> Result:
-        """Answer a function of `questions.py` from what is committed in all files now."""
-        return await self._reader.run(lambda snapshot: question(snapshot, *args, **kwargs))
+        """Answer a function of `questions.py` from what is committed in all files now, in one consistent state."""
+        if self._is_closed:
+            raise LedgerError("the ledger is closed: nothing can be read any more; open it again")
+
+        def answer() -> Result:
+            try:
+                with self._files.snapshot() as snapshot:
+                    return question(snapshot, *args, **kwargs)
+            except sqlite3.Error as error:
+                raise LedgerError(
+                    f"the ledger could not be read: {error}; run `python -m areal_agent.ledger verify`"
+                ) from error
+
+        return await asyncio.get_running_loop().run_in_executor(self._reader, answer)
 
     async def trajectory(self, session_id: str) -> Trajectory:
         """The trajectory of a closed session, with its turns and its fate."""
         return await self.ask(questions.trajectory, session_id)
-
-    async def session_with_key(self, key_hash: str) -> str | None:
-        """The id of the session, open or closed, with this key, or None."""
-        return await self.ask(questions.session_with_key, key_hash)
 
     # ------------------------------------------------------------------------------------ starts and ends
 
@@ -101,12 +114,10 @@ class Ledger:
         """
         orphans = await asyncio.to_thread(end_orphans_of, shard_paths(self._path).values())
         return await self.own.writer.run(
-            partial(
-                writes.begin_incarnation,
-                checkpoint_step=checkpoint_step,
-                num_orphans_of_shards=len(orphans),
-                now_s=time.time(),
-            )
+            writes.begin_incarnation,
+            checkpoint_step=checkpoint_step,
+            num_orphans_of_shards=len(orphans),
+            now_s=time.time(),
         )
 
     def shard_path(self, shard_name: str) -> Path:
@@ -126,7 +137,7 @@ class Ledger:
     async def lease(self, step: int, leases: Sequence[Lease]) -> None:
         """Lease waiting trajectories for train step `step`, all of them or none."""
         await self.ask(questions.require_trainable, [one.session_id for one in leases], what="leased")
-        await self.own.writer.run(partial(writes.lease, step=step, leases=leases))
+        await self.own.writer.run(writes.lease, step=step, leases=leases)
 
     async def drop(self, drops: Mapping[str, Drop]) -> None:
         """Drop waiting trajectories, by session id, all of them or none. Leased ones cannot be dropped.
@@ -134,18 +145,18 @@ class Ledger:
         A trajectory that was already dropped for the same reason stays so.
         """
         drops = await self.ask(questions.droppable, dict(drops))
-        await self.own.writer.run(partial(writes.drop, drops=drops))
+        await self.own.writer.run(writes.drop, drops=drops)
 
     async def commit_checkpoint(self, step: int, path: str) -> None:
         """Record that the checkpoint of `step` is published: everything leased up to that step is now trained."""
-        await self.own.writer.run(partial(writes.commit_checkpoint, step=step, path=path))
+        await self.own.writer.run(writes.commit_checkpoint, step=step, path=path)
 
     async def return_leases(self, after_step: int) -> int:
         """Return the leases of steps after `after_step`, where a trainer resumes; return their number.
 
         What was leased up to that step becomes trained, since its checkpoint may have been published but not committed.
         """
-        return await self.own.writer.run(partial(writes.return_leases, after_step=after_step))
+        return await self.own.writer.run(writes.return_leases, after_step=after_step)
 
     async def set_rewards(self, session_id: str, rewards: Rewards) -> None:
         """Replace the rewards of a waiting trajectory in the coordinator's file (not in a shard), after its end.
@@ -154,12 +165,7 @@ class Ledger:
         """
         await self.ask(questions.require_trainable, [session_id], what="rewarded")
         await self.own.writer.run(
-            partial(
-                writes.set_rewards,
-                session_id=session_id,
-                rewards=encode_rewards(rewards),
-                is_missing=rewards.is_missing,
-            )
+            writes.set_rewards, session_id=session_id, rewards=encode_rewards(rewards), is_missing=rewards.is_missing
         )
 
     async def set_note(self, key: str, value: Any) -> None:
@@ -168,4 +174,4 @@ class Ledger:
         `verify` reads the note `status`: a run that is `"completed"` may leave nothing over. `begin_incarnation`
         sets it to `"running"`.
         """
-        await self.own.writer.run(partial(writes.set_note, key=key, text=encode_note(key, value)))
+        await self.own.writer.run(writes.set_note, key=key, text=encode_note(key, value))

@@ -1,25 +1,58 @@
-"""Functions over a snapshot of a whole ledger, whichever file a session is in. `Ledger.ask` calls them."""
+"""Functions over a snapshot of a whole ledger, whichever file a session is in. `Ledger.ask` calls them.
+
+Those at the end read one file through a connection that also sees the bookkeeping.
+"""
 
 import heapq
 import json
+import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby, islice
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from areal_agent.errors import LedgerError
-from areal_agent.ledger import reads
-from areal_agent.ledger.encoding import decode_note
-from areal_agent.ledger.files import Snapshot
-from areal_agent.ledger.reads import LedgerCounts
-from areal_agent.types import Drop, SessionPurpose, Status, Trajectory
+from areal_agent.ledger.encoding import (
+    CompletionRow,
+    EndingRow,
+    TurnRow,
+    decode_fate,
+    decode_note,
+    decode_object,
+    decode_rewards,
+    decode_status,
+    decode_strings,
+    decode_turn,
+    row_digest,
+)
+from areal_agent.ledger.files import NO_DIGEST, Snapshot
+from areal_agent.types import Drop, Fate, SessionPurpose, Status, Trajectory, Turn
+
+Result = TypeVar("Result")
+
+STATUS_NOTE = "status"
+"""The note that holds the state of the run: `running`, `interrupted`, `failed` or `completed`."""
+
+_WAITING = (
+    "FROM endings e JOIN sessions s ON s.number = e.session "
+    f"WHERE s.purpose = '{SessionPurpose.TRAIN}' AND e.status != '{Status.ORPHAN}' "
+    "AND s.id NOT IN (SELECT session FROM leases) AND s.id NOT IN (SELECT session FROM fates)"
+)
+"""Selects training sessions that are closed and have neither a lease nor a fate. An orphan's status is its fate."""
 
 
 def trajectory(snapshot: Snapshot, session_id: str) -> Trajectory:
     """The trajectory of a closed session. Raises LedgerError when the session is unknown or still open."""
+    return _of_session(snapshot, trajectory_in, session_id)
+
+
+def _of_session(
+    snapshot: Snapshot, read: Callable[[sqlite3.Connection, str], Result | None], session_id: str
+) -> Result:
     for connection in snapshot:
-        found = reads.trajectory(connection, session_id)
+        found = read(connection, session_id)
         if found is not None:
             return found
     raise LedgerError(f"the ledger has no session {session_id!r}")
@@ -27,14 +60,9 @@ def trajectory(snapshot: Snapshot, session_id: str) -> Trajectory:
 
 def waiting(snapshot: Snapshot, limit: int | None = None) -> tuple[Trajectory, ...]:
     """The oldest `limit` trajectories that wait (or all), in the order of closing; between files the clock decides."""
-    query = f"SELECT e.ended_s, s.id {reads.WAITING} ORDER BY e.number"
+    query = f"SELECT e.ended_s, s.id {_WAITING} ORDER BY e.number"
     closed = heapq.merge(*(connection.execute(query) for connection in snapshot), key=itemgetter(0))
     return tuple(trajectory(snapshot, session_id) for _, session_id in islice(closed, limit))
-
-
-def num_waiting(snapshot: Snapshot) -> int:
-    """The number of waiting trajectories. None is loaded."""
-    return sum(reads.number(connection, f"count(*) {reads.WAITING}") for connection in snapshot)
 
 
 def leased(snapshot: Snapshot, step: int) -> tuple[Trajectory, ...]:
@@ -95,42 +123,28 @@ def require_trainable(snapshot: Snapshot, session_ids: Iterable[str], what: str)
     Otherwise raises LedgerError: the session cannot be `what`.
     """
     for session_id in session_ids:
-        objection = _objection(_standing(snapshot, session_id))
-        if objection:
-            raise LedgerError(f"session {session_id!r} cannot be {what}: {objection}")
+        match _of_session(snapshot, standing_in, session_id):
+            case SessionPurpose.TRAIN, None:
+                objection = "it is still open"
+            case SessionPurpose.TRAIN, Status.ORPHAN:
+                objection = "its fate is dropped(orphan) already"
+            case SessionPurpose.TRAIN, _:
+                continue
+            case purpose, _:
+                objection = f"its purpose is {purpose!r}, not 'train'"
+        raise LedgerError(f"session {session_id!r} cannot be {what}: {objection}")
 
 
 def droppable(snapshot: Snapshot, drops: Mapping[str, Drop]) -> Mapping[str, Drop]:
     """The drops without those of orphans, whose status is their fate. Raises LedgerError if one cannot be dropped."""
+    orphan = (SessionPurpose.TRAIN, Status.ORPHAN)
     rest = {
         session_id: reason
         for session_id, reason in drops.items()
-        if reason is not Drop.ORPHAN or not _is_dropped_orphan(_standing(snapshot, session_id))
+        if reason is not Drop.ORPHAN or _of_session(snapshot, standing_in, session_id) != orphan
     }
     require_trainable(snapshot, rest, "dropped")
     return rest
-
-
-def _standing(snapshot: Snapshot, session_id: str) -> reads.Standing:
-    for connection in snapshot:
-        found = reads.standing(connection, session_id)
-        if found is not None:
-            return found
-    raise LedgerError(f"the ledger has no session {session_id!r}")
-
-
-def _is_dropped_orphan(standing: reads.Standing) -> bool:
-    return standing == (SessionPurpose.TRAIN, Status.ORPHAN)
-
-
-def _objection(standing: reads.Standing) -> str | None:
-    if standing.purpose != SessionPurpose.TRAIN:
-        return f"its purpose is {standing.purpose!r}, not 'train'"
-    if standing.status is None:
-        return "it is still open"
-    if standing.status == Status.ORPHAN:
-        return "its fate is dropped(orphan) already"
-    return None
 
 
 _GROUPS = (
@@ -173,14 +187,14 @@ def note(snapshot: Snapshot, key: str) -> Any:
 def count_tokens(snapshot: Snapshot) -> tuple[int, int]:
     """The numbers of tokens sampled in training sessions, and of loss tokens in trained trajectories."""
     num_bytes = sum(
-        reads.number(
+        number_in(
             connection,
             "coalesce(sum(length(c.token_ids)), 0) FROM completions c JOIN turns t ON t.number = c.turn "
             f"JOIN sessions s ON s.number = t.session WHERE s.purpose = '{SessionPurpose.TRAIN}'",
         )
         for connection in snapshot
     )
-    num_trained = reads.number(
+    num_trained = number_in(
         snapshot[0],
         "coalesce(sum(l.num_loss_tokens), 0) FROM leases l JOIN fates f ON f.session = l.session "
         "WHERE f.trained_step IS NOT NULL",
@@ -188,29 +202,151 @@ def count_tokens(snapshot: Snapshot) -> tuple[int, int]:
     return num_bytes // 4, num_trained  # ids are int32
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LedgerCounts:
+    """The numbers of trajectories by how they ended and what became of them.
+
+    Every training trajectory is exactly one of waiting, leased, trained or dropped.
+    """
+
+    num_open: int  # sessions that have not ended
+    statuses: Mapping[str, int]  # closed sessions by `Status`, those for evaluation included
+    num_eval: int
+    num_waiting: int
+    num_leased: int
+    num_trained: int
+    drops: Mapping[str, int]  # by `Drop`
+
+    @property
+    def num_closed(self) -> int:
+        return sum(self.statuses.values())
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self.drops.values())
+
+
+_ENDED = "FROM endings e JOIN sessions s ON s.number = e.session WHERE s.purpose ="
+
+
 def counts(snapshot: Snapshot) -> LedgerCounts:
     def total(query: str) -> int:
-        return sum(reads.number(connection, query) for connection in snapshot)
+        return sum(number_in(connection, query) for connection in snapshot)
 
     coordinator = snapshot[0]
     statuses: Counter[str] = Counter()
     for connection in snapshot:
-        statuses.update(reads.count_by(connection, "status", "endings"))
+        statuses.update(_count_by(connection, "status", "endings"))
+    drops = Counter(_count_by(coordinator, "dropped", "fates"))
+    num_orphans = total(f"count(*) {_ENDED} '{SessionPurpose.TRAIN}' AND e.status = '{Status.ORPHAN}'")
+    if num_orphans:
+        drops[Drop.ORPHAN] += num_orphans
     return LedgerCounts(
         num_open=total("count(*) FROM sessions WHERE number NOT IN (SELECT session FROM endings)"),
         statuses=dict(statuses),
-        num_eval=total(
-            f"count(*) FROM endings e JOIN sessions s ON s.number = e.session WHERE s.purpose = '{SessionPurpose.EVAL}'"
-        ),
-        num_waiting=num_waiting(snapshot),
-        num_leased=reads.number(coordinator, "count(*) FROM leases WHERE session NOT IN (SELECT session FROM fates)"),
-        num_trained=reads.number(coordinator, "count(*) FROM fates WHERE trained_step IS NOT NULL"),
-        drops=_drops(snapshot, total(f"count(*) {reads.DROPPED_ORPHANS}")),
+        num_eval=total(f"count(*) {_ENDED} '{SessionPurpose.EVAL}'"),
+        num_waiting=total(f"count(*) {_WAITING}"),
+        num_leased=number_in(coordinator, "count(*) FROM leases WHERE session NOT IN (SELECT session FROM fates)"),
+        num_trained=number_in(coordinator, "count(*) FROM fates WHERE trained_step IS NOT NULL"),
+        drops=dict(drops),
     )
 
 
-def _drops(snapshot: Snapshot, num_orphans: int) -> Mapping[str, int]:
-    drops = Counter(reads.count_by(snapshot[0], "dropped", "fates"))
-    if num_orphans:
-        drops[Drop.ORPHAN] += num_orphans
-    return dict(drops)
+def _count_by(connection: sqlite3.Connection, column: str, table: str) -> Mapping[str, int]:
+    """The number of rows for each value of a column, without NULLs."""
+    return dict(
+        connection.execute(
+            f"SELECT {column}, count(*) FROM {table} WHERE {column} IS NOT NULL GROUP BY {column}"
+        ).fetchall()
+    )
+
+
+# ---------------------------------------------------------------------------------------- one file
+
+
+def standing_in(connection: sqlite3.Connection, session_id: str) -> tuple[str, str | None] | None:
+    """A session's purpose, and its status once it has ended; None when it is not in this file.
+
+    Neither changes again, but for a late reward.
+    """
+    return connection.execute(
+        "SELECT s.purpose, e.status FROM sessions s LEFT JOIN endings e ON e.session = s.number WHERE s.id = ?",
+        (session_id,),
+    ).fetchone()
+
+
+def trajectory_in(connection: sqlite3.Connection, session_id: str) -> Trajectory | None:
+    """The trajectory of a session, or None when it is not in this file. Raises LedgerError when it is still open."""
+    found = connection.execute(
+        "SELECT s.number, s.group_id, s.task_id, s.purpose, s.started_s, f.trained_step, f.dropped, e.number, "
+        f"{', '.join('e.' + name for name in EndingRow._fields)} "
+        "FROM sessions s LEFT JOIN endings e ON e.session = s.number LEFT JOIN fates f ON f.session = s.id "
+        "WHERE s.id = ?",
+        (session_id,),
+    ).fetchone()
+    if found is None:
+        return None
+    number, group_id, task_id, purpose, started_s, trained_step, dropped, ending, *columns = found
+    if ending is None:
+        raise LedgerError(f"session {session_id!r} is still open: it is no trajectory yet")
+    row = EndingRow(*columns)
+    status = decode_status(row)
+    is_dropped_orphan = status is Status.ORPHAN and purpose == SessionPurpose.TRAIN
+    return Trajectory(
+        session_id=session_id,
+        group_id=group_id,
+        task_id=task_id,
+        turns=turns_in(connection, number),
+        rewards=decode_rewards(row),
+        status=status,
+        error=row.error,
+        logged=decode_object(row.logged),
+        started_s=started_s,
+        ended_s=row.ended_s,
+        fate=Fate(dropped=Drop.ORPHAN) if is_dropped_orphan else decode_fate(trained_step, dropped),
+        undelivered=decode_strings(row.undelivered),
+    )
+
+
+class Ending(NamedTuple):
+    """The stored ending of a session."""
+
+    row: EndingRow
+    digest: str  # NO_DIGEST when version 2 of the tables wrote it
+
+    @property
+    def is_altered(self) -> bool:
+        """True when the digest proves that the ending was changed after it was written."""
+        return self.digest not in (NO_DIGEST, row_digest(self.row))
+
+
+def ending_in(connection: sqlite3.Connection, session_id: str) -> Ending | None:
+    """The ending of a session, or None when it is not in this file or still open."""
+    found = connection.execute(
+        f"SELECT {', '.join('e.' + name for name in EndingRow._fields)}, e.digest "
+        "FROM endings e JOIN sessions s ON s.number = e.session WHERE s.id = ?",
+        (session_id,),
+    ).fetchone()
+    return None if found is None else Ending(row=EndingRow(*found[:-1]), digest=found[-1])
+
+
+def turns_in(connection: sqlite3.Connection, session: int) -> tuple[Turn, ...]:
+    """The turns of the session with this number, in the order of recording."""
+    completion_rows = connection.execute(
+        f"SELECT c.turn, {', '.join('c.' + name for name in CompletionRow._fields)} "
+        "FROM turns t JOIN completions c ON c.turn = t.number WHERE t.session = ? ORDER BY t.number, c.number",
+        (session,),
+    )
+    completions: Mapping[int, list[CompletionRow]] = {
+        turn: [CompletionRow(*columns) for _, *columns in rows]
+        for turn, rows in groupby(completion_rows, key=itemgetter(0))
+    }
+    turn_rows = connection.execute(
+        f"SELECT number, {', '.join(TurnRow._fields)} FROM turns WHERE session = ? ORDER BY number", (session,)
+    )
+    return tuple(decode_turn(TurnRow(*columns), completions.get(number, ())) for number, *columns in turn_rows)
+
+
+def number_in(connection: sqlite3.Connection, query: str) -> int:
+    """The single number that `SELECT query` returns."""
+    return connection.execute(f"SELECT {query}").fetchone()[0]

@@ -1,4 +1,4 @@
-"""One file of sessions and its writer thread (all that a gateway needs), the reader thread, and care of dead shards.
+"""One file of sessions and its writer thread (all that a gateway needs), and care of dead shards.
 
 The writer thread puts everything that is queued into one transaction and answers the callers after the commit::
 
@@ -8,8 +8,7 @@ One commit serves everybody in the group (group commit). Work that arrives durin
 event loop, or within GROUP_S of the last group goes into the next group: a quiet ledger answers at once, and a busy
 one commits no more often. Work that fails is undone alone; the rest of its group stays.
 
-The reader thread answers each question from one consistent state of all files, and never holds up a writer. The
-functions at the end settle shards whose workers are gone; they block, so call them in a thread.
+The functions at the end settle shards whose workers are gone; they block, so call them in a thread.
 """
 
 import asyncio
@@ -17,21 +16,19 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import writes
 from areal_agent.ledger.encoding import encode_completion, encode_ending, encode_turn
-from areal_agent.ledger.files import FileKind, FileLock, LedgerFiles, Snapshot, has_tables, is_older, open_for_writing
+from areal_agent.ledger.files import FileKind, FileLock, has_tables, is_older, open_for_writing
 from areal_agent.types import SessionRecord, Trajectory, Turn
 
+Given = ParamSpec("Given")
 Result = TypeVar("Result")
-
 
 GROUP_S = 0.002
 """The least time between two groups. Each group costs a commit, two thread switches and a wake-up."""
@@ -39,15 +36,10 @@ GROUP_S = 0.002
 
 @dataclass(kw_only=True, slots=True)
 class _Request:
+    """Work for the writer thread, which sets `error` when it failed, otherwise `result`."""
+
     work: Callable[[sqlite3.Connection], Any]
     future: asyncio.Future[Any]
-
-
-@dataclass(kw_only=True, slots=True)
-class _Outcome:
-    """The outcome of one request: `error` when it failed, otherwise `result`."""
-
-    request: _Request
     result: Any = None
     error: Exception | None = None
 
@@ -67,7 +59,9 @@ class GroupCommitWriter:
         self._thread = threading.Thread(target=self._serve, name="ledger-writer", daemon=True)
         self._thread.start()
 
-    async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+    async def run(
+        self, work: Callable[Concatenate[sqlite3.Connection, Given], Result], *args: Given.args, **kwargs: Given.kwargs
+    ) -> Result:
         """Run `work` in the next transaction; return its result, or raise its error, once that is durable.
 
         When the caller is cancelled meanwhile, the work may be done or not.
@@ -75,7 +69,7 @@ class GroupCommitWriter:
         if self._is_closed:
             raise LedgerError("the ledger is closed: nothing can be written any more; open it again")
         future: asyncio.Future[Result] = self._loop.create_future()
-        self._waiting.append(_Request(work=work, future=future))
+        self._waiting.append(_Request(work=lambda connection: work(connection, *args, **kwargs), future=future))
         if not self._is_busy:
             self._is_busy = True
             self._send_soon()
@@ -106,48 +100,48 @@ class GroupCommitWriter:
 
     def _serve(self) -> None:
         while (group := self._queue.get()) is not None:
-            self._loop.call_soon_threadsafe(self._deliver, self._commit(group))
+            self._commit(group)
+            self._loop.call_soon_threadsafe(self._deliver, group)
 
-    def _deliver(self, outcomes: Sequence[_Outcome]) -> None:
+    def _deliver(self, group: Sequence[_Request]) -> None:
         """Answer the callers of a group, and send the requests that arrived meanwhile. Runs in the event loop."""
         self._is_busy = bool(self._waiting)
         if self._is_busy:
             self._send_soon()
-        for outcome in outcomes:
-            future = outcome.request.future
-            if future.done():  # the caller was cancelled
+        for request in group:
+            if request.future.done():  # the caller was cancelled
                 continue
-            if outcome.error is None:
-                future.set_result(outcome.result)
+            if request.error is None:
+                request.future.set_result(request.result)
             else:
-                future.set_exception(outcome.error)
+                request.future.set_exception(request.error)
 
-    def _commit(self, group: Sequence[_Request]) -> Sequence[_Outcome]:
+    def _commit(self, group: Sequence[_Request]) -> None:
         """Run a group in one transaction. If that fails (a full disk, for example), none of it has happened."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
-            outcomes = [_perform(self._connection, request) for request in group]
+            for request in group:
+                _perform(self._connection, request)
             self._connection.execute("COMMIT")
-            return outcomes
         except Exception as error:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             failure = LedgerError(f"the ledger could not be written: {error}; make room on its disk and resume the run")
-            return [_Outcome(request=request, error=failure) for request in group]
+            for request in group:
+                request.error = failure
 
 
-def _perform(connection: sqlite3.Connection, request: _Request) -> _Outcome:
+def _perform(connection: sqlite3.Connection, request: _Request) -> None:
     """Run one request's work inside a savepoint. If it fails, it is undone and its exception becomes the answer."""
     connection.execute("SAVEPOINT request")
     try:
-        outcome = _Outcome(request=request, result=request.work(connection))
+        request.result = request.work(connection)
     except Exception as error:
         if not connection.in_transaction:  # SQLite rolled the whole transaction back, as on a full disk
             raise
         connection.execute("ROLLBACK TO request")
-        outcome = _Outcome(request=request, error=_explain(error))
+        request.error = _explain(error)
     connection.execute("RELEASE request")
-    return outcome
 
 
 def _explain(error: Exception) -> Exception:
@@ -201,52 +195,16 @@ class LedgerShard:
         self._lock.release()
 
     async def open_session(self, session: SessionRecord) -> None:
-        await self.writer.run(partial(writes.open_session, session=session))
+        await self.writer.run(writes.open_session, session)
 
     async def append_turn(self, session_id: str, turn: Turn) -> None:
         """Add a turn to an open session. The cost depends on its new tokens and messages only, not on the history."""
         completions = [encode_completion(completion) for completion in turn.completions]
-        await self.writer.run(
-            partial(writes.append_turn, session_id=session_id, turn=encode_turn(turn), completions=completions)
-        )
+        await self.writer.run(writes.append_turn, session_id, encode_turn(turn), completions)
 
     async def close_session(self, trajectory: Trajectory) -> None:
         """End a session. A training trajectory waits from now on, whatever its status."""
-        ending = encode_ending(trajectory)
-        await self.writer.run(partial(writes.close_session, session_id=trajectory.session_id, ending=ending))
-
-
-class SnapshotReader:
-    """The reader thread and the files that it reads. End it with `stop`, then `close`."""
-
-    def __init__(self, files: LedgerFiles) -> None:
-        self._files = files
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger-reader")
-        self._is_closed = False
-
-    async def run(self, question: Callable[[Snapshot], Result]) -> Result:
-        """Answer `question` from what is committed now."""
-        if self._is_closed:
-            raise LedgerError("the ledger is closed: nothing can be read any more; open it again")
-        return await asyncio.get_running_loop().run_in_executor(self._executor, self._answer, question)
-
-    def stop(self) -> None:
-        """Accept no more questions."""
-        self._is_closed = True
-
-    def close(self) -> None:
-        """Block until the last question is answered and close the files; call `stop` first. Harmless when repeated."""
-        self._executor.shutdown()
-        self._files.close()
-
-    def _answer(self, question: Callable[[Snapshot], Result]) -> Result:
-        try:
-            with self._files.snapshot() as snapshot:
-                return question(snapshot)
-        except sqlite3.Error as error:
-            raise LedgerError(
-                f"the ledger could not be read: {error}; run `python -m areal_agent.ledger verify`"
-            ) from error
+        await self.writer.run(writes.close_session, trajectory.session_id, encode_ending(trajectory))
 
 
 def upgrade_shards(shards: Iterable[Path]) -> None:

@@ -8,19 +8,19 @@ import heapq
 import math
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from areal_agent.errors import LedgerError
-from areal_agent.ledger import questions, reads
+from areal_agent.ledger import questions
 from areal_agent.ledger.encoding import lease_digest, token_digest
 from areal_agent.ledger.files import NO_DIGEST, TOKENS_ONLY, LedgerFiles, Snapshot
-from areal_agent.ledger.reads import STATUS_NOTE, LedgerCounts
+from areal_agent.ledger.questions import STATUS_NOTE, LedgerCounts
 from areal_agent.types import Completion, SessionPurpose, Status, Trajectory, Turn
 
 LOGPROB_SLACK = 1e-4
@@ -50,8 +50,7 @@ class Invariant(StrEnum):
     TIMES = "what begins later is not recorded as earlier"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Violation:
+class Violation(NamedTuple):
     """A violated invariant: by what, and how."""
 
     invariant: Invariant
@@ -60,13 +59,6 @@ class Violation:
 
     def __str__(self) -> str:
         return f"{self.subject}: {self.detail}"
-
-
-class _Search(NamedTuple):
-    """A query with two columns: a session's id, and what is wrong with it."""
-
-    invariant: Invariant
-    query: str
 
 
 _HAS_BOOKKEEPING = "(s.id IN (SELECT session FROM leases) OR s.id IN (SELECT session FROM fates))"
@@ -78,61 +70,61 @@ _IS_OF_DIGESTS = (
 """True for an ending that must have a digest: its file was never upgraded, or an earlier ending in it has one."""
 
 _OF_SESSIONS = (
-    _Search(
+    (
         Invariant.ONE_FATE,
         "SELECT s.id, 'it is open, yet it is leased or has a fate' FROM sessions s "
         f"WHERE s.number NOT IN (SELECT session FROM endings) AND {_HAS_BOOKKEEPING}",
     ),
-    _Search(
+    (
         Invariant.ONE_FATE,
         "SELECT s.id, 'it is for ' || s.purpose || ', yet it is leased or has a fate' FROM sessions s "
         f"WHERE s.purpose != '{SessionPurpose.TRAIN}' AND {_HAS_BOOKKEEPING}",
     ),
-    _Search(
+    (
         Invariant.ONE_FATE,
         "SELECT s.id, 'it is an orphan, yet it is leased or has another fate' "
         "FROM sessions s JOIN endings e ON e.session = s.number "
         f"WHERE e.status = '{Status.ORPHAN}' AND {_HAS_BOOKKEEPING}",
     ),
-    _Search(
+    (
         Invariant.ENDED,
         "SELECT s.id, 'its ending has lost its digest' FROM sessions s JOIN endings e ON e.session = s.number "
         f"WHERE e.digest = '{NO_DIGEST}' AND {_IS_OF_DIGESTS}",
     ),
 )
-"""Contradictions between a file of sessions and the bookkeeping."""
+"""Queries for contradictions between a file of sessions and the bookkeeping: a session's id, and what is wrong."""
 
 _OF_BOOKKEEPING = (
-    _Search(
+    (
         Invariant.ONE_FATE,
         "SELECT f.session, 'it is dropped(' || f.dropped || '), yet leased for step ' || l.step "
         "FROM fates f JOIN leases l ON l.session = f.session WHERE f.dropped IS NOT NULL",
     ),
-    _Search(
+    (
         Invariant.ONE_FATE,
         "SELECT session, 'its fate is neither trained nor dropped, or both' FROM fates "
         "WHERE (trained_step IS NULL) = (dropped IS NULL)",
     ),
-    _Search(
+    (
         Invariant.TRAINED,
         "SELECT f.session, 'it is trained(' || f.trained_step || '), yet ' || "
         "coalesce('leased for step ' || l.step, 'never leased') "
         "FROM fates f LEFT JOIN leases l ON l.session = f.session "
         "WHERE f.trained_step IS NOT NULL AND f.trained_step IS NOT l.step",
     ),
-    _Search(
+    (
         Invariant.TRAINED,
         "SELECT session, 'it is trained(' || trained_step || '), and the newest checkpoint is ' || "
         "coalesce('of step ' || (SELECT max(step) FROM checkpoints), 'none') "
         "FROM fates WHERE trained_step > coalesce((SELECT max(step) FROM checkpoints), -1)",
     ),
-    _Search(
+    (
         Invariant.TRAINED,
         "SELECT session, 'it is still leased for step ' || step || ', which a committed checkpoint holds' "
         "FROM leases WHERE step <= (SELECT max(step) FROM checkpoints) AND session NOT IN (SELECT session FROM fates)",
     ),
 )
-"""Contradictions within the bookkeeping."""
+"""Queries for contradictions within the bookkeeping."""
 
 
 def check_files(snapshot: Snapshot) -> Iterator[Violation]:
@@ -141,10 +133,11 @@ def check_files(snapshot: Snapshot) -> Iterator[Violation]:
         name = Path(connection.execute("PRAGMA database_list").fetchone()[2]).name
         for (message,) in connection.execute("PRAGMA main.integrity_check"):
             if message != "ok":
-                yield Violation(invariant=Invariant.INTACT, subject=name, detail=message)
+                yield Violation(Invariant.INTACT, name, message)
         for table, row, referred, _ in connection.execute("PRAGMA main.foreign_key_check"):
-            detail = f"it refers to a missing row of {referred}"
-            yield Violation(invariant=Invariant.INTACT, subject=f"row {row} of {table} in {name}", detail=detail)
+            yield Violation(
+                Invariant.INTACT, f"row {row} of {table} in {name}", f"it refers to a missing row of {referred}"
+            )
 
 
 def check_tables(snapshot: Snapshot) -> Iterator[Violation]:
@@ -157,18 +150,19 @@ def check_tables(snapshot: Snapshot) -> Iterator[Violation]:
     yield from _check_unique(snapshot, "completion", "completions")
 
 
-def _search(connection: sqlite3.Connection, searches: Iterable[_Search]) -> Iterator[Violation]:
+def _search(connection: sqlite3.Connection, searches: Iterable[tuple[Invariant, str]]) -> Iterator[Violation]:
     for invariant, query in searches:
         for session_id, detail in connection.execute(query):
-            yield Violation(invariant=invariant, subject=f"session {session_id!r}", detail=detail)
+            yield Violation(invariant, f"session {session_id!r}", detail)
 
 
 def _check_known(snapshot: Snapshot) -> Iterator[Violation]:
     for what in ("leases", "fates"):
         for (session_id,) in snapshot[0].execute(f"SELECT session FROM {what}"):
-            if not any(reads.standing(connection, session_id) for connection in snapshot):
-                detail = f"it has a row in {what}, yet no file has the session"
-                yield Violation(invariant=Invariant.KNOWN, subject=f"session {session_id!r}", detail=detail)
+            if not any(questions.standing_in(connection, session_id) for connection in snapshot):
+                yield Violation(
+                    Invariant.KNOWN, f"session {session_id!r}", f"it has a row in {what}, yet no file has the session"
+                )
 
 
 def _check_unique(snapshot: Snapshot, noun: str, table: str) -> Iterator[Violation]:
@@ -176,7 +170,7 @@ def _check_unique(snapshot: Snapshot, noun: str, table: str) -> Iterator[Violati
     by_file = [connection.execute(f"SELECT id FROM {table} ORDER BY id") for connection in snapshot]
     for (earlier,), (later,) in pairwise(heapq.merge(*by_file)):
         if earlier == later:
-            yield Violation(invariant=Invariant.UNIQUE, subject=f"{noun} {later!r}", detail="several files have it")
+            yield Violation(Invariant.UNIQUE, f"{noun} {later!r}", "several files have it")
 
 
 def check_finished(snapshot: Snapshot, counts: LedgerCounts) -> Iterator[Violation]:
@@ -184,15 +178,14 @@ def check_finished(snapshot: Snapshot, counts: LedgerCounts) -> Iterator[Violati
     try:
         status = questions.note(snapshot, STATUS_NOTE)
     except LedgerError as error:
-        yield Violation(invariant=Invariant.READABLE, subject="the notes", detail=str(error))
+        yield Violation(Invariant.READABLE, "the notes", str(error))
         return
     if status != "completed":
         return
     left_over = {"open": counts.num_open, "waiting": counts.num_waiting, "leased": counts.num_leased}
     for what, number in left_over.items():
         if number:
-            detail = f"it is completed, yet {number} of its sessions are {what}"
-            yield Violation(invariant=Invariant.FINISHED, subject="the run", detail=detail)
+            yield Violation(Invariant.FINISHED, "the run", f"it is completed, yet {number} of its sessions are {what}")
 
 
 def check_turns(turns: Sequence[Turn]) -> Iterator[Violation]:
@@ -209,24 +202,25 @@ def check_delivery(trajectory: Trajectory) -> Iterator[Violation]:
     sampled = {completion.id for turn in trajectory.turns for completion in turn.completions}
     for completion_id in trajectory.undelivered:
         if completion_id not in sampled:
-            detail = f"its undelivered completion {completion_id!r} is in none of its turns"
-            yield Violation(invariant=Invariant.DELIVERY, subject=f"session {trajectory.session_id!r}", detail=detail)
+            yield Violation(
+                Invariant.DELIVERY,
+                f"session {trajectory.session_id!r}",
+                f"its undelivered completion {completion_id!r} is in none of its turns",
+            )
 
 
 def check_completion(completion: Completion) -> Iterator[Violation]:
     subject = f"completion {completion.id!r}"
     num_ids, num_logprobs = len(completion.token_ids), len(completion.logprobs)
     if num_ids != num_logprobs:
-        detail = f"{num_ids} token ids, {num_logprobs} log-probabilities"
-        yield Violation(invariant=Invariant.LENGTHS, subject=subject, detail=detail)
+        yield Violation(Invariant.LENGTHS, subject, f"{num_ids} token ids, {num_logprobs} log-probabilities")
     for position, logprob in enumerate(completion.logprobs):
         if not (math.isfinite(logprob) and logprob <= LOGPROB_SLACK):
-            detail = f"the log-probability at {position} is {logprob}"
-            yield Violation(invariant=Invariant.LOGPROBS, subject=subject, detail=detail)
+            yield Violation(Invariant.LOGPROBS, subject, f"the log-probability at {position} is {logprob}")
             break
     detail = _fault_of_spans(completion)
     if detail:
-        yield Violation(invariant=Invariant.SPANS, subject=subject, detail=detail)
+        yield Violation(Invariant.SPANS, subject, detail)
 
 
 def _fault_of_spans(completion: Completion) -> str | None:
@@ -249,7 +243,7 @@ def _check_lineage(turns: Sequence[Turn]) -> Iterator[Violation]:
     for turn in turns:
         detail = _fault_of_parent(turn, path_lengths)
         if detail:
-            yield Violation(invariant=Invariant.LINEAGE, subject=f"turn {turn.id!r}", detail=detail)
+            yield Violation(Invariant.LINEAGE, f"turn {turn.id!r}", detail)
         prompt_length = turn.fork_at + len(turn.new_prompt_ids)
         path_lengths |= {one.id: prompt_length + len(one.token_ids) for one in turn.completions}
 
@@ -272,21 +266,21 @@ def _check_times(turns: Sequence[Turn]) -> Iterator[Violation]:
             ("it started before the answer that it continues", parent_s, turn.started_s),
         ):
             if later_s < earlier_s - CLOCK_SLACK_S:
-                detail = f"{what}, by {earlier_s - later_s:.1f} s"
-                yield Violation(invariant=Invariant.TIMES, subject=f"turn {turn.id!r}", detail=detail)
+                yield Violation(Invariant.TIMES, f"turn {turn.id!r}", f"{what}, by {earlier_s - later_s:.1f} s")
         ended_s |= {one.id: turn.ended_s for one in turn.completions}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class VerifyReport:
     """The result of `verify`. `counts` is None when a file is too damaged to count."""
 
-    counts: LedgerCounts | None
-    num_turns: int
-    num_sampled_tokens: int
-    num_trained_tokens: int  # loss tokens of trained trajectories
-    violations: tuple[Violation, ...]
-    unproved: Mapping[Invariant, int]  # sessions that version 2 wrote, which kept too little to prove the invariant
+    counts: LedgerCounts | None = None
+    num_turns: int = 0
+    num_sampled_tokens: int = 0
+    num_trained_tokens: int = 0  # loss tokens of trained trajectories
+    violations: tuple[Violation, ...] = ()
+    unproved: Counter[Invariant] = field(default_factory=Counter[Invariant])
+    """Sessions that version 2 wrote, which kept too little to prove the invariant."""
 
     @property
     def is_ok(self) -> bool:
@@ -302,14 +296,34 @@ def verify(path: Path, on_session: Callable[[int, int], None] | None = None) -> 
 
     Raises LedgerError when a file cannot be opened at all; damage inside a file is a violation.
     """
-    examination = _Examination()
+    report = VerifyReport()
+    violations: list[Violation] = []
     with closing(LedgerFiles(path)) as files:
         try:
             with files.snapshot() as snapshot:
-                examination.run(snapshot, on_session)
+                violations.extend(_check_all(snapshot, report, on_session))
         except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite's own error message may contain damaged bytes
-            examination.add(Violation(invariant=Invariant.INTACT, subject="the files", detail=str(error)))
-    return examination.report()
+            violations.append(Violation(Invariant.INTACT, "the files", str(error)))
+    report.violations = tuple(violations)
+    return report
+
+
+def _check_all(
+    snapshot: Snapshot, report: VerifyReport, on_session: Callable[[int, int], None] | None
+) -> Iterator[Violation]:
+    yield from check_files(snapshot)
+    num_all = sum(questions.number_in(connection, "count(*) FROM sessions") for connection in snapshot)
+    sessions = ((connection, session) for connection in snapshot for session in _sessions_of(connection))
+    for num_done, (connection, session) in enumerate(sessions, start=1):
+        try:
+            yield from _check_session(connection, session, report)
+        except (LedgerError, TypeError, ValueError) as error:  # a column's value may have the wrong type
+            yield Violation(Invariant.READABLE, f"session {session.id!r}", str(error))
+        if on_session is not None:
+            on_session(num_done, num_all)
+    yield from check_tables(snapshot)
+    report.counts = questions.counts(snapshot)
+    yield from check_finished(snapshot, report.counts)
 
 
 class _SessionRow(NamedTuple):
@@ -317,100 +331,9 @@ class _SessionRow(NamedTuple):
     id: str
     started_s: float
     ended_s: float | None
-    digest: str | None
+    digest: str | None  # of its lease
     num_loss_tokens: int | None
     trained_step: int | None
-
-
-class _Examination:
-    """One pass over a ledger, and its findings so far."""
-
-    def __init__(self) -> None:
-        self._violations: list[Violation] = []
-        self._counts: LedgerCounts | None = None
-        self._num_turns = 0
-        self._num_sampled_tokens = 0
-        self._num_trained_tokens = 0
-        self._unproved: Counter[Invariant] = Counter()
-
-    def add(self, violation: Violation) -> None:
-        self._violations.append(violation)
-
-    def run(self, snapshot: Snapshot, on_session: Callable[[int, int], None] | None) -> None:
-        self._violations += check_files(snapshot)
-        self._check_sessions(snapshot, on_session or (lambda num_done, num_all: None))
-        self._violations += check_tables(snapshot)
-        self._counts = questions.counts(snapshot)
-        self._violations += check_finished(snapshot, self._counts)
-
-    def report(self) -> VerifyReport:
-        return VerifyReport(
-            counts=self._counts,
-            num_turns=self._num_turns,
-            num_sampled_tokens=self._num_sampled_tokens,
-            num_trained_tokens=self._num_trained_tokens,
-            violations=tuple(self._violations),
-            unproved=dict(self._unproved),
-        )
-
-    def _check_sessions(self, snapshot: Snapshot, on_session: Callable[[int, int], None]) -> None:
-        num_all = sum(reads.number(connection, "count(*) FROM sessions") for connection in snapshot)
-        sessions = ((connection, session) for connection in snapshot for session in _sessions_of(connection))
-        for num_done, (connection, session) in enumerate(sessions, start=1):
-            self._check_session(connection, session)
-            on_session(num_done, num_all)
-
-    def _check_session(self, connection: sqlite3.Connection, session: _SessionRow) -> None:
-        try:
-            self._check_readable(connection, session)
-        except (LedgerError, TypeError, ValueError) as error:  # a column's value may have the wrong type
-            self.add(Violation(invariant=Invariant.READABLE, subject=f"session {session.id!r}", detail=str(error)))
-
-    def _check_readable(self, connection: sqlite3.Connection, session: _SessionRow) -> None:
-        trajectory = None if session.ended_s is None else reads.trajectory(connection, session.id)
-        turns = reads.turns(connection, session.number) if trajectory is None else trajectory.turns
-        self._num_turns += len(turns)
-        num_sampled_tokens = sum(len(one.token_ids) for turn in turns for one in turn.completions)
-        self._num_sampled_tokens += num_sampled_tokens
-        if session.trained_step is not None:
-            self._num_trained_tokens += session.num_loss_tokens or 0
-        self._violations += check_turns(turns)
-        self._violations += _check_span_of(session, turns)
-        if trajectory is not None:
-            self._check_ending(connection, session)
-            self._violations += check_delivery(trajectory)
-            self._check_lease(session, trajectory)
-
-    def _check_ending(self, connection: sqlite3.Connection, session: _SessionRow) -> None:
-        ending = reads.ending(connection, session.id)
-        assert ending is not None
-        if ending.digest == NO_DIGEST:
-            self._unproved[Invariant.ENDED] += 1
-        if ending.is_altered:
-            detail = (
-                f"its ending (status, rewards, ...) was changed after its digest {ending.digest!r:.14}... was written"
-            )
-            self.add(Violation(invariant=Invariant.ENDED, subject=f"session {session.id!r}", detail=detail))
-
-    def _check_lease(self, session: _SessionRow, trajectory: Trajectory) -> None:
-        if session.digest is None:
-            return
-        num_loss_tokens = session.num_loss_tokens or 0
-        if session.digest.startswith(TOKENS_ONLY):
-            self._unproved[Invariant.SAMPLED] += 1
-            digest = TOKENS_ONLY + token_digest(trajectory)
-        else:
-            digest = lease_digest(trajectory, num_loss_tokens)
-        subject = f"session {session.id!r}"
-        if session.digest != digest:
-            detail = (
-                f"its lease has the digest {session.digest!r:.14}..., while its tokens, rewards and {num_loss_tokens} "
-                f"loss tokens have {digest!r:.14}..."
-            )
-            self.add(Violation(invariant=Invariant.SAMPLED, subject=subject, detail=detail))
-        if not 0 < num_loss_tokens <= trajectory.num_sampled_tokens:
-            detail = f"{session.num_loss_tokens} of its {trajectory.num_sampled_tokens} sampled tokens are in the loss"
-            self.add(Violation(invariant=Invariant.SAMPLED, subject=subject, detail=detail))
 
 
 def _sessions_of(connection: sqlite3.Connection) -> Iterator[_SessionRow]:
@@ -422,14 +345,58 @@ def _sessions_of(connection: sqlite3.Connection) -> Iterator[_SessionRow]:
     yield from (_SessionRow(*row) for row in rows)
 
 
+def _check_session(connection: sqlite3.Connection, session: _SessionRow, report: VerifyReport) -> Iterator[Violation]:
+    trajectory = None if session.ended_s is None else questions.trajectory_in(connection, session.id)
+    turns = questions.turns_in(connection, session.number) if trajectory is None else trajectory.turns
+    report.num_turns += len(turns)
+    report.num_sampled_tokens += sum(len(one.token_ids) for turn in turns for one in turn.completions)
+    if session.trained_step is not None:
+        report.num_trained_tokens += session.num_loss_tokens or 0
+    yield from check_turns(turns)
+    yield from _check_span_of(session, turns)
+    if trajectory is not None:
+        yield from _check_ending(connection, session, report)
+        yield from check_delivery(trajectory)
+        yield from _check_lease(session, trajectory, report)
+
+
+def _check_ending(connection: sqlite3.Connection, session: _SessionRow, report: VerifyReport) -> Iterator[Violation]:
+    ending = questions.ending_in(connection, session.id)
+    assert ending is not None
+    if ending.digest == NO_DIGEST:
+        report.unproved[Invariant.ENDED] += 1
+    if ending.is_altered:
+        detail = f"its ending (status, rewards, ...) was changed after its digest {ending.digest!r:.14}... was written"
+        yield Violation(Invariant.ENDED, f"session {session.id!r}", detail)
+
+
+def _check_lease(session: _SessionRow, trajectory: Trajectory, report: VerifyReport) -> Iterator[Violation]:
+    if session.digest is None:
+        return
+    num_loss_tokens = session.num_loss_tokens or 0
+    if session.digest.startswith(TOKENS_ONLY):
+        report.unproved[Invariant.SAMPLED] += 1
+        digest = TOKENS_ONLY + token_digest(trajectory)
+    else:
+        digest = lease_digest(trajectory, num_loss_tokens)
+    subject = f"session {session.id!r}"
+    if session.digest != digest:
+        detail = (
+            f"its lease has the digest {session.digest!r:.14}..., while its tokens, rewards and {num_loss_tokens} "
+            f"loss tokens have {digest!r:.14}..."
+        )
+        yield Violation(Invariant.SAMPLED, subject, detail)
+    if not 0 < num_loss_tokens <= trajectory.num_sampled_tokens:
+        detail = f"{session.num_loss_tokens} of its {trajectory.num_sampled_tokens} sampled tokens are in the loss"
+        yield Violation(Invariant.SAMPLED, subject, detail)
+
+
 def _check_span_of(session: _SessionRow, turns: Sequence[Turn]) -> Iterator[Violation]:
     """Check that the turns lie within their session's time."""
     subject = f"session {session.id!r}"
     first_s = min((turn.started_s for turn in turns), default=session.started_s)
     last_s = max((turn.ended_s for turn in turns), default=session.started_s)
     if first_s < session.started_s - CLOCK_SLACK_S:
-        yield Violation(invariant=Invariant.TIMES, subject=subject, detail="it started after one of its turns")
+        yield Violation(Invariant.TIMES, subject, "it started after one of its turns")
     if session.ended_s is not None and session.ended_s < last_s - CLOCK_SLACK_S:
-        yield Violation(
-            invariant=Invariant.TIMES, subject=subject, detail="it ended before its start or one of its turns"
-        )
+        yield Violation(Invariant.TIMES, subject, "it ended before its start or one of its turns")

@@ -7,12 +7,14 @@ LedgerError when one would be broken. Where a session must have ended and be for
 
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from areal_agent.errors import LedgerError
-from areal_agent.ledger import reads
+from areal_agent.ledger import questions
 from areal_agent.ledger.encoding import (
     CompletionRow,
     EndingRow,
+    Lease,
     RewardRow,
     TurnRow,
     decode_fate,
@@ -20,7 +22,7 @@ from areal_agent.ledger.encoding import (
     row_digest,
 )
 from areal_agent.ledger.files import NO_DIGEST
-from areal_agent.ledger.reads import STATUS_NOTE, Incarnation, Lease
+from areal_agent.ledger.questions import STATUS_NOTE
 from areal_agent.types import Drop, Fate, SessionRecord, Status
 
 FATE_OF_STATUS: Mapping[Status, Drop] = {
@@ -85,7 +87,7 @@ def _open_session_number(connection: sqlite3.Connection, session_id: str) -> int
 def set_rewards(connection: sqlite3.Connection, session_id: str, rewards: RewardRow, *, is_missing: bool) -> None:
     """Replace the rewards of an ended session in this file, while it waits; `missing_reward` becomes `completed`."""
     _require_waiting(connection, session_id, "rewarded")
-    ending = reads.ending(connection, session_id)
+    ending = questions.ending_in(connection, session_id)
     if ending is None:
         raise LedgerError(f"session {session_id!r} has not ended in this file: its rewards cannot be set")
     if ending.is_altered:
@@ -169,6 +171,19 @@ def commit_checkpoint(connection: sqlite3.Connection, step: int, path: str | Non
         "WHERE step <= ? AND session NOT IN (SELECT session FROM fates)",
         (step,),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Incarnation:
+    """One process of a run, from its start to its end or crash. The first has number 0, each restart one more.
+
+    >>> Incarnation(number=1, num_orphans=3, num_returned=16).number
+    1
+    """
+
+    number: int
+    num_orphans: int  # sessions that the previous process left open
+    num_returned: int  # trajectories whose steps no checkpoint covers: they wait again
 
 
 def begin_incarnation(

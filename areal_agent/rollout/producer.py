@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from areal_agent.algorithms.credit import earn_alike, with_causal_credit, with_parts
 from areal_agent.errors import RolloutsFailing
 from areal_agent.ledger import questions
+from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.ledger.reads import Lease
 from areal_agent.ledger.writes import FATE_OF_STATUS
 from areal_agent.rollout.draws import Draw, Draws
 from areal_agent.rollout.runner import RolloutSpec

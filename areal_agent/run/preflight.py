@@ -16,7 +16,7 @@ from areal_agent.cluster.local import check_port, check_this_host
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError
 from areal_agent.files import RunFolder
-from areal_agent.gateway.standalone import find_admin_key
+from areal_agent.gateway.auth import find_admin_key
 from areal_agent.models.recipe import demonstrations_of
 from areal_agent.rollout.draws import Curriculum, in_order
 from areal_agent.rollout.tasks import HUB_NAME, TaskSet, load_tasks, require_json

@@ -35,9 +35,9 @@ from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.fleet.member import ServedEngine
 from areal_agent.errors import ArealAgentError, ConfigError, EngineError, GatewayError
+from areal_agent.gateway.auth import find_admin_key
 from areal_agent.gateway.metrics import add_up
 from areal_agent.gateway.online.wire import GatewayStatus, State
-from areal_agent.gateway.standalone import find_admin_key
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.protocols import MemoryHolder

@@ -33,6 +33,7 @@ class Online:
     ledger: Ledger
     clock: Clock
     path: Path
+    open_world: OpenWorld
 
     async def post(self, path: str, **body: Any) -> tuple[int, Any]:
         return await self.world.call(f"/rl/{path}", body)
@@ -55,10 +56,11 @@ class Online:
             await agent.end(**end)
         return agents
 
-    async def restarted(self, open_world: OpenWorld) -> "Online":
-        """Start the next process on the same ledger; the one before is gone."""
+    async def restart(self) -> None:
+        """Go on with the next process on the same ledger; this one's is gone."""
         await self.ledger.aclose()
-        return await open_online(open_world, self.path, clock=self.clock)
+        later = await open_online(self.open_world, self.path, clock=self.clock)
+        self.world, self.ledger = later.world, later.ledger
 
 
 async def open_online(
@@ -73,7 +75,7 @@ async def open_online(
         return world.ids("hello world<|im_end|>")
 
     world = await open_world(script=script or hello, journal=consumer, archive=ledger, consumer=consumer)
-    return Online(world=world, ledger=ledger, clock=clock, path=path)
+    return Online(world=world, ledger=ledger, clock=clock, path=path, open_world=open_world)
 
 
 def ids_of(reply: LeaseReply) -> list[list[str]]:

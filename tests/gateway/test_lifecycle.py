@@ -1,7 +1,10 @@
 """Failures and ends:
 
 - a turn is in the journal before its answer is sent
-- an agent that hangs up ends its engine request, and its partial answer is kept; a turn that is being written stays
+- an agent that hangs up ends its engine request, and its partial answer is kept
+- an answer that never reached its agent is recorded and marked as undelivered, also if only the end of its stream is
+  lost; a delivered one is not
+- a client that hangs up while its answer is sent causes no error, neither counted nor logged
 - the end of a session aborts what is in flight and keeps its partial answer, masked from training
 - an engine that does not answer an abort does not block the end; an engine that aborts by itself is an engine error
 - a session that the journal fails to open does not remain
@@ -11,17 +14,22 @@
 
 import asyncio
 import contextlib
+import logging
+from collections import Counter
 from typing import Any
 
 import openai
 import pytest
+from aiohttp import ClientSession, ServerDisconnectedError, web
+from aiohttp.test_utils import TestServer
 
 from areal_agent.errors import ConfigError, EngineError, EngineRejected, EngineUnreachable, LedgerError, RequestError
 from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.chat import ChatRequest
-from areal_agent.gateway.control import EndRequest
 from areal_agent.gateway.metrics import Counters
-from areal_agent.gateway.session import Session, SessionOptions
+from areal_agent.gateway.order import SamplingWishes
+from areal_agent.gateway.server import error_boundary
+from areal_agent.gateway.session import EndRequest, Session
 from areal_agent.gateway.turn import Services
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
@@ -65,17 +73,51 @@ async def test_hanging_up_ends_the_engine_request_and_keeps_what_it_gave(open_wo
     assert (completion.token_ids, completion.finish_reason) == (tuple(world.ids("ab")), FinishReason.ABORT)
 
 
-async def test_hanging_up_does_not_undo_a_turn(open_world: OpenWorld) -> None:
-    world = await open_world("a<|im_end|>")
+async def test_hanging_up_before_the_answer_leaves_an_orphan(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>", "b<|im_end|>")
     agent = await world.start()
+    delivered = await agent.ask("first")
     world.journal.may_write.clear()
+    world.journal.is_writing.clear()
     call = asyncio.create_task(agent.post_chat())
     await world.journal.is_writing.wait()
     await hang_up(call)
     ending = asyncio.create_task(agent.end(status="timeout"))
     world.journal.may_write.set()
-    assert (await ending)[1]["num_turns"] == 1
-    assert world.journal.closed[agent.id].turns == tuple(agent.turns)
+    await ending
+    trajectory = world.journal.closed[agent.id]
+    orphan = trajectory.turns[1].completions[0].id
+    assert trajectory.undelivered == (orphan,)
+    assert trajectory.turns[0].completions[0].id == delivered.id
+    trained = sum(int(record.loss_mask.sum()) for record in token_records(trajectory))
+    assert trained == len(trajectory.turns[0].completions[0].token_ids)
+
+
+async def test_a_stream_without_its_end_is_an_orphan(open_world: OpenWorld) -> None:
+    world = await open_world("ab<|im_end|>")
+    agent = await world.start()
+    world.journal.may_write.clear()
+    stream = await agent.ask(stream=True)
+    await world.journal.is_writing.wait()
+    await stream.close()
+    ending = asyncio.create_task(agent.end(status="timeout"))
+    while (await agent.reward(reward=1))[0] == 200:  # until the end has begun
+        pass
+    world.journal.may_write.set()
+    await ending
+    trajectory = world.journal.closed[agent.id]
+    assert trajectory.undelivered == (trajectory.turns[0].completions[0].id,)
+
+
+async def test_what_was_delivered_is_no_orphan(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>", "b<|im_end|>", "c<|im_end|>")
+    agent = await world.start()
+    await agent.ask()
+    [_ async for _ in await agent.ask(stream=True)]
+    await agent.client.completions.create(model="model", prompt="x")
+    await agent.end()
+    assert world.journal.closed[agent.id].undelivered == ()
+    assert len(agent.turns) == 3
 
 
 async def test_the_end_keeps_partial_answers(open_world: OpenWorld) -> None:
@@ -171,7 +213,7 @@ async def test_a_deaf_engine_does_not_hold_up_the_end(renderer: Renderer) -> Non
         vocab_size=renderer.vocab_size,
         abort_grace_s=0.01,
     )
-    session = Session(record, options=SessionOptions(), services=services, on_ended=ended.append)
+    session = Session(record, services=services, on_ended=ended.append, defaults=SamplingWishes())
     await journal.open_session(record)
     body = {"model": "model", "messages": [{"role": "user", "content": "x"}]}
     call = session.begin(await session.place(ChatRequest.read(body)))
@@ -252,6 +294,26 @@ async def test_a_session_that_could_not_be_journaled_is_none(open_world: OpenWor
     status, _ = await world.call("/rl/start_session", {"task_id": "t", "session_id": "s1"})
     assert status == 500
     assert world.gateway.stats().num_open_sessions == 0
+
+
+async def _answer_after_the_end(request: web.BaseRequest) -> web.StreamResponse:
+    reply = web.StreamResponse()
+    assert request.transport is not None
+    request.transport.close()  # as the event loop does when it hears of the client's end
+    await reply.prepare(request)
+    await reply.write(b"too late")
+    return reply
+
+
+async def test_a_client_that_left_before_its_answer(caplog: pytest.LogCaptureFixture) -> None:
+    errors: Counter[int] = Counter()
+    app = web.Application()
+    app.router.add_get("/", error_boundary(_answer_after_the_end, errors))
+    async with TestServer(app) as server, ClientSession() as client:
+        with pytest.raises(ServerDisconnectedError):
+            await client.get(server.make_url("/"))
+    assert not errors
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_a_port_in_use_is_named(open_world: OpenWorld) -> None:

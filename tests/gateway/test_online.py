@@ -67,17 +67,14 @@ async def test_a_lease_has_whole_groups_oldest_first_and_reads_back_exactly(onli
     assert "records" not in await online.done("lease", step=2, num_groups=2, records=False)
 
 
-async def test_a_lease_asked_for_again_is_the_same_also_by_the_next_process(
-    online: Online, open_world: OpenWorld
-) -> None:
+async def test_a_lease_asked_for_again_is_the_same_also_by_the_next_process(online: Online) -> None:
     await online.play("a", 2)
     first = await online.lease(1)
     await online.play("b", 2)
     assert (await online.lease(1)).groups == first.groups
-    later = await online.restarted(open_world)
-    assert (await later.lease(1)).groups == first.groups
-    assert ids_of(await later.lease(2)) != ids_of(first)
-    await later.ledger.aclose()
+    await online.restart()
+    assert (await online.lease(1)).groups == first.groups
+    assert ids_of(await online.lease(2)) != ids_of(first)
 
 
 async def test_what_is_acknowledged_is_trained(online: Online) -> None:
@@ -126,10 +123,9 @@ async def test_a_trainer_names_the_bound_and_the_next_process_knows_it(open_worl
     online = await open_online(open_world, tmp_path / "ledger.sqlite")
     assert (await online.done("status"))["state"]["capacity"] is None
     await online.done("publish", step=3, batch_answers=2, max_staleness=2)
-    later = await online.restarted(open_world)
-    state = (await later.done("status"))["state"]
+    await online.restart()
+    state = (await online.done("status"))["state"]
     assert (state["capacity"], state["published"], state["leased"]) == (6, 3, 3)
-    await later.ledger.aclose()
 
 
 async def test_more_than_a_narrower_bound_admits_leaves_no_room_and_not_less(online: Online) -> None:
@@ -158,18 +154,18 @@ async def test_what_is_too_old_is_dropped_and_gives_its_room_back(online: Online
     assert (reply.state.drops, reply.state.capacity) == ({"stale": 1}, 4)
 
 
-async def test_a_reward_may_come_late_until_the_lease(online: Online, open_world: OpenWorld) -> None:
+async def test_a_reward_may_come_late_until_the_lease(online: Online) -> None:
     (agent,) = await online.play("a", reward=None)
     assert (await online.lease(1)).groups == ()
     await agent.reward(reward=0.5, name="style")
     assert (await online.lease(1)).groups == ()
     completion = (await online.ledger.trajectory(agent.id)).turns[0].completions[0].id
-    later = await online.restarted(open_world)
-    agent.world = later.world
+    await online.restart()
+    agent.world = online.world
     assert await agent.reward(reward=True, interaction_id=completion) == (200, {"session_id": agent.id})
     status, answer = await agent.reward(reward=1, interaction_id="unknown")
     assert (status, answer["error"]["code"]) == (400, "interaction_not_found")
-    (group,) = (await later.lease(1)).groups
+    (group,) = (await online.lease(1)).groups
     (trajectory,) = group.trajectories
     assert (trajectory.status, trajectory.rewards.total, trajectory.rewards.parts) == (
         Status.COMPLETED,
@@ -179,10 +175,9 @@ async def test_a_reward_may_come_late_until_the_lease(online: Online, open_world
     status, answer = await agent.reward(reward=2)
     assert (status, answer["error"]["code"]) == (409, "reward_too_late")
     assert "leased for a train step" in answer["error"]["message"]
-    await later.done("acknowledge", step=1, checkpoint="c")
+    await online.done("acknowledge", step=1, checkpoint="c")
     assert "trained(1)" in (await agent.reward(reward=2))[1]["error"]["message"]
     assert verify(online.path).violations == ()
-    await later.ledger.aclose()
 
 
 async def test_a_reward_that_never_comes_is_missing(online: Online) -> None:
@@ -295,39 +290,36 @@ async def test_a_trainers_calls_take_the_admin_key(online: Online) -> None:
         assert (await online.world.call(f"/rl/{path}", {}, key=None))[0] == 401
 
 
-async def test_an_end_may_be_said_again(online: Online, open_world: OpenWorld) -> None:
+async def test_an_end_may_be_said_again(online: Online) -> None:
     (agent,) = await online.play("a")
     first = await agent.end(status="error")
     assert first == (200, first[1] | {"status": "completed", "num_turns": 1})
-    later = await online.restarted(open_world)
-    agent.world = later.world
+    await online.restart()
+    agent.world = online.world
     assert await agent.end() == first
-    await later.ledger.aclose()
 
 
-async def test_a_session_of_the_process_before_is_over(online: Online, open_world: OpenWorld) -> None:
+async def test_a_session_of_the_process_before_is_over(online: Online) -> None:
     """Not 401: its key is right, and an agent is to start anew, not to look for another key."""
     agent = await online.world.start()
-    later = await online.restarted(open_world)
-    status, answer = await later.world.call("/v1/chat/completions", {}, key=agent.key)
+    await online.restart()
+    status, answer = await online.world.call("/v1/chat/completions", {}, key=agent.key)
     assert (status, answer["error"]["code"]) == (409, "session_ended")
     assert "has ended as orphan" in answer["error"]["message"]
-    assert (await later.world.call("/v1/chat/completions", {}, key="sk-of-nobody"))[0] == 401
-    await later.ledger.aclose()
+    assert (await online.world.call("/v1/chat/completions", {}, key="sk-of-nobody"))[0] == 401
 
 
-async def test_an_export_comes_from_the_ledger(online: Online, open_world: OpenWorld) -> None:
+async def test_an_export_comes_from_the_ledger(online: Online) -> None:
     (agent,) = await online.play("a")
     running = await online.world.start()
     await online.lease(1)
     await online.done("acknowledge", step=1, checkpoint="c")
-    later = await online.restarted(open_world)
-    status, exported = await later.world.call("/export_trajectories", {"session_id": agent.id})
+    await online.restart()
+    status, exported = await online.world.call("/export_trajectories", {"session_id": agent.id})
     assert (status, exported["trajectory"]["fate"]["trained_step"]) == (200, 1)
-    status, exported = await later.world.call("/export_trajectories", {"session_id": running.id})
+    status, exported = await online.world.call("/export_trajectories", {"session_id": running.id})
     assert (status, exported["trajectory"]["status"]) == (200, "orphan")
-    assert (await later.world.call("/export_trajectories", {"session_id": "unknown"}))[0] == 404
-    await later.ledger.aclose()
+    assert (await online.world.call("/export_trajectories", {"session_id": "unknown"}))[0] == 404
 
 
 async def test_an_open_session_is_not_exported(online: Online) -> None:
@@ -336,14 +328,13 @@ async def test_an_open_session_is_not_exported(online: Online) -> None:
     assert (status, answer["error"]["code"]) == (409, "session_open")
 
 
-async def test_a_returned_group_is_as_large_as_it_was(online: Online, open_world: OpenWorld) -> None:
+async def test_a_returned_group_is_as_large_as_it_was(online: Online) -> None:
     await online.play("a", 2)
     await online.lease(1)
     await online.done("return", after_step=0)
     await require_full_group_of_two(online)
-    later = await online.restarted(open_world)
-    await require_full_group_of_two(later)
-    await later.ledger.aclose()
+    await online.restart()
+    await require_full_group_of_two(online)
 
 
 async def require_full_group_of_two(online: Online) -> None:
@@ -353,31 +344,29 @@ async def require_full_group_of_two(online: Online) -> None:
     assert (await online.done("status"))["state"]["capacity"] == 6
 
 
-async def test_the_next_process_waits_for_a_sibling_that_was_cut_off(online: Online, open_world: OpenWorld) -> None:
+async def test_the_next_process_waits_for_a_sibling_that_was_cut_off(online: Online) -> None:
     ended, _ = [await online.world.start(group_id="a", group_size=3) for _ in range(2)]
     failed = await online.world.start(group_id="a", group_size=3)
     await ended.post_chat()
     await ended.reward(reward=1)
     await ended.end()
     await failed.end(status="error")
-    later = await online.restarted(open_world)
-    assert (await later.lease(1)).groups == ()
-    replaced = await later.world.start(group_id="a", group_size=3)
-    assert (await later.post("start_session", task_id="t", group_id="a", group_size=3))[0] == 409
+    await online.restart()
+    assert (await online.lease(1)).groups == ()
+    replaced = await online.world.start(group_id="a", group_size=3)
+    assert (await online.post("start_session", task_id="t", group_id="a", group_size=3))[0] == 409
     await replaced.post_chat()
     await replaced.reward(reward=1)
     await replaced.end()
-    assert ids_of(await later.lease(1)) == [ids([ended, replaced])]
-    await later.ledger.aclose()
+    assert ids_of(await online.lease(1)) == [ids([ended, replaced])]
 
 
-async def test_a_leased_group_takes_no_sibling(online: Online, open_world: OpenWorld) -> None:
+async def test_a_leased_group_takes_no_sibling(online: Online) -> None:
     await online.play("a", 2)
     await online.lease(1)
-    later = await online.restarted(open_world)
-    status, answer = await later.post("start_session", task_id="t", group_id="a", group_size=2)
+    await online.restart()
+    status, answer = await online.post("start_session", task_id="t", group_id="a", group_size=2)
     assert (status, answer["error"]["code"]) == (409, "group_leased")
-    await later.ledger.aclose()
 
 
 async def test_a_lease_takes_what_there_is_when_no_group_fits_beside_it(online: Online) -> None:

@@ -7,7 +7,8 @@ It waits a limited time for what is missing. 8. A group with nothing to train gi
 could not be opened leaves nothing behind. 10. The oldest tokens come first. 11. Stale sessions are found, and so are
 running groups that will be stale. 12. A group read from the ledger keeps its size and is ready when it is complete.
 13. A batch counts as at least B answers, and as more until its version serves. 14. A leased group accepts no siblings.
-15. It is known when only a lease can change anything.
+15. It is known when only a lease can change anything. 16. A label of another trainer's weights is older than every
+bound; if the trainer names no incarnation, all labels are its own.
 """
 
 from dataclasses import asdict
@@ -16,9 +17,11 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.online.groups import Bound, Groups, Progress, Waiting
+from areal_agent.gateway.online.groups import FOREIGN, Bound, Groups, Labels, Progress, Waiting
+from areal_agent.staleness import is_stale
 from areal_agent.types import WeightVersion
 
 WAIT_S = 60.0
@@ -235,7 +238,7 @@ def test_a_group_that_is_leased_takes_no_sibling_until_it_is_returned() -> None:
         groups.start("a-1", "a", None, 0.0)
     assert (refused.value.status, refused.value.param) == (409, "group_id")
     groups.restore("a", size=2, ended=["a-0"], waiting=[waiting("a-0")], now_s=0.0)
-    groups.restore_leased([])
+    groups.leased = set()
     groups.start("a-1", "a", 2, 0.0)
 
 
@@ -286,6 +289,15 @@ def test_what_a_batch_had_beyond_b_counts_until_its_version_serves() -> None:
     groups.progress = groups.progress.to_batch(1, 8, bound)
     groups.lease([f"a-{number}" for number in range(8)])
     assert groups.capacity == 0  # eight were let in beside version 0
-    assert Progress.read(orjson.loads(orjson.dumps(asdict(groups.progress)))) == groups.progress
+    noted = orjson.loads(orjson.dumps(asdict(groups.progress)))
+    assert TypeAdapter(Progress).validate_python(noted) == groups.progress
     groups.progress = groups.progress.to_version(1)
     assert (groups.capacity, groups.progress) == (8, Progress(published=1, leased=1))
+
+
+def test_a_label_is_another_trainers_unless_it_names_an_incarnation_of_this_one() -> None:
+    own = Labels().naming(0).naming(3).naming(0)
+    assert own == Labels(incarnations=(0, 3))
+    assert [own.step_of(WeightVersion.parse(text)) for text in ("0:9", "3:5", "1:9")] == [9, 5, FOREIGN]
+    assert is_stale(FOREIGN, step=1, max_staleness=2**29)
+    assert Labels().step_of(WeightVersion.parse("7:3")) == 3

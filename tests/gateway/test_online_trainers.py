@@ -99,15 +99,14 @@ async def test_the_trainer_before_is_refused_and_may_take_over_in_its_turn(onlin
     assert verify(online.path).violations == ()
 
 
-async def test_the_next_process_knows_whose_steps_they_are(online: Online, open_world: OpenWorld) -> None:
+async def test_the_next_process_knows_whose_steps_they_are(online: Online) -> None:
     first = await train(online, 1, "a")
     await online.done("return", after_step=0, trainer="b", adopt=True)
     second = await train(online, 1, "b")
-    later = await online.restarted(open_world)
-    assert (await later.post("publish", step=2, trainer="a"))[0] == 409
-    third = await train(later, 2, "b")
-    assert await fates(later, first, second, third) == [Fate(trained_step=step) for step in (1, 2, 3)]
-    await later.ledger.aclose()
+    await online.restart()
+    assert (await online.post("publish", step=2, trainer="a"))[0] == 409
+    third = await train(online, 2, "b")
+    assert await fates(online, first, second, third) == [Fate(trained_step=step) for step in (1, 2, 3)]
     assert verify(online.path).violations == ()
 
 
@@ -154,14 +153,13 @@ async def test_what_its_own_weights_sampled_is_leased(online: Online) -> None:
     assert len(group) == 1
 
 
-async def test_a_trainer_that_resumed_loses_none_of_its_own(online: Online, open_world: OpenWorld) -> None:
+async def test_a_trainer_that_resumed_loses_none_of_its_own(online: Online) -> None:
     await online.done("publish", step=0, trainer="a", incarnation=0)
     first = await train(online, 1, "a")
     online.world.engine.version = WeightVersion(step=1)  # of a step that no checkpoint holds any more
     (waits,) = await online.play("waits")
     await online.done("return", after_step=0, trainer="a", adopt=True)
-    later = await online.restarted(open_world)
-    await later.done("publish", step=0, trainer="a", incarnation=1)
-    reply = await later.lease(1, trainer="a", num_groups=2)
+    await online.restart()
+    await online.done("publish", step=0, trainer="a", incarnation=1)
+    reply = await online.lease(1, trainer="a", num_groups=2)
     assert sorted(ids_of(reply)) == sorted([[first.id], [waits.id]])
-    await later.ledger.aclose()

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from areal_agent.errors import RequestError
 from areal_agent.gateway.chat import ChatRequest
 from areal_agent.gateway.completions import CompletionsRequest
-from areal_agent.gateway.control import EndRequest, ExportRequest, RewardRequest, StartRequest
 from areal_agent.gateway.conversation import read_message
+from areal_agent.gateway.session import EndRequest, ExportRequest, RewardRequest, StartRequest
 from areal_agent.tokens.forest import Forest
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import Distribution

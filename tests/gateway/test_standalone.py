@@ -24,7 +24,7 @@ import pytest
 
 from areal_agent.errors import ConfigError
 from areal_agent.gateway.__main__ import main
-from areal_agent.gateway.standalone import VARIABLE, AdminKey, find_admin_key
+from areal_agent.gateway.auth import KEY_VARIABLE, AdminKey, find_admin_key
 from areal_agent.ledger.files import FileLock
 from areal_agent.ledger.verify import verify
 
@@ -33,7 +33,7 @@ LIMIT_S = 120.0
 
 @contextmanager
 def running(log: Path, *args: str) -> Generator[subprocess.Popen[bytes]]:
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != KEY_VARIABLE}
     with log.open("wb") as file:
         process = subprocess.Popen([sys.executable, "-m", *args], stdout=file, stderr=file, env=environment)
     try:
@@ -108,13 +108,13 @@ def key_of(tmp_path: Path, **values: Any) -> AdminKey:
 def test_another_address_needs_a_chosen_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0 lets other machines connect, and there is no admin key"):
         key_of(tmp_path, host="0.0.0.0")
-    assert key_of(tmp_path, host="0.0.0.0", environment={VARIABLE: "chosen"}).key == "chosen"
+    assert key_of(tmp_path, host="0.0.0.0", environment={KEY_VARIABLE: "chosen"}).key == "chosen"
 
 
 def test_a_key_comes_from_one_place(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(" from-file\n")
-    environment = {VARIABLE: "from-environment"}
+    environment = {KEY_VARIABLE: "from-environment"}
     assert key_of(tmp_path, given="given", environment=environment).key == "given"
     assert key_of(tmp_path, file=file, environment=environment).key == "from-file"
     assert key_of(tmp_path, environment=environment).key == "from-environment"

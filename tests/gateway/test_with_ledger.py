@@ -15,6 +15,7 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 from areal_agent.tokens.records import token_records
 from areal_agent.types import FinishReason, ForkReason, GenerateRequest, Status, Trajectory
+from tests.histories import open_ledger
 
 from .conftest import Agent, OpenWorld
 
@@ -24,9 +25,8 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
 @pytest.fixture
 async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-    yield ledger
-    await ledger.aclose()
+    async with open_ledger(tmp_path) as ledger:
+        yield ledger
 
 
 async def trajectory_of(ledger: Ledger, agent: Agent) -> Trajectory:

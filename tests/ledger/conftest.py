@@ -3,28 +3,26 @@
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.ledger.reads import Lease
 from areal_agent.protocols import Journal
 from areal_agent.types import (
     Completion,
-    Distribution,
-    FinishReason,
     ForkReason,
-    Rewards,
     SamplingParams,
     SessionPurpose,
     SessionRecord,
-    Status,
     Trajectory,
     Turn,
     VersionSpan,
     WeightVersion,
 )
+from tests import histories
 
 collect_ignore = ["worker.py", "record.py"]  # run as programs; no tests, and no doctests
 
@@ -57,7 +55,7 @@ class Make:
 
     START_S = 1_700_000_000.0
 
-    def session(self, id: str, **changes: object) -> SessionRecord:
+    def session(self, id: str, **changes: Any) -> SessionRecord:
         record = SessionRecord(
             id=id,
             group_id="g000000",
@@ -70,46 +68,30 @@ class Make:
         return replace(record, **changes)
 
     def completion(self, id: str, num_tokens: int = 4, step: int = 0) -> Completion:
-        return Completion(
-            id=id,
-            token_ids=tuple(range(100, 100 + num_tokens)),
-            logprobs=(-0.5,) * num_tokens,
-            versions=(VersionSpan(version=WeightVersion(step=step), start=0, end=num_tokens),),
-            finish_reason=FinishReason.STOP,
-            distribution=Distribution.EXACT,
-        )
+        span = VersionSpan(version=WeightVersion(step=step), start=0, end=num_tokens)
+        made = histories.completion(id, (step,) * num_tokens)
+        return replace(made, token_ids=tuple(range(100, 100 + num_tokens)), versions=(span,))
 
-    def turn(self, session_id: str, number: int = 0, **changes: object) -> Turn:
-        turn = Turn(
-            id=f"{session_id}-t{number}",
-            parent=f"{session_id}-c{number - 1}" if number else None,
-            fork_at=7 * number,
-            new_prompt_ids=(1, 2, 3),
-            completions=(self.completion(f"{session_id}-c{number}"),),
-            request_delta=({"role": "user", "content": "what is 2 + 2?"},),
-            sampling=SamplingParams(stop_token_ids=(0,)),
-            started_s=self.START_S + 2 * number,
-            ended_s=self.START_S + 2 * number + 1,
-            fork_reason=None if number else ForkReason.NEW_CONVERSATION,
-        )
-        return replace(turn, **changes)
+    def turn(self, session_id: str, number: int = 0, **changes: Any) -> Turn:
+        fields: dict[str, Any] = {
+            "parent": f"{session_id}-c{number - 1}" if number else None,
+            "fork_at": 7 * number,
+            "new_prompt_ids": (1, 2, 3),
+            "completions": (self.completion(f"{session_id}-c{number}"),),
+            "request_delta": ({"role": "user", "content": "what is 2 + 2?"},),
+            "sampling": SamplingParams(stop_token_ids=(0,)),
+            "started_s": self.START_S + 2 * number,
+            "ended_s": self.START_S + 2 * number + 1,
+            "fork_reason": None if number else ForkReason.NEW_CONVERSATION,
+        }
+        return histories.turn(f"{session_id}-t{number}", **(fields | changes))
 
-    def ending(self, session_id: str, **changes: object) -> Trajectory:
-        trajectory = Trajectory(
-            session_id=session_id,
-            group_id="g000000",
-            task_id="task-1",
-            turns=(),
-            rewards=Rewards(final=1.0),
-            status=Status.COMPLETED,
-            error=None,
-            logged={},
-            started_s=self.START_S,
-            ended_s=self.START_S + 1000,
-        )
-        return replace(trajectory, **changes)
+    def ending(self, session_id: str, **changes: Any) -> Trajectory:
+        times = {"started_s": self.START_S, "ended_s": self.START_S + 1000}
+        fields: dict[str, Any] = {"group_id": "g000000", "task_id": "task-1", "turns": (), **times}
+        return histories.trajectory(session_id, (), 1.0, **(fields | changes))
 
-    async def closed(self, journal: Journal, *ids: str, num_turns: int = 2, **changes: object) -> None:
+    async def closed(self, journal: Journal, *ids: str, num_turns: int = 2, **changes: Any) -> None:
         """Record whole sessions; `changes` apply to each session."""
         for id in ids:
             await journal.open_session(self.session(id, **changes))
@@ -134,7 +116,5 @@ def path(tmp_path: Path) -> Path:
 
 @pytest_asyncio.fixture
 async def ledger(path: Path) -> AsyncIterator[Ledger]:
-    ledger = await Ledger.open(path, create=True)
-    await ledger.begin_incarnation(0)
-    yield ledger
-    await ledger.aclose()
+    async with histories.open_ledger(path.parent) as ledger:
+        yield ledger

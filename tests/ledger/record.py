@@ -1,4 +1,4 @@
-"""Writes a small ledger as SQL text into tests/ledger/versions: `PYTHONPATH=. python tests/ledger/record.py`.
+"""Writes a small ledger as SQL text into tests/ledger/versions: `python -m tests.ledger.record`.
 
 Run it once for every version of the tables, after raising `VERSION` in `areal_agent/ledger/files.py`, and commit the
 result. Never write it again: test_versions.py reads what the code of that version really wrote.
@@ -10,12 +10,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from conftest import SAMPLING, SPANS, Make
-
 from areal_agent.ledger.files import VERSION
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.types import Distribution, Drop, Rewards, SessionPurpose, Status
+from tests.ledger.conftest import SAMPLING, SPANS, Make
 
 
 async def record(path: Path) -> None:

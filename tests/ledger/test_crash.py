@@ -18,13 +18,14 @@ from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 
-WORKER = Path(__file__).with_name("worker.py")
+ROOT = Path(__file__).parents[2]
 NUM_KILLS = 12
 NUM_STEPS = 5
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, WORKER, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "tests.ledger.worker", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 def lines_until_killed(path: Path, name: str, num_lines: int) -> list[str]:
@@ -82,10 +83,7 @@ def test_every_trajectory_is_trained_once_however_the_trainer_dies(path: Path, p
     report = verify(path)
     assert report.violations == ()
     step, lineage = json.loads(path.with_name("checkpoint.json").read_text())
-    trained = ids(
-        path,
-        "SELECT session FROM fates WHERE trained_step IS NOT NULL",
-    )
+    trained = ids(path, "SELECT session FROM fates WHERE trained_step IS NOT NULL")
     assert step == NUM_STEPS
     assert len(lineage) == len(set(lineage))
     assert trained == set(lineage)

@@ -15,8 +15,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from areal_agent.ledger import parquet
-from areal_agent.ledger.export import completions
+from areal_agent.ledger.export import MAX_BATCH_TOKENS, completions, write_parquet
 from areal_agent.ledger.files import LedgerFiles, shard_path
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
@@ -93,20 +92,20 @@ async def test_an_open_session_has_no_figures_of_an_end(ledger: Ledger, path: Pa
     await recorded(ledger, path, make)
     files = LedgerFiles(path)
     with files.snapshot() as snapshot:
-        [row] = [row for row in completions(snapshot) if row.session_id == "c"]
+        [row] = [row for row in completions(snapshot) if row["session_id"] == "c"]
     files.close()
-    assert (row.status, row.fate, row.final_reward, row.reward_parts) == (None, None, None, None)
-    assert row.prompt_token_ids.tolist() == [1, 2, 3]
+    assert [row[name] for name in ("status", "fate", "final_reward", "reward_parts")] == [None] * 4
+    assert row["prompt_token_ids"].tolist() == [1, 2, 3]
 
 
 async def test_row_groups_are_all_written(ledger: Ledger, path: Path, tmp_path: Path, make) -> None:
-    big = replace(make.completion("big-c0", num_tokens=parquet.MAX_BATCH_TOKENS))
+    big = replace(make.completion("big-c0", num_tokens=MAX_BATCH_TOKENS))
     await ledger.own.open_session(make.session("big"))
     await ledger.own.append_turn("big", make.turn("big", completions=(big,)))
     await make.closed(ledger.own, *(f"s{number}" for number in range(5)))
     files = LedgerFiles(path)
     with files.snapshot() as snapshot:
-        assert parquet.write_parquet(tmp_path / "out.parquet", completions(snapshot)) == 11
+        assert write_parquet(tmp_path / "out.parquet", completions(snapshot)) == 11
     files.close()
     written = pq.ParquetFile(tmp_path / "out.parquet")
     assert [written.metadata.row_group(number).num_rows for number in range(written.num_row_groups)] == [1, 10]
@@ -135,7 +134,7 @@ async def test_a_failure_leaves_nothing_behind(ledger: Ledger, path: Path, tmp_p
     (tmp_path / "out").mkdir()
     files = LedgerFiles(path)
     with pytest.raises(RuntimeError, match="the disk is full"):
-        parquet.write_parquet(tmp_path / "out" / "out.parquet", failing())
+        write_parquet(tmp_path / "out" / "out.parquet", failing())
     files.close()
     assert os.listdir(tmp_path / "out") == []
 

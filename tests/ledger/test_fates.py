@@ -12,8 +12,8 @@ import pytest
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import questions
+from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.ledger.reads import Lease
 from areal_agent.types import Drop, Fate, SessionPurpose, Status
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.ledger.reads import Incarnation
+from areal_agent.ledger.writes import Incarnation
 from areal_agent.types import Drop, Fate, SessionPurpose, Status
 
 

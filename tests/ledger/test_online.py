@@ -105,5 +105,5 @@ async def test_a_restart_without_a_checkpoint_leaves_leases_alone(ledger: Ledger
 
 async def test_a_session_is_found_by_its_key(ledger: Ledger, make) -> None:
     await ledger.own.open_session(make.session("a", key_hash="aa" * 32))
-    assert await ledger.session_with_key("aa" * 32) == "a"
-    assert await ledger.session_with_key("bb" * 32) is None
+    assert await ledger.ask(questions.session_with_key, "aa" * 32) == "a"
+    assert await ledger.ask(questions.session_with_key, "bb" * 32) is None

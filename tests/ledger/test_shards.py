@@ -61,7 +61,7 @@ async def test_fates_are_the_coordinators(ledger: Ledger, open_shard: OpenShard,
     trained = Fate(trained_step=1)
     fates = [(await ledger.trajectory(id)).fate for id in "abcd"]
     assert fates == [trained, Fate(dropped=Drop.FILTERED), trained, trained]
-    assert await ledger.ask(questions.num_waiting) == 0
+    assert (await ledger.ask(questions.counts)).num_waiting == 0
     assert verify(path).violations == ()
 
 
@@ -73,7 +73,7 @@ async def test_what_waits_is_in_the_order_of_closing(ledger: Ledger, open_shard:
         await file.close_session(make.ending(id, ended_s=make.START_S + number))
     assert [one.session_id for one in await ledger.ask(questions.waiting)] == [f"s{number}" for number in range(9)]
     assert [one.session_id for one in await ledger.ask(questions.waiting, limit=4)] == ["s0", "s1", "s2", "s3"]
-    assert await ledger.ask(questions.num_waiting) == 9
+    assert (await ledger.ask(questions.counts)).num_waiting == 9
 
 
 async def test_figures_are_of_all_files(ledger: Ledger, open_shard: OpenShard, path: Path, make) -> None:
@@ -205,13 +205,13 @@ async def test_a_shards_sessions_are_found(ledger: Ledger, open_shard: OpenShard
     await make.closed(await open_shard("w0"), "a", key_hash="cd" * 32)
     await make.closed(ledger.own, "b")
     await make.leased(ledger, 1, "a", "b")
-    assert await ledger.session_with_key("cd" * 32) == "a"
+    assert await ledger.ask(questions.session_with_key, "cd" * 32) == "a"
     assert [one.session_id for one in await ledger.ask(questions.leased, 1)] == ["a", "b"]
 
 
 async def test_a_copy_beside_the_ledger_is_no_shard(ledger: Ledger, path: Path, make) -> None:
     await make.closed(ledger.own, "a")
     shutil.copy(path, path.with_name("ledger-backup.sqlite"))
-    assert await ledger.ask(questions.num_waiting) == 1
+    assert (await ledger.ask(questions.counts)).num_waiting == 1
     with pytest.raises(LedgerError, match="'backup' is not the name of a shard"):
         ledger.shard_path("backup")

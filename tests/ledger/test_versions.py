@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import LedgerError
+from areal_agent.ledger import questions
 from areal_agent.ledger.export import completions
 from areal_agent.ledger.files import OLDEST_VERSION, VERSION, FileKind, FileLock, LedgerFiles, shard_path
 from areal_agent.ledger.ledger import Ledger
@@ -26,7 +27,7 @@ from areal_agent.ledger.shard import LedgerShard
 from areal_agent.ledger.verify import Invariant, verify
 from areal_agent.types import Fate, Rewards, Status
 
-from .conftest import SAMPLING, SPANS
+from .conftest import SAMPLING
 
 VERSIONS = range(OLDEST_VERSION, VERSION + 1)
 FOLDER = Path(__file__).parent / "versions"
@@ -89,14 +90,14 @@ def test_it_is_verified(recorded: Path) -> None:
 
 def test_it_is_exported(recorded: Path) -> None:
     with closing(LedgerFiles(recorded)) as files, files.snapshot() as snapshot:
-        rows = {row.completion_id: row for row in completions(snapshot)}
+        rows = {row["completion_id"]: row for row in completions(snapshot)}
     assert len(rows) == 17
     fork = rows["forked-c1"]
-    assert fork.prompt_token_ids.tolist() == [1, 2, 3, 100, 101, 1, 2, 3]
-    assert (fork.versions, fork.is_delivered) == (SPANS, False)
-    assert (fork.final_reward, fork.reward_parts) == (0.5, {"format": 1.0})
-    assert rows["trained-c0"].fate == "trained(1)"
-    assert rows["sharded-c1"].status is Status.COMPLETED
+    assert fork["prompt_token_ids"].tolist() == [1, 2, 3, 100, 101, 1, 2, 3]
+    assert ([one["version"] for one in fork["versions"]], fork["is_delivered"]) == (["0:1", "1:2"], False)
+    assert (fork["final_reward"], fork["reward_parts"]) == (0.5, [("format", 1.0)])
+    assert rows["trained-c0"]["fate"] == "trained(1)"
+    assert rows["sharded-c1"]["status"] is Status.COMPLETED
 
 
 async def test_it_is_resumed(recorded: Path, make) -> None:
@@ -192,7 +193,7 @@ async def test_an_upgrade_that_fails_leaves_the_file_as_it_was(old: Path) -> Non
 async def test_the_first_files_of_version_2_had_no_index_of_keys(old: Path) -> None:
     change(old, "DROP INDEX session_of_key")
     ledger = await Ledger.open(old, create=False)
-    assert await ledger.session_with_key("cd" * 32) == "unpaid"
+    assert await ledger.ask(questions.session_with_key, "cd" * 32) == "unpaid"
     await ledger.aclose()
 
 

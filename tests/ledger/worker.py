@@ -13,11 +13,10 @@ import signal
 import sys
 from pathlib import Path
 
-from conftest import Make
-
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.types import Drop
+from tests.ledger.conftest import Make
 
 
 def tell(text: str) -> None:

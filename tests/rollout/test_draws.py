@@ -289,7 +289,7 @@ class Life:
                 await self.ledger.commit_checkpoint(self.step, "checkpoint")
                 self.committed = self.step
             case _:
-                await self.ledger.ask(questions.num_waiting)  # a while
+                await self.ledger.ask(questions.counts)  # a while
 
     async def settle(self, num_positions: int) -> None:
         """Go on until every group before that position has ended and been trained, or has failed."""

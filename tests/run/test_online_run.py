@@ -15,7 +15,7 @@ from areal_agent import ConfigError
 from areal_agent.config import Config
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.ledger.reads import LedgerCounts
+from areal_agent.ledger.questions import LedgerCounts
 from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.run.preflight import Preflight

@@ -11,6 +11,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -25,14 +26,12 @@ from areal_agent.config import Config
 from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
-from areal_agent.gateway.bodies import Limits
+from areal_agent.gateway.__main__ import Standalone, open_standalone, parser
 from areal_agent.gateway.server import ServedGateway
-from areal_agent.gateway.standalone import Place, open_standalone
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.online import OnlineGateway
 from areal_agent.run.sources import OnlineRollouts, connect_engine, take_over, trainer_name
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.tokens.template import HistoryThinking
 from areal_agent.types import VersionSpan, WeightVersion
 from areal_agent.weights.channels import DiskChannel
 from areal_agent.weights.push import push
@@ -58,23 +57,9 @@ async def engine(request: pytest.FixtureRequest, small_model: Path) -> AsyncIter
         yield Scripted(kind="sglang" if module is sglang else "vllm", url=url, server=server)
 
 
-def place(url: str, tokenizer: Path, ledger: Path) -> Place:
-    return Place(
-        engine_url=url,
-        tokenizer=tokenizer,
-        history_thinking=HistoryThinking.TEMPLATE,
-        tool_format=None,
-        reasoning_format=None,
-        ledger=ledger,
-        host="127.0.0.1",
-        port=0,
-        admin_key=KEY,
-        model_name="m",
-        bound=None,
-        group_wait_s=0.0,
-        limits=Limits(),
-        allowed_hosts=(),
-    )
+def standalone_at(url: str, tokenizer: Path, ledger: Path) -> AbstractAsyncContextManager[Standalone]:
+    words = ["--engine", url, "--tokenizer", str(tokenizer), "--ledger", str(ledger), "--model", "m"]
+    return open_standalone(parser().parse_args([*words, "--port", "0", "--group-wait", "0"]), KEY)
 
 
 async def play(url: str) -> tuple[str, str]:
@@ -96,7 +81,7 @@ async def play(url: str) -> tuple[str, str]:
 async def test_a_gateway_records_what_it_sampled(engine: Scripted, small_model: Path, tmp_path: Path) -> None:
     ids = Renderer.load(small_model).ids_of("2<|im_end|>")
     engine.server.will_answer(list(ids))
-    async with open_standalone(place(engine.url, small_model, tmp_path / "ledger.sqlite")) as standalone:
+    async with standalone_at(engine.url, small_model, tmp_path / "ledger.sqlite") as standalone:
         session_id, answer = await play(standalone.base_url)
         assert (standalone.backend, answer) == (engine.kind, "2")
     ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=False)
@@ -110,7 +95,7 @@ async def test_a_gateway_records_what_it_sampled(engine: Scripted, small_model: 
 async def test_an_answer_that_breaks_off_is_sampled_again(engine: Scripted, small_model: Path, tmp_path: Path) -> None:
     engine.server.will_answer(list(Renderer.load(small_model).ids_of("2<|im_end|>")))
     engine.server.num_broken = 1
-    async with open_standalone(place(engine.url, small_model, tmp_path / "ledger.sqlite")) as standalone:
+    async with standalone_at(engine.url, small_model, tmp_path / "ledger.sqlite") as standalone:
         assert (await play(standalone.base_url))[1] == "2"
     assert engine.server.num_broken == 0
 
@@ -151,7 +136,7 @@ async def test_a_model_that_is_not_here_is_named(engine: Scripted, small_model: 
     with pytest.raises(ConfigError, match=r"engine\.url: .*gone.* cannot be read here"):
         await connect_engine(EngineConfig(url=engine.url))
     with pytest.raises(ConfigError, match=r"--engine http://127.*gone.* cannot be read here"):
-        async with open_standalone(place(engine.url, small_model, tmp_path / "ledger.sqlite")):
+        async with standalone_at(engine.url, small_model, tmp_path / "ledger.sqlite"):
             pass
 
 
@@ -160,7 +145,7 @@ async def test_nobody_is_there(unused_tcp_port: int, small_model: Path, tmp_path
     with pytest.raises(ConfigError, match=r"engine\.url: no answer"):
         await connect_engine(EngineConfig(url=url))
     with pytest.raises(ConfigError, match=f"--engine {url}: no answer"):
-        async with open_standalone(place(url, small_model, tmp_path / "ledger.sqlite")):
+        async with standalone_at(url, small_model, tmp_path / "ledger.sqlite"):
             pass
 
 

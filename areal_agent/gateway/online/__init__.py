@@ -2,9 +2,9 @@
 
 ::
 
-    consumer.py  the gateway's journal and the handlers of /rl/publish, lease, acknowledge, return, drop and status
+    consumer.py  the gateway's journal and the handlers of /rl/publish, lease, acknowledge, return, drop and status;
+                 whose train steps count
     groups.py    groups of sibling sessions until they are leased or dropped; the staleness bound at admission
-    lineage.py   whose train steps count, and what the ledger notes of trainer and groups
     wire.py      the bodies of those calls, and leased batches as JSON
 
 Leases are in the ledger, so they survive a crash of either side. Each is trained once in the surviving lineage.

@@ -8,45 +8,35 @@
 
 A `Consumer` is the gateway's journal, so it sees every session's end. What must outlive the process (leases, fates,
 rewards, the trainer's progress) is in the ledger, from which the groups are rebuilt at the start. It runs no tasks of
-its own: a waiting lease looks again after each change. `Choice` picks the groups of a batch; `TrainerCalls` are the
-HTTP handlers, which all need the admin key.
+its own: a waiting lease looks again after each change. `Choice` picks the groups of a batch.
 """
 
 import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from typing import Self, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import wraps
+from typing import Any, ParamSpec, Self, TypeVar
 
+import orjson
 from aiohttp import web
+from pydantic import TypeAdapter
 
 from areal_agent.errors import LedgerError, RequestError
-from areal_agent.gateway.control import RewardRequest
 from areal_agent.gateway.metrics import GatewayStats
 from areal_agent.gateway.online.groups import (
     Bound,
     Group,
     Groups,
+    Labels,
     Progress,
     Waiting,
     as_waiting,
     in_groups,
     leases_of,
     why_untrainable,
-    with_reward,
-)
-from areal_agent.gateway.online.lineage import (
-    Lineage,
-    TrainerNote,
-    conflict,
-    is_other,
-    lineage_for,
-    read_group_sizes,
-    read_trainer,
-    require_nothing_undone,
-    write_group_size,
-    write_trainer,
 )
 from areal_agent.gateway.online.wire import (
     AcknowledgeRequest,
@@ -62,9 +52,9 @@ from areal_agent.gateway.online.wire import (
     StatusRequest,
     TrainerRequest,
     encode_lease,
-    encode_status,
 )
-from areal_agent.gateway.replies import json_reply
+from areal_agent.gateway.server import json_reply
+from areal_agent.gateway.session import RewardRequest, with_reward
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.clock import BusyClock
@@ -72,8 +62,100 @@ from areal_agent.process import uninterrupted
 from areal_agent.types import Drop, JsonObject, SessionRecord, Trajectory, TrajectoryGroup, Turn
 
 R = TypeVar("R", bound=TrainerRequest)
+T = TypeVar("T")
+P = ParamSpec("P")
+
 DEFAULT_GROUP_WAIT_S = 60.0
 """Seconds that a group waits for siblings that have not started and for rewards that have not come."""
+
+TRAINER_NOTE = "online"
+
+GROUP_NOTE = "online/group/"
+"""With a group's id: its size. A session does not name its siblings, so it is noted before the first one starts."""
+
+
+def _to_its_end(call: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """Complete a call that reads and then writes even if its caller hangs up."""
+
+    @wraps(call)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return await uninterrupted(call(*args, **kwargs))
+
+    return run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lineage:
+    """The steps of one trainer, in the ledger's numbers, and its incarnations: tokens of any other are another's.
+
+    The ledger numbers train steps once for all trainers, always upwards. Each trainer counts from its own checkpoint;
+    its step s is the ledger's step `offset + s`. So a trainer that takes a gateway over begins after everything that
+    was trained before and undoes none of it.
+    """
+
+    trainer: str | None = None  # None for a trainer without a name
+    base: int = 0  # the ledger's last checkpoint when the trainer came: what others trained is never undone
+    offset: int = 0
+    labels: Labels = field(default_factory=Labels)
+
+    def serving(self, incarnation: int | None) -> Self:
+        """Return the lineage when weights of `incarnation` serve; None: the trainer does not say which."""
+        return self if incarnation is None else replace(self, labels=self.labels.naming(incarnation))
+
+    def ledger_step(self, step: int) -> int:
+        return self.offset + step
+
+    def after(self, step: int) -> Self:
+        """Return the lineage when the trainer resumes from its own checkpoint of `step`."""
+        return replace(self, offset=max(self.offset, self.base - step))
+
+
+def lineage_for(trainer: str | None, held: Lineage | None) -> Lineage:
+    """Return the lineage of a trainer's call. The first trainer gets a gateway that nobody has.
+
+    Raises RequestError (409) when another trainer has it.
+    """
+    if held is None:
+        return Lineage(trainer=trainer)
+    if held.trainer != trainer:
+        raise conflict(
+            f"this gateway belongs to {_name(held.trainer)}, not to {_name(trainer)}; to take it over, call "
+            '/rl/return {"trainer": ..., "after_step": ..., "adopt": true}: what was trained stays trained',
+            code="other_trainer",
+        )
+    return held
+
+
+def require_nothing_undone(after_step: int, lineage: Lineage, last_checkpoint: int) -> None:
+    """Raise RequestError (409) if resuming after `after_step` would undo what a checkpoint has trained."""
+    committed = last_checkpoint - lineage.offset
+    if after_step < committed:
+        raise conflict(
+            f"after_step is {after_step}, but the checkpoint of step {committed} is acknowledged: what it trained "
+            'would wait again. If that checkpoint is lost, say "adopt": true; a new run names a "trainer" of its own '
+            'and says "adopt": true, which undoes nothing',
+            code="would_undo",
+        )
+
+
+def conflict(message: str, *, code: str = "conflict") -> RequestError:
+    return RequestError(message, status=409, code=code)
+
+
+def _name(trainer: str | None) -> str:
+    return "a nameless trainer" if trainer is None else f"trainer {trainer!r}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainerNote:
+    """The trainer's progress, bound and lineage, as the ledger notes them; None for what is not known yet."""
+
+    progress: Progress = field(default_factory=Progress)
+    bound: Bound | None = None
+    lineage: Lineage | None = None
+
+
+_TRAINER_NOTE = TypeAdapter(TrainerNote)
 
 
 class Choice:
@@ -145,7 +227,8 @@ class Consumer:
         clock: Callable[[], float] = time.monotonic,
     ) -> Self:
         """Restore the ledger's waiting sessions. `bound` replaces the one that a trainer named before, if any."""
-        note = await read_trainer(ledger)
+        noted: JsonObject | None = await ledger.ask(questions.note, TRAINER_NOTE)
+        note = TrainerNote() if noted is None else _TRAINER_NOTE.validate_python({"lineage": {}, **noted})
         groups = Groups(wait_s=group_wait_s, bound=bound or note.bound, progress=note.progress)
         if note.lineage is not None:
             groups.labels = note.lineage.labels
@@ -175,8 +258,8 @@ class Consumer:
 
     async def open_session(self, session: SessionRecord) -> None:
         group_size = self._groups.size_of_first(session.id)
-        if group_size is not None:
-            await write_group_size(self._ledger, session.group_id, group_size)
+        if group_size is not None and group_size > 1:
+            await self._ledger.set_note(GROUP_NOTE + session.group_id, group_size)
         await self._ledger.own.open_session(session)
 
     async def append_turn(self, session_id: str, turn: Turn) -> None:
@@ -196,12 +279,28 @@ class Consumer:
             await self._drop({session_id: drop})
         self._notify()
 
+    @_to_its_end
     async def reward_late(self, session_id: str, request: RewardRequest) -> None:
         """Set a reward of an ended session; it is durable when this returns.
 
         Raises RequestError (409) once the trajectory is leased, trained or dropped.
         """
-        await uninterrupted(self._reward_late(session_id, request))
+        async with self._writing:
+            trajectory = await self._ledger.trajectory(session_id)
+            if not self._groups.is_waiting(session_id):
+                standing = trajectory.fate or "leased for a train step"
+                raise conflict(
+                    f"session {session_id!r} is {standing} already, so it accepts no more rewards; set the reward "
+                    "before /rl/end_session, or soon after it",
+                    code="reward_too_late",
+                )
+            ids = {one.id for turn in trajectory.turns for one in turn.completions}
+            rewards = with_reward(trajectory.rewards, request, ids)
+            with _refusals():
+                await self._ledger.set_rewards(session_id, rewards)
+            if not rewards.is_missing:
+                self._groups.reward(session_id, self._clock())
+        self._notify()
 
     # -------------------------------------------------------------------------------- the trainer's side
 
@@ -226,23 +325,53 @@ class Consumer:
         deadline_s = self._clock() + request.wait_s
         while True:
             changed = self._changed
-            groups = await uninterrupted(self._try_lease(request))
+            groups = await self._try_lease(request)
             now_s = self._clock()
             if groups or now_s >= deadline_s:
                 return LeaseReply(step=request.step, groups=groups, state=self.state())
-            await self._wait(changed, self._choice.next_look_s(request.step, now_s, deadline_s) - now_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._choice.next_look_s(request.step, now_s, deadline_s) - now_s):
+                    await changed.wait()
 
+    @_to_its_end
     async def acknowledge(self, request: AcknowledgeRequest) -> None:
         """Note a published checkpoint: what was leased up to its step is trained."""
-        await uninterrupted(self._acknowledge(request))
+        async with self._writing:
+            lineage = lineage_for(request.trainer, self._lineage)
+            leased = self._groups.progress.leased
+            if request.step > leased:
+                raise conflict(f"no batch was ever leased for step {request.step}; the last was for step {leased}")
+            with _refusals():
+                await self._ledger.commit_checkpoint(lineage.ledger_step(request.step), request.checkpoint)
 
+    @_to_its_end
     async def give_back(self, request: ReturnRequest) -> int:
         """Resume from the checkpoint of `after_step`: later leases wait again. Returns the number of trajectories."""
-        return await uninterrupted(self._give_back(request))
+        async with self._writing:
+            last_checkpoint = await self._ledger.ask(questions.last_checkpoint)
+            if request.adopts and self._lineage is not None and self._lineage.trainer != request.trainer:
+                lineage = Lineage(trainer=request.trainer, base=last_checkpoint).after(request.after_step)
+                kept_step = last_checkpoint  # what the other one leased since has no checkpoint
+            else:
+                lineage = lineage_for(request.trainer, self._lineage)
+                if not request.adopts:
+                    require_nothing_undone(request.after_step, lineage, last_checkpoint)
+                lineage = lineage.after(request.after_step)
+                kept_step = lineage.ledger_step(request.after_step)
+            with _refusals():
+                num_returned = await self._ledger.return_leases(kept_step)
+            await self._advance(Progress(published=request.after_step, leased=request.after_step), lineage)
+            await self._restore()
+        return num_returned
 
+    @_to_its_end
     async def drop(self, request: DropRequest) -> None:
         """Drop waiting sessions, all or none. Sessions already dropped for the same reason are no error."""
-        await uninterrupted(self._drop_asked(request))
+        async with self._writing:
+            lineage_for(request.trainer, self._lineage)  # refuses a trainer that another one has displaced
+            with _refusals():
+                await self._drop(dict.fromkeys(request.session_ids, request.reason))
+        self._notify()
 
     def state(self) -> State:
         groups = self._groups
@@ -261,6 +390,7 @@ class Consumer:
 
     # ------------------------------------------------------------------------------------------ the lease
 
+    @_to_its_end
     async def _try_lease(self, request: LeaseRequest) -> tuple[TrajectoryGroup, ...]:
         async with self._writing:
             lineage = lineage_for(request.trainer, self._lineage)
@@ -309,11 +439,6 @@ class Consumer:
         drops = dict.fromkeys(self._groups.unrewarded(now_s), Drop.MISSING_REWARD)
         await self._drop(drops | dict.fromkeys(self._groups.stale(step), Drop.STALE))
 
-    async def _wait(self, changed: asyncio.Event, limit_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await changed.wait()
-
     # ------------------------------------------------------------------------------------------ internals
 
     async def _restore(self) -> None:
@@ -326,64 +451,15 @@ class Consumer:
                 drops[trajectory.session_id] = drop
             else:
                 waiting.setdefault(trajectory.group_id, []).append(as_waiting(trajectory))
-        sizes = await read_group_sizes(self._ledger, waiting)
+        sizes: list[int | None] = await asyncio.gather(
+            *(self._ledger.ask(questions.note, GROUP_NOTE + group_id) for group_id in waiting)
+        )
         ended = await self._ledger.ask(questions.siblings, waiting)
         now_s = self._clock()
-        for group_id, members in waiting.items():
-            self._groups.restore(group_id, size=sizes[group_id], ended=ended[group_id], waiting=members, now_s=now_s)
-        self._groups.restore_leased(await self._ledger.ask(questions.leased_groups))
+        for (group_id, members), size in zip(waiting.items(), sizes, strict=True):
+            self._groups.restore(group_id, size=size or 1, ended=ended[group_id], waiting=members, now_s=now_s)
+        self._groups.leased = set(await self._ledger.ask(questions.leased_groups))
         await self._drop(drops)
-        self._notify()
-
-    async def _reward_late(self, session_id: str, request: RewardRequest) -> None:
-        async with self._writing:
-            trajectory = await self._ledger.trajectory(session_id)
-            if not self._groups.is_waiting(session_id):
-                standing = trajectory.fate or "leased for a train step"
-                raise conflict(
-                    f"session {session_id!r} is {standing} already, so it accepts no more rewards; set the reward "
-                    "before /rl/end_session, or soon after it",
-                    code="reward_too_late",
-                )
-            rewards = with_reward(trajectory, request)
-            with _refusals():
-                await self._ledger.set_rewards(session_id, rewards)
-            if not rewards.is_missing:
-                self._groups.reward(session_id, self._clock())
-        self._notify()
-
-    async def _acknowledge(self, request: AcknowledgeRequest) -> None:
-        async with self._writing:
-            lineage = lineage_for(request.trainer, self._lineage)
-            leased = self._groups.progress.leased
-            if request.step > leased:
-                raise conflict(f"no batch was ever leased for step {request.step}; the last was for step {leased}")
-            with _refusals():
-                await self._ledger.commit_checkpoint(lineage.ledger_step(request.step), request.checkpoint)
-
-    async def _give_back(self, request: ReturnRequest) -> int:
-        async with self._writing:
-            last_checkpoint = await self._ledger.ask(questions.last_checkpoint)
-            if request.adopts and is_other(request.trainer, self._lineage):
-                lineage = Lineage(trainer=request.trainer, base=last_checkpoint).after(request.after_step)
-                kept_step = last_checkpoint  # what the other one leased since has no checkpoint
-            else:
-                lineage = lineage_for(request.trainer, self._lineage)
-                if not request.adopts:
-                    require_nothing_undone(request.after_step, lineage, last_checkpoint)
-                lineage = lineage.after(request.after_step)
-                kept_step = lineage.ledger_step(request.after_step)
-            with _refusals():
-                num_returned = await self._ledger.return_leases(kept_step)
-            await self._advance(Progress(published=request.after_step, leased=request.after_step), lineage)
-            await self._restore()
-        return num_returned
-
-    async def _drop_asked(self, request: DropRequest) -> None:
-        async with self._writing:
-            lineage_for(request.trainer, self._lineage)  # refuses a trainer that another one has displaced
-            with _refusals():
-                await self._drop(dict.fromkeys(request.session_ids, request.reason))
         self._notify()
 
     async def _drop(self, drops: Mapping[str, Drop]) -> None:
@@ -396,7 +472,8 @@ class Consumer:
         self._groups.progress = progress
         self._groups.labels = lineage.labels
         self._lineage = lineage
-        await write_trainer(self._ledger, TrainerNote(progress=progress, bound=self._groups.bound, lineage=lineage))
+        note = TrainerNote(progress=progress, bound=self._groups.bound, lineage=lineage)
+        await self._ledger.set_note(TRAINER_NOTE, asdict(note))
         self._notify()
 
     def _notify(self) -> None:
@@ -416,43 +493,37 @@ def _refusals() -> Generator[None]:
 TrainerHandler = Callable[[JsonObject], Awaitable[web.Response]]
 
 
-class TrainerCalls:
-    """The handlers of a trainer's calls; each gets the body of a request that came with the admin key."""
+def trainer_handlers(consumer: Consumer, stats: Callable[[], GatewayStats]) -> Mapping[str, TrainerHandler]:
+    """The handlers of a trainer's calls by path; each gets the body of a request that came with the admin key."""
 
-    def __init__(self, consumer: Consumer, stats: Callable[[], GatewayStats]) -> None:
-        self._consumer = consumer
-        self._stats = stats
-
-    def handlers(self) -> Mapping[str, TrainerHandler]:
-        return {
-            "/rl/publish": self._then_state(PublishRequest, self._consumer.publish),
-            "/rl/lease": self._lease,
-            "/rl/acknowledge": self._then_state(AcknowledgeRequest, self._consumer.acknowledge),
-            "/rl/return": self._return,
-            "/rl/drop": self._then_state(DropRequest, self._consumer.drop),
-            "/rl/status": self._status,
-        }
-
-    def _then_state(self, kind: type[R], act: Callable[[R], Awaitable[None]]) -> TrainerHandler:
-        """Make the handler of a call whose answer is the state after it."""
-
+    def then_state(kind: type[R], act: Callable[[R], Awaitable[None]]) -> TrainerHandler:
         async def handler(body: JsonObject) -> web.Response:
             await act(kind.read(body))
-            return json_reply(StateReply(state=self._consumer.state()))
+            return json_reply(StateReply(state=consumer.state()))
 
         return handler
 
-    async def _lease(self, body: JsonObject) -> web.Response:
+    async def lease(body: JsonObject) -> web.Response:
         request = LeaseRequest.read(body)
-        reply = await self._consumer.lease(request)
-        payload = await encode_lease(reply, with_records=request.wants_records)
+        reply = await consumer.lease(request)
+        payload = await asyncio.to_thread(encode_lease, reply, with_records=request.wants_records)
         return web.Response(body=payload, content_type="application/json")
 
-    async def _return(self, body: JsonObject) -> web.Response:
-        num_returned = await self._consumer.give_back(ReturnRequest.read(body))
-        return json_reply(ReturnReply(num_returned=num_returned, state=self._consumer.state()))
+    async def give_back(body: JsonObject) -> web.Response:
+        num_returned = await consumer.give_back(ReturnRequest.read(body))
+        return json_reply(ReturnReply(num_returned=num_returned, state=consumer.state()))
 
-    async def _status(self, body: JsonObject) -> web.Response:
+    async def status(body: JsonObject) -> web.Response:
         StatusRequest.read(body)
-        status = GatewayStatus(state=self._consumer.state(), stats=self._stats())
-        return web.Response(body=encode_status(status), content_type="application/json")
+        reply = GatewayStatus(state=consumer.state(), stats=stats())
+        payload = orjson.dumps(reply, option=orjson.OPT_NON_STR_KEYS)
+        return web.Response(body=payload, content_type="application/json")
+
+    return {
+        "/rl/publish": then_state(PublishRequest, consumer.publish),
+        "/rl/lease": lease,
+        "/rl/acknowledge": then_state(AcknowledgeRequest, consumer.acknowledge),
+        "/rl/return": give_back,
+        "/rl/drop": then_state(DropRequest, consumer.drop),
+        "/rl/status": status,
+    }

@@ -17,12 +17,11 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.control import RewardBook, RewardRequest
-from areal_agent.ledger.reads import Lease
+from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.writes import FATE_OF_STATUS
 from areal_agent.staleness import is_stale, oldest_step, room
 from areal_agent.tokens.records import token_records
-from areal_agent.types import Drop, JsonObject, Rewards, Status, Trajectory, TrajectoryGroup, WeightVersion
+from areal_agent.types import Drop, Status, Trajectory, TrajectoryGroup, WeightVersion
 
 FOREIGN = -(2**30)
 """The step counted for another trainer's weights: beyond every staleness bound."""
@@ -136,13 +135,6 @@ def in_groups(trajectories: Iterable[Trajectory]) -> tuple[TrajectoryGroup, ...]
     )
 
 
-def with_reward(trajectory: Trajectory, request: RewardRequest) -> Rewards:
-    """Return the rewards with a late one added. Raises RequestError for a completion that it does not have."""
-    book = RewardBook(trajectory.rewards)
-    book.take(request, {one.id for turn in trajectory.turns for one in turn.completions})
-    return book.rewards()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
     """The staleness bound: B answers (rollouts) per train step, eta versions."""
@@ -164,12 +156,6 @@ class Progress:
     leased: int = 0
     surplus: tuple[tuple[int, int], ...] = ()  # (step, answers beyond B) of steps not yet published
 
-    @classmethod
-    def read(cls, fields: JsonObject) -> Self:
-        """Read the progress from its JSON."""
-        surplus = tuple((step, answers) for step, answers in fields.get("surplus", ()))
-        return cls(published=fields["published"], leased=fields["leased"], surplus=surplus)
-
     def to_version(self, step: int) -> Self:
         """Return the progress when version `step` serves."""
         surplus = tuple(one for one in self.surplus if one[0] > step)
@@ -186,43 +172,6 @@ class Progress:
         return max(self.leased, self.published) * bound.batch_answers + sum(answers for _, answers in self.surplus)
 
 
-def capacity(bound: Bound, progress: Progress, under_way: int) -> int:
-    """Return how many more answers may be admitted beside those running or waiting."""
-    return room(
-        step=progress.published,
-        max_staleness=bound.max_staleness,
-        batch_answers=bound.batch_answers,
-        consumed=progress.consumed(bound),
-        under_way=under_way,
-    )
-
-
-def require_possible(size: int, bound: Bound) -> None:
-    """Raise RequestError (400) for a group that can never fit."""
-    most = (bound.max_staleness + 1) * bound.batch_answers
-    if size > most:
-        raise RequestError(
-            f"group_size is {size}; the staleness bound never admits more than {most} answers at once "
-            f"(max_staleness {bound.max_staleness}, {bound.batch_answers} answers a train step)",
-            param="group_size",
-            code="invalid_value",
-        )
-
-
-def require_room(size: int, bound: Bound, progress: Progress, *, num_running: int, num_finished: int) -> None:
-    """Raise RequestError (429) unless `size` more answers may be started now."""
-    left = capacity(bound, progress, num_running + num_finished)
-    if left < size:
-        raise RequestError(
-            f"the staleness bound is reached: {num_running} answers run and {num_finished} wait to be trained, which "
-            f"leaves room for {max(0, left)} of the {size} asked for at weight version {progress.published}; ask again "
-            f"when the trainer has published version {progress.published + 1}",
-            status=429,
-            code="staleness_bound",
-            retry_after_s=RETRY_AFTER_S,
-        )
-
-
 class Groups:
     """All groups that are neither leased nor given up, and the bound on their number of answers."""
 
@@ -233,7 +182,7 @@ class Groups:
         self._wait_s = wait_s
         self._groups: dict[str, Group] = {}
         self._group_of: dict[str, str] = {}  # by session
-        self._leased: set[str] = set()  # groups with something leased or trained
+        self.leased: set[str] = set()  # groups with something leased or trained
         self._refused_size: int | None = None  # of the last group refused at the bound; None once one is admitted
 
     # -------------------------------------------------------------------------------------- at the door
@@ -253,7 +202,13 @@ class Groups:
         """The number of answers that may be admitted now; None without a bound."""
         if self.bound is None:
             return None
-        return capacity(self.bound, self.progress, self.num_running + self.num_finished)
+        return room(
+            step=self.progress.published,
+            max_staleness=self.bound.max_staleness,
+            batch_answers=self.bound.batch_answers,
+            consumed=self.progress.consumed(self.bound),
+            under_way=self._num_answers(self._groups.values()),
+        )
 
     def start(self, session_id: str, group_id: str, size: int | None, now_s: float) -> None:
         """Admit a session: any sibling of an admitted group, or the first of a group that fits as a whole.
@@ -305,10 +260,6 @@ class Groups:
                 self._group_of[session_id] = group_id
         group.size = max(group.size, group.num_started)
         group.waiting.update((one.session_id, one) for one in waiting)
-
-    def restore_leased(self, group_ids: Iterable[str]) -> None:
-        """Set the groups of which something is leased or trained."""
-        self._leased = set(group_ids)
 
     def size_of_first(self, session_id: str) -> int | None:
         """Return the size of the group that this session began; None if it did not begin one."""
@@ -403,7 +354,7 @@ class Groups:
         for session_id in session_ids:
             group = self._group(session_id)
             if group is not None:
-                self._leased.add(group.id)
+                self.leased.add(group.id)
                 group.waiting.pop(session_id, None)
                 if not (group.running or group.waiting):
                     self._remove(group)
@@ -417,16 +368,39 @@ class Groups:
 
     def _admit(self, group_id: str, size: int, now_s: float) -> Group:
         if self.bound is not None:
-            require_possible(size, self.bound)
+            self._require_possible(size, self.bound)
             self._refused_size = size  # reset below when there is room
-            require_room(size, self.bound, self.progress, num_running=self.num_running, num_finished=self.num_finished)
+            self._require_room(size)
         self._refused_size = None
         group = Group(id=group_id, size=size, started_step=self.progress.published, changed_s=now_s)
         self._groups[group_id] = group
         return group
 
+    def _require_possible(self, size: int, bound: Bound) -> None:
+        most = (bound.max_staleness + 1) * bound.batch_answers
+        if size > most:
+            raise RequestError(
+                f"group_size is {size}; the staleness bound never admits more than {most} answers at once "
+                f"(max_staleness {bound.max_staleness}, {bound.batch_answers} answers a train step)",
+                param="group_size",
+                code="invalid_value",
+            )
+
+    def _require_room(self, size: int) -> None:
+        left = self.capacity
+        if left is not None and left < size:
+            published = self.progress.published
+            raise RequestError(
+                f"the staleness bound is reached: {self.num_running} answers run and {self.num_finished} wait to be "
+                f"trained, which leaves room for {max(0, left)} of the {size} asked for at weight version {published}; "
+                f"ask again when the trainer has published version {published + 1}",
+                status=429,
+                code="staleness_bound",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
     def _require_unleased(self, group_id: str) -> None:
-        if group_id in self._leased:
+        if group_id in self.leased:
             raise RequestError(
                 f"group {group_id!r} is leased or trained already and accepts no more siblings; "
                 "choose another group_id",

@@ -5,37 +5,20 @@ each token once; `token_records` derives the same records from them on both side
 ask for the records, too.
 """
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 import orjson
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
 
 from areal_agent.errors import GatewayError, RequestError
 from areal_agent.gateway.bodies import Body, Count, Name, Number, PositiveCount
 from areal_agent.gateway.metrics import GatewayStats
 from areal_agent.tokens.records import token_records
-from areal_agent.types import (
-    Completion,
-    Distribution,
-    Drop,
-    Fate,
-    FinishReason,
-    ForkReason,
-    JsonObject,
-    Rewards,
-    SamplingParams,
-    Status,
-    Trajectory,
-    TrajectoryGroup,
-    Turn,
-    VersionSpan,
-    WeightVersion,
-)
+from areal_agent.types import Drop, JsonObject, TrajectoryGroup
 
-DAMAGE = (KeyError, TypeError, ValueError, AttributeError)
+Answer = TypeVar("Answer")
 
 Seconds = Annotated[float, Field(ge=0, le=3600)]
 
@@ -87,12 +70,8 @@ class LeaseReply:
     state: State
 
 
-async def encode_lease(reply: LeaseReply, *, with_records: bool) -> bytes:
-    """Encode a lease in a thread, because a batch may be large."""
-    return await asyncio.to_thread(_encode_lease, reply, with_records)
-
-
-def _encode_lease(reply: LeaseReply, with_records: bool) -> bytes:
+def encode_lease(reply: LeaseReply, *, with_records: bool) -> bytes:
+    """Encode a lease. A batch may be large: call it in a thread."""
     body: dict[str, Any] = {"step": reply.step, "groups": reply.groups, "state": reply.state}
     if with_records:
         body["records"] = [
@@ -103,108 +82,29 @@ def _encode_lease(reply: LeaseReply, with_records: bool) -> bytes:
 
 def decode_lease(body: JsonObject) -> LeaseReply:
     """Read an answer of `/rl/lease`. Raises GatewayError if it is invalid."""
-    try:
-        return LeaseReply(
-            step=body["step"],
-            groups=tuple(_group(group) for group in body["groups"]),
-            state=decode_state(body["state"]),
-        )
-    except DAMAGE as error:
-        raise GatewayError(f"the gateway's lease cannot be read: {error!r}; is it of the same release?") from error
-
-
-def encode_status(status: GatewayStatus) -> bytes:
-    return orjson.dumps(status, option=orjson.OPT_NON_STR_KEYS)
+    return _decode("lease", _LEASE, body)
 
 
 def decode_status(body: JsonObject) -> GatewayStatus:
     """Read an answer of `/rl/status`. Raises GatewayError if it is invalid."""
-    try:
-        fields = dict(body["stats"])
-        fields["forks"] = {ForkReason(reason): number for reason, number in fields["forks"].items()}
-        fields["errors"] = {int(status): number for status, number in fields["errors"].items()}
-        return GatewayStatus(state=decode_state(body["state"]), stats=GatewayStats(**fields))
-    except DAMAGE as error:
-        raise GatewayError(f"the gateway's status cannot be read: {error!r}; is it of the same release?") from error
+    return _decode("status", _STATUS, body)
 
 
 def decode_state(body: JsonObject) -> State:
     """Read a state. Raises GatewayError if it is invalid."""
+    return _decode("state", _STATE, body)
+
+
+_LEASE, _STATUS, _STATE = TypeAdapter(LeaseReply), TypeAdapter(GatewayStatus), TypeAdapter(State)
+
+
+def _decode(what: str, kind: TypeAdapter[Answer], body: JsonObject) -> Answer:
     try:
-        return State(**body)
-    except DAMAGE as error:
-        raise GatewayError(f"the gateway's state cannot be read: {error!r}; is it of the same release?") from error
-
-
-def decode_trajectory(body: JsonObject) -> Trajectory:
-    """Read a trajectory from orjson's encoding of it."""
-    rewards, fate = body["rewards"], body["fate"]
-    return Trajectory(
-        session_id=body["session_id"],
-        group_id=body["group_id"],
-        task_id=body["task_id"],
-        turns=tuple(_turn(turn) for turn in body["turns"]),
-        rewards=Rewards(**rewards),
-        status=Status(body["status"]),
-        error=body["error"],
-        logged=body["logged"],
-        started_s=body["started_s"],
-        ended_s=body["ended_s"],
-        fate=None if fate is None else _fate(fate),
-        undelivered=tuple(body["undelivered"]),
-    )
-
-
-def _group(body: JsonObject) -> TrajectoryGroup:
-    return TrajectoryGroup(
-        group_id=body["group_id"],
-        task_id=body["task_id"],
-        trajectories=tuple(decode_trajectory(one) for one in body["trajectories"]),
-    )
-
-
-def _fate(body: JsonObject) -> Fate:
-    dropped = body["dropped"]
-    return Fate(trained_step=body["trained_step"], dropped=None if dropped is None else Drop(dropped))
-
-
-def _turn(body: JsonObject) -> Turn:
-    reason = body["fork_reason"]
-    return Turn(
-        id=body["id"],
-        parent=body["parent"],
-        fork_at=body["fork_at"],
-        new_prompt_ids=tuple(body["new_prompt_ids"]),
-        completions=tuple(_completion(one) for one in body["completions"]),
-        request_delta=tuple(body["request_delta"]),
-        sampling=_sampling(body["sampling"]),
-        started_s=body["started_s"],
-        ended_s=body["ended_s"],
-        fork_reason=None if reason is None else ForkReason(reason),
-    )
-
-
-def _completion(body: JsonObject) -> Completion:
-    return Completion(
-        id=body["id"],
-        token_ids=tuple(body["token_ids"]),
-        logprobs=tuple(body["logprobs"]),
-        versions=tuple(_span(one) for one in body["versions"]),
-        finish_reason=FinishReason(body["finish_reason"]),
-        distribution=Distribution(body["distribution"]),
-    )
-
-
-def _span(body: JsonObject) -> VersionSpan:
-    return VersionSpan(version=WeightVersion(**body["version"]), start=body["start"], end=body["end"])
-
-
-def _sampling(body: JsonObject) -> SamplingParams:
-    fields: dict[str, Any] = dict(body)
-    fields["stop_token_ids"] = tuple(body["stop_token_ids"])
-    fields["stop"] = tuple(body["stop"])
-    fields["logit_bias"] = tuple((token_id, bias) for token_id, bias in body["logit_bias"])
-    return SamplingParams(**fields)
+        return kind.validate_python(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        fault = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise GatewayError(f"the gateway's {what} cannot be read ({fault}); is it of the same release?") from error
 
 
 class TrainerRequest(Body):
@@ -245,8 +145,7 @@ class LeaseRequest(TrainerRequest):
     num_trajectories: PositiveCount | None = None
     wait_s: Seconds = Field(default=0.0, description="Seconds to wait for enough groups.")
     straggler_wait_s: Seconds = Field(
-        default=0.0,
-        description="Seconds to wait for running groups that would be too stale for the next batch.",
+        default=0.0, description="Seconds to wait for running groups that would be too stale for the next batch."
     )
     wants_records: bool = Field(default=True, alias="records")
 
