@@ -1,6 +1,6 @@
 """How programs of a language are built and run in a sandbox. A new language is a new `Language`; no code changes.
 
-Whether a sandbox's image has the language shows only when a program runs: see programs.py. `bundle` joins files of
+Whether a sandbox's image has the language shows only when a program runs: see grade.py. `bundle` joins files of
 `inside/` into one Python text that can be sent to a sandbox; `precompiled` spares such a text its compilation.
 """
 
@@ -55,12 +55,13 @@ class Language:
     call: str | None = None  # a program that makes the call described on its stdin; None: no calls in this language
 
 
+CALL = precompiled((INSIDE / "call.py").read_text(), "<call>")
 PYTHON = Language(
     name="python",
     file="main.py",
     run=None,
     smallest='print("ok")',
-    call=precompiled((INSIDE / "call.py").read_text(), "<call>"),
+    call=CALL,
 )
 C = Language(
     name="c",

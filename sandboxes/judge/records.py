@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
-from sandboxes.judge.verdict import CallCase, Cases, StdinCase, UnitTests
+from sandboxes.judge.verdict import CallCase, Case, Cases, StdinCase, UnitTests
 
 Record = Mapping[str, Any]
 MAX_TESTS_BYTES = 512 * 2**20
@@ -64,12 +64,11 @@ def from_livecodebench(record: Record) -> Problem:
     metadata = field_of(decoded(record, "metadata"), "metadata", dict)
     packed = field_of(record.get("private_test_cases"), "private_test_cases", str)
     public = field_of(decoded(record, "public_test_cases"), "public_test_cases", list)
-    tests = [text_pair(test) for test in [*public, *unpacked(packed)]]
     function = metadata.get("func_name")
     return Problem(
         id=text(record, "question_id"),
         prompt=text(record, "question_content"),
-        cases=[call_of_lines(function, *test) for test in tests] if function else [stdin_case(*test) for test in tests],
+        cases=[case_of(test, function) for test in (*public, *unpacked(packed))],
         starter_code=record.get("starter_code") or "",
         preamble=USUAL_NAMES,
     )
@@ -95,7 +94,7 @@ def from_apps(record: Record) -> Problem:
         prompt=text(record, "question"),
         cases=[CallCase(function=function, args=field_of(args, "inputs", list), expected=out) for args, out in pairs]
         if function
-        else [stdin_case(joined(given), joined(expected)) for given, expected in pairs],
+        else [StdinCase(stdin=joined(given), expected=joined(expected)) for given, expected in pairs],
         starter_code=record.get("starter_code") or "",
         preamble=USUAL_NAMES,
     )
@@ -123,25 +122,20 @@ def from_humaneval(record: Record) -> Problem:
     )
 
 
-def call_of_lines(function: str, given: str, expected: str) -> CallCase:
-    """Make a call whose arguments are JSON, one per line."""
+def case_of(test: Any, function: str | None) -> Case:
+    """Make a case of two texts; for a call, its arguments as JSON, one per line, and its result as JSON."""
+    match test:
+        case {"input": str(given), "output": str(expected)}:
+            pass
+        case _:
+            raise ValueError(f"a test of the record is {str(test)[:200]!r}; it needs the texts 'input' and 'output'")
+    if not function:
+        return StdinCase(stdin=given, expected=expected)
     try:
         args = [json.loads(line) for line in given.split("\n") if line.strip()]
         return CallCase(function=function, args=args, expected=json.loads(expected))
     except json.JSONDecodeError as error:
         raise ValueError(f"a test of {function} is not JSON: {given[:200]!r} to {expected[:200]!r}") from error
-
-
-def stdin_case(given: str, expected: str) -> StdinCase:
-    return StdinCase(stdin=given, expected=expected)
-
-
-def text_pair(test: Any) -> tuple[str, str]:
-    match test:
-        case {"input": str(given), "output": str(expected)}:
-            return given, expected
-        case _:
-            raise ValueError(f"a test of the record is {str(test)[:200]!r}; it needs the texts 'input' and 'output'")
 
 
 def unpacked(packed: str) -> list[Any]:
@@ -166,9 +160,6 @@ class PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"this pickle asks for {module_name}.{global_name}; only plain data is read")
-
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise pickle.UnpicklingError("this pickle asks for a persistent object; only plain data is read")
 
 
 def load_plain(data: bytes) -> Any:

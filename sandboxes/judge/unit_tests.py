@@ -23,20 +23,20 @@ from sandboxes.base import Process
 from sandboxes.judge.languages import bundle
 from sandboxes.judge.verdict import (
     MAX_TEXT,
-    OUTCOME_OF,
     CaseVerdict,
     Outcome,
     UnitTests,
     Verdict,
     ending_of,
+    outcome_of,
     skip_after_first_failure,
 )
 from sandboxes.pool import Pool
 from sandboxes.sandbox import Sandbox
-from sandboxes.spec import ExecResult, Limits, SandboxSpec, Status
+from sandboxes.spec import ExecResult, Limits, SandboxSpec
 
-SERVE = bundle("plain", "serve_program")
-RUN = bundle("plain", "stand_in", "run_tests")
+SERVE = bundle("call", "plain", "serve_program")
+RUN = bundle("plain", "run_tests")
 LOADING_S = 30.0
 """The time that the tests' interpreter may take to start and load them, in addition to the time of one test."""
 MAX_NAMES_CHARACTERS = 256 * 1024
@@ -85,7 +85,7 @@ class RemoteProgram:
         await conversation.tell({"code": self._code, "module": self._module, "serial": self.num_ends})
         try:
             async with asyncio.timeout(self.wall_s):
-                hello = await conversation.hear_message() or {}
+                hello = await conversation.hear() or {}
         except TimeoutError:
             await self.stop(Outcome.TIMEOUT)
             return None
@@ -102,7 +102,7 @@ class RemoteProgram:
         reply: dict[str, Any] | None = None
         if conversation is not None:
             await conversation.tell(request)
-            reply = await conversation.hear_message()
+            reply = await conversation.hear()
         if reply is None or not reply.keys() & {"value", "raised", "gone"}:
             await self.stop()
             return {"gone": self.failure.detail}
@@ -117,7 +117,7 @@ class RemoteProgram:
             result, stderr = await conversation.end()
             self.num_ends += 1
             said = detail or ending_of(stderr) or "the program ended"
-            self.failure = CaseVerdict(outcome=outcome or outcome_of_end(result), detail=said)
+            self.failure = CaseVerdict(outcome=outcome or outcome_of(result.status), detail=said)
 
 
 def names_of(hello: Mapping[str, Any]) -> Names | None:
@@ -147,11 +147,6 @@ def told(raised: Any) -> str:
             return ""
 
 
-def outcome_of_end(result: ExecResult) -> Outcome:
-    """Return why a program is gone that should have waited for requests; exiting with 0 is no excuse."""
-    return Outcome.CRASHED if result.status is Status.OK else OUTCOME_OF[result.status]
-
-
 class Conversation:
     """A conversation with one process, from its start to its death. Use it with `async with`."""
 
@@ -173,26 +168,17 @@ class Conversation:
         with contextlib.suppress(BrokenPipeError, ConnectionError):
             await self._process.write(json.dumps(message).encode() + b"\n")
 
-    async def hear(self) -> bytes | None:
-        """Return the next line; None when there is none or it is too long."""
+    async def hear(self) -> dict[str, Any] | None:
+        """Return the next line, a JSON object; None when there is none, or it is too long or anything else."""
         searched = 0
         while (end := self._received.find(b"\n", searched)) < 0:
             searched = len(self._received)
-            if searched > MAX_LINE_BYTES:
-                return None
-            chunk = await anext(self._chunks, None)
+            chunk = None if searched > MAX_LINE_BYTES else await anext(self._chunks, None)
             if chunk is None:
                 return None
             self._received += chunk
         line = bytes(self._received[:end])
         del self._received[: end + 1]
-        return line
-
-    async def hear_message(self) -> dict[str, Any] | None:
-        """Return the next line as a JSON object; None when it is anything else."""
-        line = await self.hear()
-        if line is None:
-            return None
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
@@ -243,18 +229,20 @@ class TestRun:
         """Follow the next test; when its time is over, kill first the program and then the tests."""
         test = asyncio.create_task(self._until_test_ends())
         try:
-            for stop in (self._stop_program, self._stop_tests):
-                done, _ = await asyncio.wait([test], timeout=allowed_s)
-                if done:
-                    break
-                await stop()
+            await asyncio.wait([test], timeout=allowed_s)
+            if not test.done():
+                await self._program.stop(Outcome.TIMEOUT)
+                await asyncio.wait([test], timeout=allowed_s)
+            if not test.done():
+                self._is_late = True
+                await self._conversation.end()
             return await test
         finally:
             test.cancel()
 
     async def _until_test_ends(self) -> bool:
         """Relay requests until a test has ended; return whether there are more tests."""
-        while (message := await self._conversation.hear_message()) is not None:
+        while (message := await self._conversation.hear()) is not None:
             match message:
                 case {"do": _}:
                     self._has_asked = True
@@ -292,13 +280,6 @@ class TestRun:
         unknown = Outcome.TIMEOUT if self._is_late and index == self._running else Outcome.CRASHED
         verdict = self._verdicts.get(index, CaseVerdict(outcome=unknown, detail="the test did not end"))
         return replace(verdict, output=name)
-
-    async def _stop_program(self) -> None:
-        await self._program.stop(Outcome.TIMEOUT)
-
-    async def _stop_tests(self) -> None:
-        self._is_late = True
-        await self._conversation.end()
 
     async def _explain_no_tests(self) -> None:
         """Explain why the process ended before it had loaded the tests: our fault unless the program was involved."""

@@ -10,17 +10,14 @@ serial of this process. The key of an object of an earlier process is `gone`. Wh
 import builtins
 import itertools
 import json
-import linecache
 import operator
 import os
-import sys
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sandboxes.judge.inside.call import load
 from sandboxes.judge.inside.plain import pack, unpack
 
-FILE = "<solution>"
 MAX_ITEMS = 1_000_000
 MAX_MESSAGE = 2_000
 
@@ -81,14 +78,6 @@ ACTS: dict[str, Callable[..., Any]] = {
     "items": items,
     "next": next,
 }
-
-
-def load(code: str, name: str) -> types.ModuleType:
-    module = types.ModuleType(name)
-    sys.modules[name] = module
-    linecache.cache[FILE] = (len(code), None, [f"{line}\n" for line in code.split("\n")], FILE)  # for tracebacks
-    exec(compile(code, FILE, "exec", dont_inherit=True), module.__dict__)
-    return module
 
 
 def described(error: BaseException) -> dict[str, Any]:
