@@ -16,11 +16,10 @@ import struct
 from collections.abc import Callable
 from importlib.util import MAGIC_NUMBER
 from pathlib import Path
-from typing import Self
 
 from areal_agent.errors import SandboxError
 from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, START, Ask, End, Tell, pack, whole_frames
-from sandboxes.containers.engine import EngineStream
+from sandboxes.containers.engine import frames
 from sandboxes.link import Ended, settle
 
 READY_TIMEOUT_S = 60.0
@@ -69,33 +68,25 @@ class AgentRun:
 
 
 class AgentLink:
-    """The connection to one agent. Make it with `open`, end it with `aclose`; the container ends with it."""
+    """The connection to one agent, over the stream of its container. End it with `aclose`; the container ends too."""
 
-    def __init__(self, silence_s: float) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, silence_s: float = SILENCE_S
+    ) -> None:
+        self._writer = writer
         self._silence_s = silence_s
         self.has = 0
         self.is_given_up = False  # its stream was closed from here, so it may still live
         self._loop = asyncio.get_running_loop()
         self.ended = self._loop.create_future()
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._stream: EngineStream | None = None
-        self._is_over = asyncio.Event()  # the stream has ended, at either end
         self._runs: dict[int, AgentRun] = {}
         self._next_number = 1
         self._room = asyncio.Semaphore(MAX_ON_THE_WAY)
         self._unsent = bytearray()
         self._received = bytearray()
         self._num_heard = 0
-        self._diagnosis = b""
-
-    @classmethod
-    async def open(cls, socket_path: str, container: str, *, silence_s: float = SILENCE_S) -> Self:
-        """Attach to a container that is not started yet."""
-        link = cls(silence_s)
-        link._stream = await EngineStream.attach(
-            socket_path, container, on_data=link._on_data, on_error=link._on_diagnosis, on_end=link._on_end
-        )
-        return link
+        self._reading = asyncio.create_task(self._read(reader))
 
     @property
     def is_alive(self) -> bool:
@@ -103,8 +94,7 @@ class AgentLink:
 
     async def boot(self, data: bytes) -> None:
         """Send the agent, and wait until it serves."""
-        assert self._stream is not None
-        self._stream.write(data)
+        self._writer.write(data)
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await self._ready
@@ -169,12 +159,8 @@ class AgentLink:
     async def aclose(self) -> None:
         """End the agent. On return all processes of the container are dead, or `is_given_up` is set."""
         self._fail("it was closed")
-        if self._stream is None:
-            return
-        self._stream.close_write()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_PATIENCE_S):
-                await self._is_over.wait()
+        self._writer.write_eof()
+        await asyncio.wait([self._reading], timeout=END_PATIENCE_S)
         self._give_up()
 
     def fail(self, reason: str) -> None:
@@ -183,15 +169,16 @@ class AgentLink:
         self._give_up()
 
     def _give_up(self) -> None:
-        if self._stream is not None and not self._is_over.is_set():
+        if not self._reading.done():
             self.is_given_up = True
-            self._stream.close()
+            self._reading.cancel()
+        self._writer.transport.abort()
 
     async def _drain(self, run: AgentRun) -> None:
-        assert self._stream is not None
         self._send()
         if not run.ended.done():
-            await self._stream.drain()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.drain()
 
     def _ask(self, kind: Ask, run: AgentRun, body: bytes = b"") -> None:
         if run.number not in self._runs:
@@ -201,8 +188,8 @@ class AgentLink:
         self._unsent += HEADER.pack(kind, run.number, len(body)) + body
 
     def _send(self) -> None:
-        if self._stream is not None and self._unsent:
-            self._stream.write(bytes(self._unsent))
+        if self._unsent:
+            self._writer.write(bytes(self._unsent))
         self._unsent.clear()
 
     # ── what is waited for ────────────────────────────────────────────────────────────────────────────────────────
@@ -236,12 +223,14 @@ class AgentLink:
 
     # ── what comes ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _on_diagnosis(self, data: bytes) -> None:
-        self._diagnosis = (self._diagnosis + data)[-MAX_DIAGNOSIS_BYTES:]
-
-    def _on_end(self) -> None:
-        self._is_over.set()
-        told = self._diagnosis.decode(errors="replace").strip()
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        diagnosis = b""
+        async for is_error, data in frames(reader):
+            if is_error:
+                diagnosis = (diagnosis + data)[-MAX_DIAGNOSIS_BYTES:]
+            else:
+                self._on_data(data)
+        told = diagnosis.decode(errors="replace").strip()
         self._fail(f"it ended by itself{': ' + told if told else ''}")
 
     def _on_data(self, data: bytes) -> None:

@@ -1,23 +1,30 @@
-"""A container as a cell: its agent runs programs and handles files over one stream.
+"""A container as a cell.
 
-`AgentCell` is the cell, `ContainerProcess` a program whose output is read as it comes. The request functions pack what
-the agent is asked to do.
+`AgentCell` asks the container's agent to run programs and to handle files, over one stream. `ContainerProcess` is a
+program whose output is read as it comes. The request functions pack what the agent is asked to do.
+
+`PlainCell` is the cell of a container whose image has no Python: every program is an exec of the engine's.
 """
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import posixpath
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Self
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Program
+from sandboxes.base import Process, Program
 from sandboxes.containers.agent.files import EXECUTABLE, FILE, FOLDER
 from sandboxes.containers.agent.wire import REQUEST, End, Operation, Tell, pack, unpack
 from sandboxes.containers.agent_link import CHUNK_BYTES, AgentEnd, AgentLink, AgentRun
 from sandboxes.containers.confinement import SharedBounds, User
+from sandboxes.containers.engine import Engine, frames
 from sandboxes.execution import result_of
 from sandboxes.folder import Entry, checked, entries_of
 from sandboxes.folder import pack as pack_tar
+from sandboxes.link import Ended
 from sandboxes.spec import ExecResult, Limits, Status, folder_parts, relative_parts
 
 STATUS_OF_END = {End.DEADLINE: Status.TIMEOUT, End.OUTPUT: Status.OUTPUT_LIMIT}
@@ -300,3 +307,157 @@ def tar_of(packed: bytes) -> bytes:
         return checked(pack_tar(entries))
     except ValueError as error:
         raise SandboxError(f"the container sent a malformed list of files: {error}") from error
+
+
+PLAIN_COMMAND = ("cat",)
+"""The first process of a container without an agent. It ends with the stream to the host, and the container with it."""
+WAIT = "read -r _; "
+"""The start of every script: a line comes when the host can hear what the script prints."""
+LIMITED = 'ulimit -c 0 && ulimit -t "$1" && ulimit -f "$2" && ulimit -n "$3" && shift 3 && exec "$@"'
+KILL_THE_REST = "kill -9 -1; cat /sys/fs/cgroup/memory/memory.oom_control /sys/fs/cgroup/memory.events 2> /dev/null"
+WRITE = 'case "$1" in */*) mkdir -p "${1%/*}";; esac && rm -f "$1" && cat > "$1"'
+READ = '[ -f "$1" ] && [ ! -L "$1" ] && cat "$1"'
+FILE_BLOCK_BYTES = 512
+CLEAN_UP = Limits(wall_s=30.0, output_bytes=4096)
+
+
+class PlainCell:
+    """The cell of a container without an agent; one program runs at a time. The image needs `sh`, `cat` and `kill`.
+
+    Reading output as it comes, and tars of folders, are refused. After each program a shell of the same user kills all
+    other processes of the container; the kernel spares the shell itself.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        container: str,
+        bounds: SharedBounds,
+        limits: Limits,
+        env: Mapping[str, str],
+        remove: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._engine = engine
+        self._container = container
+        self._bounds = bounds
+        self._limits = limits
+        self._env = env
+        self._remove = remove
+        self._turn = asyncio.Lock()
+        self._living: asyncio.Task[bytes] | None = None  # ends with the container
+        self._num_oom_kills = 0
+
+    async def start(self) -> Self:
+        """Start the container, which was made with `PLAIN_COMMAND`."""
+        reader, self._writer = await self._engine.attach(self._container)
+        self._living = asyncio.create_task(reader.read())
+        await self._engine.start(self._container)
+        return self
+
+    @property
+    def is_alive(self) -> bool:
+        return self._living is not None and not self._living.done()
+
+    async def exec(self, program: Program, *, stdin: bytes, limits: Limits) -> ExecResult:
+        argv = program.argv or ("python3", "-c", program.source or "")
+        numbers = (limits.max_cpu_s, max(1, limits.file_bytes // FILE_BLOCK_BYTES), limits.open_files)
+        folder = "/".join(folder_parts(program.cwd))
+        async with self._turn, self._bounds.held(limits):
+            arguments = (*map(str, numbers), *argv)
+            return await self._run(LIMITED, arguments, stdin, limits, {**self._env, **program.env}, folder)
+
+    async def spawn(self, program: Program, *, limits: Limits, is_timed: bool) -> Process:
+        raise SandboxError("a program's output cannot be read as it comes from an image without python3; use exec")
+
+    async def read(self, path: str) -> bytes:
+        return await self._do(READ, path, b"", self._limits.file_bytes)
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self._do(WRITE, path, data, 1)
+
+    async def upload(self, tar: bytes, path: str) -> None:
+        raise SandboxError("folders cannot be uploaded to an image without python3; write the files one by one")
+
+    async def download(self, path: str, max_bytes: int) -> bytes:
+        raise SandboxError("folders cannot be downloaded from an image without python3; read the files one by one")
+
+    async def close(self) -> None:
+        if self._living is not None:
+            self._living.cancel()
+            self._writer.transport.abort()
+        await self._remove()
+
+    async def _do(self, script: str, path: str, data: bytes, max_bytes: int) -> bytes:
+        name = "/".join(relative_parts(path))
+        limits = Limits(wall_s=FILES_TIMEOUT_S, output_bytes=max_bytes)
+        async with self._turn:
+            result = await self._run(script, [name], data, limits, self._env)
+        if not result.is_ok:
+            raise OSError(f"{path!r} cannot be reached: {result.status.value} {result.stderr[-200:]!r}")
+        return result.stdout
+
+    async def _run(
+        self,
+        script: str,
+        arguments: Sequence[str],
+        stdin: bytes,
+        limits: Limits,
+        env: Mapping[str, str],
+        folder: str = "",
+    ) -> ExecResult:
+        if not self.is_alive:
+            raise SandboxError("the container of this sandbox is gone, and its files with it; acquire another")
+        started_s = time.monotonic()
+        try:
+            number, stdout, stderr, verdict = await self._exec(script, arguments, stdin, limits, env, folder)
+        finally:
+            oom_kills = await asyncio.shield(asyncio.ensure_future(self._kill_the_rest()))
+        code = await self._engine.exit_code(number)
+        code = 128 + signal.SIGKILL if code is None else code  # above 128 it means a signal, as in a shell
+        wait_status = code - 128 if 128 < code <= 128 + signal.NSIG else code << 8
+        return result_of(
+            Ended(wait_status=wait_status, cpu_s=0.0, peak_memory_bytes=0),
+            stdout,
+            stderr,
+            limits,
+            verdict=verdict,
+            is_truncated=verdict is Status.OUTPUT_LIMIT,
+            wall_s=time.monotonic() - started_s,
+            oom_kills=oom_kills,
+        )
+
+    async def _exec(
+        self, script: str, arguments: Sequence[str], stdin: bytes, limits: Limits, env: Mapping[str, str], folder: str
+    ) -> tuple[str, bytes, bytes, Status | None]:
+        """Run a script, and return the id of its exec, its output, and why it has to be killed, if it has."""
+        command = ("sh", "-c", WAIT + script, "sh", *arguments)
+        workdir = posixpath.join(self._env["HOME"], folder)
+        number, (reader, writer) = await self._engine.exec(self._container, command, env, workdir)
+        stdout, stderr = output = bytearray(), bytearray()
+        room, verdict = limits.output_bytes, None
+        try:
+            writer.write(b"\n" + stdin)
+            writer.write_eof()
+            async with asyncio.timeout(limits.wall_s):
+                async for is_error, data in frames(reader):
+                    output[is_error].extend(data[:room])
+                    if len(data) > room:
+                        verdict = Status.OUTPUT_LIMIT
+                        break
+                    room -= len(data)
+        except TimeoutError:
+            verdict = Status.TIMEOUT
+        finally:
+            writer.transport.abort()
+        return number, bytes(stdout), bytes(stderr), verdict
+
+    async def _kill_the_rest(self) -> int:
+        """Kill what a program left, and return how many processes ran out of memory since the last call."""
+        _, stdout, _, verdict = await self._exec(KILL_THE_REST, (), b"", CLEAN_UP, self._env, "")
+        if verdict is Status.TIMEOUT:
+            await self.close()
+            raise SandboxError("the processes of a container could not be killed; it was removed")
+        words = stdout.split()
+        counted = int(words[words.index(b"oom_kill") + 1]) if b"oom_kill" in words else 0
+        before, self._num_oom_kills = self._num_oom_kills, counted
+        return counted - before

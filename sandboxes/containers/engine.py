@@ -1,18 +1,15 @@
-"""The container engine: calls to its daemon, and raw streams to its containers.
+"""The container engine: calls to its daemon through the `docker` package, in threads, and raw streams to containers.
 
-`Engine` makes the few calls of a container's life through the `docker` package, in threads. `EngineStream` is what runs
-between: one HTTP request on the engine's socket that turns into raw bytes both ways. It unpacks the engine's frames,
-which separate stdout from stderr, on the event loop; no thread waits for a container.
+A stream is one request that turns into raw bytes both ways, which are read and written on the event loop: no thread
+waits for a container. `frames` unpacks what the engine sends, which separates stdout from stderr.
 """
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
-import posixpath
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +23,7 @@ from areal_agent.errors import SandboxError
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
-
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 NUM_THREADS = 4
 """The number of concurrent calls: the daemon makes only a few containers a second, however many callers there are."""
@@ -35,6 +32,8 @@ SIGNS_OF_NO_PROGRAM = ("executable file not found", "no such file or directory")
 CONFLICT = 409
 UNIX_SCHEME = "unix://"
 DEFAULT_HOST = f"{UNIX_SCHEME}/var/run/docker.sock"
+FRAME_HEADER_BYTES = 8  # stream number, three zero bytes, length of what follows
+STDERR = 2
 
 
 class NoSuchProgram(SandboxError):
@@ -70,10 +69,15 @@ class Engine:
     async def connect(cls) -> Self:
         """Connect to the daemon that `DOCKER_HOST` names, or to this machine's."""
         path = socket_path()
+
+        def open_client() -> tuple[Any, Mapping[str, Any]]:
+            knock(path)  # the package has no type stubs
+            client: Any = docker.APIClient(base_url=f"{UNIX_SCHEME}{path}", version="auto", timeout=CALL_TIMEOUT_S)
+            return client, client.info()
+
         try:
-            await asyncio.to_thread(knock, path)
-            client = await asyncio.to_thread(open_client, path)
-            return cls(client, path, await asyncio.to_thread(client.info))
+            client, info = await asyncio.to_thread(open_client)
+            return cls(client, path, info)
         except (DockerException, requests.RequestException) as error:
             raise EngineSilent(f"no Docker engine answers: {error}; start dockerd, or set DOCKER_HOST") from error
 
@@ -146,14 +150,19 @@ class Engine:
         if not response.ok:
             raise SandboxError(f"the container engine refused to change the limits: {response.text.strip()}")
 
-    async def new_exec(self, container: str, argv: Sequence[str], env: Mapping[str, str], folder: str) -> str:
-        """Make an exec and return its id; `folder` is relative to the working directory."""
-        details = await self._call(lambda: self._client.inspect_container(container))
-        workdir = posixpath.join(details["Config"]["WorkingDir"], folder)
+    async def attach(self, container: str) -> Stream:
+        """Open the stream of the first process of a container, which may not have started yet."""
+        wanted = dict.fromkeys(("stdin", "stdout", "stderr", "stream"), 1)
+        return await self._open_stream(lambda: self._client.attach_socket(container, params=wanted))
+
+    async def exec(
+        self, container: str, argv: Sequence[str], env: Mapping[str, str], workdir: str
+    ) -> tuple[str, Stream]:
+        """Start an exec and return its id and stream. What it prints before it has read any stdin may be lost."""
         made = await self._call(
             lambda: self._client.exec_create(container, list(argv), stdin=True, environment=dict(env), workdir=workdir)
         )
-        return made["Id"]
+        return made["Id"], await self._open_stream(lambda: self._client.exec_start(made["Id"], socket=True))
 
     async def exit_code(self, number: str) -> int | None:
         """Return the exit code of an exec; None while it runs."""
@@ -170,6 +179,19 @@ class Engine:
     async def aclose(self) -> None:
         await asyncio.to_thread(self._threads.shutdown)
         self._client.close()
+
+    async def _open_stream(self, ask: Callable[[], Any]) -> Stream:
+        def take_socket() -> socket.socket:
+            channel = ask()
+            with channel, contextlib.closing(channel._response):  # which would close the socket when it is collected
+                return socket.socket(fileno=os.dup(channel.fileno()))
+
+        taking = asyncio.ensure_future(self._call(take_socket))
+        try:
+            return await asyncio.open_unix_connection(sock=await asyncio.shield(taking))
+        except asyncio.CancelledError:
+            taking.add_done_callback(lambda taken: taken.cancelled() or taken.exception() or taken.result().close())
+            raise
 
     async def _call(self, act: Callable[[], Answer]) -> Answer:
         """Run `act` in a thread. A cancelled caller does not wait for it."""
@@ -204,11 +226,6 @@ def knock(path: str) -> None:
             raise requests.ConnectionError(f"{path}: {error}") from error
 
 
-def open_client(path: str) -> Any:
-    """Return a `docker.APIClient`, which has no type stubs. It asks the daemon for its version."""
-    return docker.APIClient(base_url=f"{UNIX_SCHEME}{path}", version="auto", timeout=CALL_TIMEOUT_S)
-
-
 def remove_and_wait(client: Any, container: str) -> None:
     """Kill and remove a container; blocks until it is gone."""
     with contextlib.suppress(NotFound):
@@ -220,140 +237,9 @@ def remove_and_wait(client: Any, container: str) -> None:
             client.wait(container, condition="removed", timeout=CALL_TIMEOUT_S)  # somebody else removes it already
 
 
-CONNECT_TIMEOUT_S = 60.0
-FRAME_HEADER_BYTES = 8  # stream number, three zero bytes, length of what follows
-STDERR = 2
-MAX_HEAD_BYTES = 65_536
-
-
-class EngineStream(asyncio.Protocol):
-    """One stream, made with `open`. `on_data` gets stdout, `on_error` stderr; `on_end` is called once, at the end."""
-
-    def __init__(
-        self, on_data: Callable[[bytes], None], on_error: Callable[[bytes], None], on_end: Callable[[], None]
-    ) -> None:
-        self._on_data = on_data
-        self._on_error = on_error
-        self._on_end = on_end
-        self._loop = asyncio.get_running_loop()
-        self._answered: asyncio.Future[None] = self._loop.create_future()
-        self._received = bytearray()
-        self._transport: asyncio.Transport | None = None
-        self._has_room = asyncio.Event()
-        self._has_room.set()
-
-    @classmethod
-    async def open(
-        cls,
-        socket_path: str,
-        path: str,
-        body: Mapping[str, Any],
-        *,
-        on_data: Callable[[bytes], None],
-        on_error: Callable[[bytes], None],
-        on_end: Callable[[], None],
-    ) -> Self:
-        """Ask for the stream at `path` and wait until the engine has granted it."""
-        stream = cls(on_data, on_error, on_end)
-        try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                await stream._loop.create_unix_connection(lambda: stream, socket_path)
-                stream._ask(path, json.dumps(body).encode())
-                await stream._answered
-        except BaseException as error:
-            stream.close()
-            if isinstance(error, OSError):  # this includes TimeoutError
-                raise SandboxError(f"the container engine did not open a stream: {error or 'no answer'}") from error
-            raise
-        return stream
-
-    @classmethod
-    async def attach(
-        cls,
-        socket_path: str,
-        container: str,
-        *,
-        on_end: Callable[[], None],
-        on_data: Callable[[bytes], None] = lambda _data: None,
-        on_error: Callable[[bytes], None] = lambda _data: None,
-    ) -> Self:
-        """Open the stream of the first process of a container, which may not have started yet."""
-        path = f"/containers/{container}/attach?stream=1&stdin=1&stdout=1&stderr=1"
-        return await cls.open(socket_path, path, {}, on_data=on_data, on_error=on_error, on_end=on_end)
-
-    def write(self, data: bytes) -> None:
-        """Send data; does nothing when the stream has ended."""
-        if self._transport is not None:
-            self._transport.write(data)
-
-    async def drain(self) -> None:
-        """Wait until the engine has room for more."""
-        await self._has_room.wait()
-
-    def close_write(self) -> None:
-        if self._transport is not None and self._transport.can_write_eof():
-            self._transport.write_eof()
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-    # ── asyncio.Protocol ──────────────────────────────────────────────────────────────────────────────────────────
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        if not self._answered.done():
-            self._read_head()
-        if self._answered.done():
-            self._read_frames()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self._has_room.set()
-        if self._answered.done():
-            self._on_end()
-        else:
-            self._answered.set_exception(ConnectionResetError("it closed the connection"))
-
-    def pause_writing(self) -> None:
-        self._has_room.clear()
-
-    def resume_writing(self) -> None:
-        self._has_room.set()
-
-    # ── HTTP, and the engine's frames ─────────────────────────────────────────────────────────────────────────────
-
-    def _ask(self, path: str, body: bytes) -> None:
-        head = (
-            f"POST {path} HTTP/1.1\r\nHost: engine\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
-            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        self.write(head.encode() + body)
-
-    def _read_head(self) -> None:
-        head, end, _ = bytes(self._received).partition(b"\r\n\r\n")
-        if not end:
-            if len(self._received) > MAX_HEAD_BYTES:
-                self._answered.set_exception(ConnectionResetError("it does not speak HTTP"))
-            return
-        status = head.split(b" ", 2)[1:2]
-        if status in ([b"101"], [b"200"]):
-            del self._received[: len(head) + len(end)]
-            self._answered.set_result(None)
-        else:
-            told = bytes(self._received[len(head) + len(end) :]) or head
-            self._answered.set_exception(ConnectionResetError(told.decode(errors="replace").strip()))
-
-    def _read_frames(self) -> None:
-        received = self._received
-        while len(received) >= FRAME_HEADER_BYTES:
-            end = FRAME_HEADER_BYTES + int.from_bytes(received[4:FRAME_HEADER_BYTES], "big")
-            if len(received) < end:
-                return
-            stream, data = received[0], bytes(received[FRAME_HEADER_BYTES:end])
-            del received[:end]
-            (self._on_error if stream == STDERR else self._on_data)(data)
+async def frames(reader: asyncio.StreamReader) -> AsyncGenerator[tuple[bool, bytes], None]:
+    """Yield the data of a stream as it comes, each piece with whether it is stderr's, until the stream ends."""
+    with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+        while True:
+            header = await reader.readexactly(FRAME_HEADER_BYTES)
+            yield header[0] == STDERR, await reader.readexactly(int.from_bytes(header[4:]))

@@ -17,7 +17,7 @@ from sandboxes.base import ENFORCED_BY_WALLS, Capabilities, Program
 from sandboxes.cgroups import Bounds
 from sandboxes.containers.agent.wire import Has
 from sandboxes.containers.agent_link import COMMAND, AgentLink, boot_data
-from sandboxes.containers.cell import AgentCell, ContainerProcess, program_request
+from sandboxes.containers.cell import PLAIN_COMMAND, AgentCell, ContainerProcess, PlainCell, program_request
 from sandboxes.containers.confinement import (
     OWNER_LABEL,
     Ownership,
@@ -34,8 +34,6 @@ from sandboxes.containers.confinement import (
 )
 from sandboxes.containers.engine import Engine, EngineSilent, Image, NoSuchProgram
 from sandboxes.containers.images import DEFAULT_IMAGE
-from sandboxes.containers.plain_cell import COMMAND as PLAIN_COMMAND
-from sandboxes.containers.plain_cell import PlainCell
 from sandboxes.containers.tunnel_host import TUNNEL_SOURCE, NetworkTunnel
 from sandboxes.jail import denying_filter
 from sandboxes.proxy import proxy_environment
@@ -188,7 +186,7 @@ class DockerProvider:
         return SharedBounds(Bounds.of(spec.limits), change)
 
     async def _start(self, container: str) -> AgentLink:
-        link = await AgentLink.open(self._engine.socket_path, container)
+        link = AgentLink(*await self._engine.attach(container))
         try:
             await self._engine.start(container)
             await link.boot(self._boot_data)
