@@ -75,7 +75,7 @@ class AgentLink:
     ) -> None:
         self._writer = writer
         self._silence_s = silence_s
-        self.has = 0
+        self.has_filter = False  # of system calls, besides the engine's
         self.is_given_up = False  # its stream was closed from here, so it may still live
         self._loop = asyncio.get_running_loop()
         self.ended = self._loop.create_future()
@@ -245,7 +245,7 @@ class AgentLink:
         self._num_heard += 1
         run = self._runs.get(number)
         if kind is Tell.READY:
-            self.has = body[0]
+            self.has_filter = bool(body[0])
             settle(self._ready, None)
         elif run is None:
             return
@@ -295,11 +295,9 @@ MODULES = (
     "inner.kernel",
     "inner.program",
     "containers.agent.wire",
-    "containers.agent.files",
     "containers.agent.program",
-    "containers.agent.forker",
     "containers.agent.relay",
-    "containers.agent.main",
+    "containers.agent.forker",
 )
 """In the order of their imports. `kernel` and `program` fail where Python has no `ctypes`; the agent does without."""
 PACKAGES = ("", "inner", "containers", "containers.agent")
@@ -325,7 +323,7 @@ for name, source, code in zip(texts[::3], texts[1::3], texts[2::3]):
     module.__path__, module.__file__ = [], name
     try: exec(marshal.loads(code) if is_same else compile(source, name, "exec"), module.__dict__)
     except ImportError: del sys.modules[name]
-sys.modules["sandboxes.containers.agent.main"].main(configuration)
+sys.modules["sandboxes.containers.agent.forker"].main(configuration)
 """
 COMMAND = ("python3", "-I", "-S", "-X", "utf8", "-c", READER)
 

@@ -16,8 +16,7 @@ from typing import Self
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Process, Program
-from sandboxes.containers.agent.files import EXECUTABLE, FILE, FOLDER
-from sandboxes.containers.agent.wire import REQUEST, End, Operation, Tell, pack, unpack
+from sandboxes.containers.agent.wire import EXECUTABLE, FILE, FOLDER, REQUEST, End, Operation, Tell, pack, unpack
 from sandboxes.containers.agent_link import CHUNK_BYTES, AgentEnd, AgentLink, AgentRun
 from sandboxes.containers.confinement import SharedBounds, User
 from sandboxes.containers.engine import Engine, frames

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import sys
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -15,7 +16,6 @@ from typing import Self
 from areal_agent.errors import SandboxError
 from sandboxes.base import ENFORCED_BY_WALLS, Capabilities, Program
 from sandboxes.cgroups import Bounds
-from sandboxes.containers.agent.wire import Has
 from sandboxes.containers.agent_link import COMMAND, AgentLink, boot_data
 from sandboxes.containers.cell import PLAIN_COMMAND, AgentCell, ContainerProcess, PlainCell, program_request
 from sandboxes.containers.confinement import (
@@ -134,12 +134,22 @@ class DockerProvider:
         return await self._create_of(image, spec, has_agent=False)
 
     async def _create_of(self, image: Image, spec: CellSpec, *, has_agent: bool) -> ContainerCell:
-        command = COMMAND if has_agent else PLAIN_COMMAND
-        labels = self.ownership.labels()
+        command, labels = COMMAND if has_agent else PLAIN_COMMAND, self.ownership.labels()
         config = container_config(spec, image=image.id, command=command, labels=labels, is_agent=has_agent)
         container = await self._engine.create(config)
+
+        async def change(bounds: Bounds) -> None:
+            await self._engine.limit(container, config_of(bounds, spec))
+
+        home = workdir_of(spec)
+        env = {"PATH": PROGRAM_PATH, **image.env, "HOME": home, "TMPDIR": home}
+        bounds = SharedBounds(Bounds.of(spec.limits), change)
         try:
-            cell = await (self._start_agent if has_agent else self._start_plain)(spec, image, container)
+            if has_agent:
+                cell = await self._start_agent(container, spec, bounds, env)
+            else:
+                remove = partial(self._discard, container)
+                cell = await PlainCell(self._engine, container, bounds, spec.limits, env, remove).start()
         except BaseException:
             await asyncio.shield(self._discard(container))
             raise
@@ -151,18 +161,19 @@ class DockerProvider:
             self._check_open()
         return cell
 
-    async def _start_plain(self, spec: CellSpec, image: Image, container: str) -> PlainCell:
-        env, bounds = self._env_of(spec, image), self._bounds_of(spec, container)
-        cell = PlainCell(self._engine, container, bounds, spec.limits, env, partial(self._discard, container))
-        return await cell.start()
-
-    async def _start_agent(self, spec: CellSpec, image: Image, container: str) -> AgentCell:
-        link = await self._start(container)
+    async def _start_agent(
+        self, container: str, spec: CellSpec, bounds: SharedBounds, env: Mapping[str, str]
+    ) -> AgentCell:
+        link = AgentLink(*await self._engine.attach(container))
         try:
+            await self._engine.start(container)
+            await link.boot(self._boot_data)
             tunnel = await open_tunnel(link, spec)
         except BaseException:
             link.fail("its start was given up")
             raise
+        if not link.has_filter:
+            logger.info("the image's Python has no ctypes: the engine's filter of system calls stands alone")
 
         async def remove() -> None:
             if tunnel is not None:
@@ -172,30 +183,8 @@ class DockerProvider:
             else:
                 self._discard_soon(container)
 
-        env = self._env_of(spec, image) | (proxy_environment() if tunnel else {})
-        return AgentCell(link, self._bounds_of(spec, container), spec.limits, user_of(spec), env, remove)
-
-    def _env_of(self, spec: CellSpec, image: Image) -> dict[str, str]:
-        home = workdir_of(spec)
-        return {"PATH": PROGRAM_PATH, **image.env, "HOME": home, "TMPDIR": home}
-
-    def _bounds_of(self, spec: CellSpec, container: str) -> SharedBounds:
-        async def change(bounds: Bounds) -> None:
-            await self._engine.limit(container, config_of(bounds, spec))
-
-        return SharedBounds(Bounds.of(spec.limits), change)
-
-    async def _start(self, container: str) -> AgentLink:
-        link = AgentLink(*await self._engine.attach(container))
-        try:
-            await self._engine.start(container)
-            await link.boot(self._boot_data)
-        except BaseException:
-            link.fail("its start was given up")
-            raise
-        if not link.has & Has.FILTER:
-            logger.info("the image's Python has no ctypes: the engine's filter of system calls stands alone")
-        return link
+        env = {**env, **proxy_environment()} if tunnel else env
+        return AgentCell(link, bounds, spec.limits, user_of(spec), env, remove)
 
     def _discard_soon(self, container: str) -> None:
         """Remove a dead container in the background: whoever closes a cell need not wait for the engine to tidy up."""

@@ -1,7 +1,8 @@
 """The first process of a container: forks programs, kills what is left of them, and reports how each ended.
 
-It gets descriptors and numbers from the relay, and reads none of the descriptors. Orphans become its children. Its user
-differs from the programs', so they can neither signal nor trace it; besides, the kernel shields a first process.
+`main` starts the agent: a filter of system calls for everything from here on, then the relay beside this process. The
+forker gets descriptors and numbers from the relay, and reads none of the descriptors. Orphans become its children. Its
+user differs from the programs', so they can neither signal nor trace it; besides, the kernel shields a first process.
 """
 
 import contextlib
@@ -9,19 +10,22 @@ import errno
 import os
 import signal
 import socket
-import struct
 from collections.abc import Callable
+from functools import partial
 from typing import NoReturn
 
-from sandboxes.inner.processes import exited_children, kill_group, kill_rest_of_group, kill_strays, serve
+from sandboxes.containers.agent.program import become_program, kernel, program
+from sandboxes.containers.agent.relay import Relay
+from sandboxes.containers.agent.wire import NUM_DESCRIPTORS, ORDER, REPORT, Order, Report
+from sandboxes.inner.processes import (
+    exited_children,
+    forget_package,
+    kill_group,
+    kill_rest_of_group,
+    kill_strays,
+    serve,
+)
 
-ORDER = struct.Struct("=BQI")
-"""START or KILL, number of the run, user. START comes with descriptors: request, stdin, stdout, stderr."""
-REPORT = struct.Struct("=BQiQQ")
-"""STARTED, ENDED or FAILED, number of the run, wait status or errno, CPU microseconds, peak resident bytes."""
-NUM_DESCRIPTORS = 4
-START, KILL = 1, 2
-ENDED, FAILED, STARTED = 1, 2, 3
 MANY_SWEEPS = 4
 """Processes that survive this many sweeps fork faster than they can be killed one by one."""
 MAX_SWEEPS = 1000
@@ -45,11 +49,11 @@ class Forker:
         if not message:
             return False
         kind, run_id, uid = ORDER.unpack(message)
-        if kind == START:
+        if kind == Order.START:
             self._start(run_id, uid, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        if kind == KILL:
+        if kind == Order.KILL:
             for pid in [pid for pid, (number, _) in self._runs.items() if number == run_id]:
                 kill_group(pid)
                 self._kill_user(uid, but_for=pid)
@@ -59,12 +63,12 @@ class Forker:
         try:
             pid = os.fork()
         except OSError as error:
-            self._report(FAILED, run_id, error.errno or errno.EAGAIN)
+            self._report(Report.FAILED, run_id, error.errno or errno.EAGAIN)
             return
         if pid == 0:
             self._become(run_id, descriptors)
         self._runs[pid] = run_id, uid
-        self._report(STARTED, run_id, 0)
+        self._report(Report.STARTED, run_id, 0)
 
     def _become(self, run_id: int, descriptors: list[int]) -> NoReturn:
         try:
@@ -76,7 +80,7 @@ class Forker:
             self._become_program(os.pread(request, os.fstat(request).st_size, 0), standard)
         except BaseException as error:  # the boundary: nothing of the program has run, so the host is told
             with contextlib.suppress(OSError):
-                self._report(FAILED, run_id, getattr(error, "errno", None) or 0)
+                self._report(Report.FAILED, run_id, getattr(error, "errno", None) or 0)
         os._exit(255)
 
     def _reap(self) -> None:
@@ -92,7 +96,7 @@ class Forker:
                 reports.append((run_id, *outcome))
         kill_strays(self._runs, MAX_SWEEPS, spared=self._relay_pid, before_sweep=self._kill_many)
         for report in reports:
-            self._report(ENDED, *report)
+            self._report(Report.ENDED, *report)
 
     def _kill_user(self, uid: int, but_for: int | None = None) -> None:
         """Kill all processes of a user, unless another program runs as this user."""
@@ -116,3 +120,25 @@ def kill_all_of(uid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     os.setresuid(0, 0, 0)
+
+
+def main(system_call_filter: bytes) -> None:
+    """Run the agent in the first process of a container, whose standard streams are the stream to the host."""
+    has_filter = False
+    if kernel is not None and system_call_filter:
+        kernel.load_filter(system_call_filter)
+        has_filter = True
+    forget_package()
+    for_forker, for_relay = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    relay_pid = os.fork()
+    if relay_pid == 0:
+        for_forker.close()
+        Relay(0, 1, for_relay).serve(has_filter)
+        os._exit(0)
+    for_relay.close()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):  # the stream belongs to the relay alone
+        os.dup2(nothing, descriptor)
+    interpreter = None if program is None else program.Interpreter({})
+    Forker(for_forker, relay_pid, partial(become_program, interpreter)).serve()
+    os._exit(0)

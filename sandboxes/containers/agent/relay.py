@@ -14,11 +14,20 @@ import socket
 import time
 from collections import deque
 
-from sandboxes.containers.agent.forker import ENDED as FORKER_ENDED
-from sandboxes.containers.agent.forker import KILL, ORDER, REPORT, START
-from sandboxes.containers.agent.forker import STARTED as FORKER_STARTED
-from sandboxes.containers.agent.wire import ENDED, HEADER, REQUEST, Ask, End, Tell, whole_frames
-from sandboxes.containers.agent.wire import START as START_BODY
+from sandboxes.containers.agent.wire import (
+    ENDED,
+    HEADER,
+    ORDER,
+    REPORT,
+    REQUEST,
+    START,
+    Ask,
+    End,
+    Order,
+    Report,
+    Tell,
+    whole_frames,
+)
 
 CHUNK_BYTES = 65_536
 PAUSE_S = 0.01
@@ -68,11 +77,11 @@ class Relay:
         self._untold = bytearray()  # for the host
         self._tell_at_s = float("inf")  # when that must be sent at the latest
 
-    def serve(self, has: int) -> None:
+    def serve(self, has_filter: bool) -> None:
         """Relay until the host is gone."""
         self._poll.register(self._source, READABLE)
         self._poll.register(self._forker, READABLE)
-        self._tell(Tell.READY, 0, bytes([has]))
+        self._tell(Tell.READY, 0, bytes([has_filter]))
         while True:
             if time.monotonic() >= self._tell_at_s:
                 self._tell_all()
@@ -112,15 +121,15 @@ class Relay:
             run.is_stdin_ending = True
             self._feed(run)
         elif kind == Ask.KILL:
-            self._order(KILL, run, [])
+            self._order(Order.KILL, run, [])
         elif kind == Ask.MORE:
             for descriptor, stream in run.outputs.items():
                 if stream == body[0]:
                     self._poll.register(descriptor, READABLE)
 
     def _start(self, number: int, body: bytes) -> None:
-        *told, num_stdin = START_BODY.unpack_from(body)
-        end_of_stdin = START_BODY.size + max(0, num_stdin)
+        *told, num_stdin = START.unpack_from(body)
+        end_of_stdin = START.size + max(0, num_stdin)
         request = body[end_of_stdin:]
         _, uid, gid, *_ = REQUEST.unpack_from(request)
         run = Run(number, uid, *told)
@@ -130,7 +139,7 @@ class Relay:
             descriptors.append(file_of(request))
             with acting_as(uid, gid):
                 if num_stdin >= 0:
-                    stdin = file_of(body[START_BODY.size : end_of_stdin])
+                    stdin = file_of(body[START.size : end_of_stdin])
                 else:
                     stdin, run.stdin = os.pipe()
                 descriptors.append(stdin)
@@ -148,7 +157,7 @@ class Relay:
                 self._run_of[descriptor] = run
         for descriptor in run.outputs:
             self._poll.register(descriptor, READABLE)
-        self._order(START, run, descriptors)
+        self._order(Order.START, run, descriptors)
 
     def _refuse(self, run: Run, descriptors: list[int], error: OSError) -> None:
         self._runs.pop(run.number, None)
@@ -240,7 +249,7 @@ class Relay:
     def _stop(self, run: Run, reason: End) -> None:
         run.end = run.end or reason
         run.deadline_s = float("inf")
-        self._order(KILL, run, [])
+        self._order(Order.KILL, run, [])
 
     def _end_late_runs(self) -> None:
         now_s = time.monotonic()
@@ -266,14 +275,14 @@ class Relay:
                 self._on_report(*REPORT.unpack(report))
 
     def _on_report(self, kind: int, number: int, value: int, cpu_us: int, peak_bytes: int) -> None:
-        if kind == FORKER_STARTED:
+        if kind == Report.STARTED:
             self._on_start(number)
             return
         run = self._runs.pop(number, None)
         if run is None:
             return  # it failed already: we heard from its child before the forker saw it end
         counted = [counter.read() - before for counter, before in zip(self._counters, run.counted, strict=True)]
-        if kind != FORKER_ENDED:
+        if kind != Report.ENDED:
             if value != errno.EAGAIN or not counted[1]:
                 self._close(run)
                 self._tell(Tell.FAILED, number, bytes([value & 0xFF]))
