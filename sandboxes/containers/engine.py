@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 
 import docker
 import requests
-from docker.errors import APIError, DockerException, ImageNotFound, NotFound
+from docker.errors import APIError, DockerException, NotFound
 
 from areal_agent.errors import SandboxError
 
@@ -51,7 +51,8 @@ class Image:
     id: str
     num_bytes: int  # of all its layers
     env: Mapping[str, str]
-    volumes: tuple[str, ...] = ()  # paths that it declares as volumes
+    labels: Mapping[str, str]
+    volumes: tuple[str, ...]  # paths that it declares as volumes
 
 
 class Engine:
@@ -88,33 +89,30 @@ class Engine:
         except SandboxError:
             return False
 
-    async def image(self, name: str) -> Image:
-        """Look an image up; SandboxError when it is not on this machine, as none is fetched."""
-        try:
-            found = await self._call(lambda: self._client.inspect_image(name))
-        except SandboxError as error:
-            if not isinstance(error.__cause__, ImageNotFound):
-                raise
-            raise SandboxError(
-                f"there is no image {name!r} on this machine, and images are not fetched; build it "
-                "(`python -m sandboxes image` makes the default one) or `docker pull` it"
-            ) from None
+    async def find_image(self, name: str) -> Image | None:
+        """Look an image up; None when it is not on this machine."""
+        found = await self._find(lambda: self._client.inspect_image(name))
+        if found is None:
+            return None
         config = found.get("Config") or {}
         pairs = (text.partition("=") for text in config.get("Env") or ())
         return Image(
             id=found["Id"],
             num_bytes=found["Size"],
             env={name: value for name, _, value in pairs},
+            labels=config.get("Labels") or {},
             volumes=tuple(config.get("Volumes") or ()),
         )
 
-    async def has_image(self, name: str) -> bool:
-        return bool(await self._call(lambda: self._client.images(name)))
-
-    async def label_of_image(self, name: str, label: str) -> str | None:
-        """Return an image's label; None where there is no such image or label."""
-        found = await self._call(lambda: self._client.images(name))
-        return (found[0].get("Labels") or {}).get(label) if found else None
+    async def image(self, name: str) -> Image:
+        """Look an image up; SandboxError when it is not on this machine, as none is fetched."""
+        found = await self.find_image(name)
+        if found is None:
+            raise SandboxError(
+                f"there is no image {name!r} on this machine, and images are not fetched; build it "
+                "(`python -m sandboxes image` makes the default one) or `docker pull` it"
+            )
+        return found
 
     async def import_image(self, files: Path, name: str, labels: Mapping[str, str]) -> None:
         """Make an image of one layer from a tar of its root folder."""
@@ -142,6 +140,10 @@ class Engine:
             if any(sign in str(error) for sign in SIGNS_OF_NO_PROGRAM):
                 raise NoSuchProgram(str(error)) from error
             raise
+
+    async def find_container(self, container: str) -> Mapping[str, Any] | None:
+        """Return the engine's description of a container; None when it is gone."""
+        return await self._find(lambda: self._client.inspect_container(container))
 
     async def limit(self, container: str, limits: Mapping[str, Any]) -> None:
         """Change the bounds on all of a running container."""
@@ -191,6 +193,14 @@ class Engine:
             return await asyncio.open_unix_connection(sock=await asyncio.shield(taking))
         except asyncio.CancelledError:
             taking.add_done_callback(lambda taken: taken.cancelled() or taken.exception() or taken.result().close())
+            raise
+
+    async def _find(self, look: Callable[[], Answer]) -> Answer | None:
+        try:
+            return await self._call(look)
+        except SandboxError as error:
+            if isinstance(error.__cause__, NotFound):
+                return None
             raise
 
     async def _call(self, act: Callable[[], Answer]) -> Answer:
