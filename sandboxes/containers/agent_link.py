@@ -3,18 +3,15 @@
 What comes out of a container is not trusted: a malformed frame, or more output than was allowed, ends the container.
 
 The agent gets into a container through a command line (`COMMAND`) that reads modules from its standard input
-(`boot_data`). So an image needs a python3 and nothing of ours, and a container always has its host's agent. A Python of
-the host's own version is spared the compilation, some 12 ms.
+(`boot_data`). So an image needs a python3 and nothing of ours, and a container always has its host's agent.
 """
 
 import asyncio
 import contextlib
 import errno
-import marshal
 import os
 import struct
 from collections.abc import Callable
-from importlib.util import MAGIC_NUMBER
 from pathlib import Path
 
 from areal_agent.errors import SandboxError
@@ -54,17 +51,26 @@ class AgentEnd:
 
 
 class AgentRun:
-    """One run. `ended` raises SandboxError when the container could not run it to its end."""
+    """One run, to be started by a link. `ended` raises SandboxError when the container could not run it to its end.
 
-    def __init__(self, number: int, wall_s: float, on_output: Callable[[Tell, bytes], None]) -> None:
-        self.number = number
-        self.wall_s = wall_s  # from its start; 0: no deadline
-        self.on_output = on_output  # takes a chunk of stdout or stderr; an empty one means closed
+    `wall_s` counts from the program's start; 0 is no deadline. `on_output` takes chunks of stdout and stderr; an empty
+    one means that the program has closed it.
+    """
+
+    def __init__(self, wall_s: float, on_output: Callable[[Tell, bytes], None]) -> None:
+        self.wall_s = wall_s
+        self.on_output = on_output
+        self.number = 0  # set at its start
         self.ended: asyncio.Future[AgentEnd] = asyncio.get_running_loop().create_future()
         self.taken: asyncio.Future[bool] | None = None  # whether stdin took what it was given
         self.is_killed = False
         self.has_started = False
-        self.timer: asyncio.TimerHandle | None = None  # for the next step if nothing is heard of the run
+        self._timer: asyncio.TimerHandle | None = None  # for the next step if nothing is heard of the run
+
+    def set_timer(self, timer: asyncio.TimerHandle | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = timer
 
 
 class AgentLink:
@@ -102,58 +108,45 @@ class AgentLink:
             raise SandboxError(f"the agent of a container did not start within {READY_TIMEOUT_S:g} s") from None
 
     async def start(
-        self,
-        request: bytes,
-        *,
-        wall_s: float,
-        output_bytes: int,
-        is_paced: bool,
-        on_output: Callable[[Tell, bytes], None],
-        stdin: bytes | None = None,
-    ) -> AgentRun:
+        self, run: AgentRun, request: bytes, *, output_bytes: int, is_paced: bool, stdin: bytes | None = None
+    ) -> None:
         """Start a run; waits while many are on their way.
 
-        `request` is what `agent/program.py` reads. `wall_s` counts from the program's start; 0 is no deadline, and
-        `output_bytes` of -1 no bound. `stdin` is all of it, at most `CHUNK_BYTES`; None: it comes by `feed` or `offer`.
+        `request` is what `agent/program.py` reads. `output_bytes` of -1 is no bound. With `is_paced`, a chunk of output
+        comes once `Ask.MORE` asked for it. `stdin` is all of it, at most `CHUNK_BYTES`; None: it comes by `feed` or
+        `offer`.
         """
         await self._room.acquire()
         if not self.is_alive:
             self._room.release()
             raise SandboxError("the container of this sandbox is gone, and its files with it; acquire another")
-        run = AgentRun(self._next_number, wall_s, on_output)
+        run.number = self._next_number
         self._next_number += 1
         self._runs[run.number] = run
         num_stdin = -1 if stdin is None else len(stdin)
-        self._ask(Ask.START, run, START.pack(wall_s, output_bytes, is_paced, num_stdin) + (stdin or b"") + request)
+        self.ask(Ask.START, run, START.pack(run.wall_s, output_bytes, is_paced, num_stdin) + (stdin or b"") + request)
         self._expect(run)
-        return run
 
     async def feed(self, run: AgentRun, data: bytes) -> None:
         """Send all of stdin, then close it."""
         for at in range(0, len(data), CHUNK_BYTES):
             if at:
                 await self._drain(run)
-            self._ask(Ask.STDIN, run, data[at : at + CHUNK_BYTES])
-        self._ask(Ask.CLOSE_STDIN, run)
+            self.ask(Ask.STDIN, run, data[at : at + CHUNK_BYTES])
+        self.ask(Ask.CLOSE_STDIN, run)
 
     async def offer(self, run: AgentRun, data: bytes) -> bool:
         """Send some of stdin, one call at a time; return whether it was taken, rather than having lost its reader."""
         run.taken = asyncio.get_running_loop().create_future()
-        self._ask(Ask.STDIN, run, data)
+        self.ask(Ask.STDIN, run, data)
         await asyncio.wait([run.taken, run.ended], return_when=asyncio.FIRST_COMPLETED)
         return run.taken.done() and run.taken.result()
-
-    def close_stdin(self, run: AgentRun) -> None:
-        self._ask(Ask.CLOSE_STDIN, run)
-
-    def let_more(self, run: AgentRun, stream: Tell) -> None:
-        self._ask(Ask.MORE, run, bytes([stream]))
 
     def kill(self, run: AgentRun) -> None:
         """Kill a run; harmless when it has ended. The container is given up if the run does not die."""
         if run.number in self._runs and not run.is_killed:
             run.is_killed = True
-            self._ask(Ask.KILL, run)
+            self.ask(Ask.KILL, run)
             self._expect(run)
 
     async def aclose(self) -> None:
@@ -180,7 +173,8 @@ class AgentLink:
             with contextlib.suppress(ConnectionError):
                 await self._writer.drain()
 
-    def _ask(self, kind: Ask, run: AgentRun, body: bytes = b"") -> None:
+    def ask(self, kind: Ask, run: AgentRun, body: bytes = b"") -> None:
+        """Send a frame about a run, unless the run has ended."""
         if run.number not in self._runs:
             return
         if not self._unsent:
@@ -196,7 +190,7 @@ class AgentLink:
 
     def _expect(self, run: AgentRun, num_silences: int = 0) -> None:
         """Expect the run's start or, once it is killed, its end."""
-        set_timer(run, self._loop.call_later(self._silence_s, self._on_silence, run, self._num_heard, num_silences))
+        run.set_timer(self._loop.call_later(self._silence_s, self._on_silence, run, self._num_heard, num_silences))
 
     def _on_silence(self, run: AgentRun, num_heard: int, num_silences: int) -> None:
         if self._num_heard != num_heard and num_silences + 1 < MAX_SILENCES:
@@ -212,11 +206,11 @@ class AgentLink:
         self._room.release()
         if not run.is_killed:
             is_timed = bool(run.wall_s)
-            set_timer(run, self._loop.call_later(run.wall_s + DEADLINE_GRACE_S, self.kill, run) if is_timed else None)
+            run.set_timer(self._loop.call_later(run.wall_s + DEADLINE_GRACE_S, self.kill, run) if is_timed else None)
 
     def _settle(self, run: AgentRun, outcome: AgentEnd | SandboxError) -> None:
         """Give a run, which was removed from `_runs`, its outcome, unless its waiter has gone."""
-        set_timer(run, None)
+        run.set_timer(None)
         if not run.has_started:
             self._room.release()
         settle(run.ended, outcome)
@@ -275,13 +269,6 @@ class AgentLink:
         settle(self._ready, SandboxError(f"a container did not start: {reason}"))
 
 
-def set_timer(run: AgentRun, timer: asyncio.TimerHandle | None) -> None:
-    """Replace the timer of a run."""
-    if run.timer is not None:
-        run.timer.cancel()
-    run.timer = timer
-
-
 def refusal(number: int) -> SandboxError:
     """Return the error for a program that could not be set up."""
     hint = "; there are too many processes in this sandbox" if number == errno.EAGAIN else ""
@@ -300,9 +287,9 @@ MODULES = (
     "containers.agent.forker",
 )
 """In the order of their imports. `kernel` and `program` fail where Python has no `ctypes`; the agent does without."""
-PACKAGES = ("", "inner", "containers", "containers.agent")
+PACKAGES = ("sandboxes", "sandboxes.inner", "sandboxes.containers", "sandboxes.containers.agent")
 READER = """
-import marshal, os, sys, types
+import os, sys, types
 def take(size):
     data = b""
     while len(data) < size:
@@ -315,32 +302,22 @@ while data:
     end = 4 + int.from_bytes(data[:4], "big")
     texts.append(data[4:end])
     data = data[end:]
-configuration, version, *texts = texts
-is_same = getattr(sys.modules.get("_frozen_importlib_external"), "MAGIC_NUMBER", b"") == version
-for name, source, code in zip(texts[::3], texts[1::3], texts[2::3]):
+system_call_filter, *texts = texts
+for name, source in zip(texts[::2], texts[1::2]):
     name = name.decode()
     module = sys.modules[name] = types.ModuleType(name)
     module.__path__, module.__file__ = [], name
-    try: exec(marshal.loads(code) if is_same else compile(source, name, "exec"), module.__dict__)
+    try: exec(compile(source, name, "exec"), module.__dict__)
     except ImportError: del sys.modules[name]
-sys.modules["sandboxes.containers.agent.forker"].main(configuration)
+sys.modules["sandboxes.containers.agent.forker"].main(system_call_filter)
 """
 COMMAND = ("python3", "-I", "-S", "-X", "utf8", "-c", READER)
 
 
-def boot_data(system_call_filter: bytes, version: bytes = MAGIC_NUMBER) -> bytes:
-    """Return what `COMMAND` reads first. A Python whose bytecode version is `version` takes what is compiled here."""
-    texts = [system_call_filter, version]
-    for package in PACKAGES:
-        texts += module_texts(f"sandboxes.{package}".rstrip("."), b"")
+def boot_data(system_call_filter: bytes) -> bytes:
+    """Return what `COMMAND` reads first."""
+    sources = {name: b"" for name in PACKAGES}
     for module in MODULES:
-        path = PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
-        texts += module_texts(f"sandboxes.{module}", path.read_bytes())
-    data = pack(*texts)
+        sources[f"sandboxes.{module}"] = PACKAGE.joinpath(*module.split(".")).with_suffix(".py").read_bytes()
+    data = pack(system_call_filter, *(text for name, source in sources.items() for text in (name.encode(), source)))
     return len(data).to_bytes(4, "big") + data
-
-
-def module_texts(name: str, source: bytes) -> list[bytes]:
-    """Return a module's name, its source, and its code without docstrings."""
-    code = compile(source, name, "exec", dont_inherit=True, optimize=2)
-    return [name.encode(), source, marshal.dumps(code)]

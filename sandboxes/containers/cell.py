@@ -11,12 +11,12 @@ import os
 import posixpath
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Self
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Process, Program
-from sandboxes.containers.agent.wire import EXECUTABLE, FILE, FOLDER, REQUEST, End, Operation, Tell, pack, unpack
+from sandboxes.containers.agent.wire import EXECUTABLE, FILE, FOLDER, REQUEST, Ask, End, Operation, Tell, pack, unpack
 from sandboxes.containers.agent_link import CHUNK_BYTES, AgentEnd, AgentLink, AgentRun
 from sandboxes.containers.confinement import SharedBounds, User
 from sandboxes.containers.engine import Engine, frames
@@ -59,40 +59,20 @@ class Chunks:
 
 
 class ContainerProcess:
-    """A program that the host talks with. Make it with `start`."""
+    """A program that the host talks with, once it was started."""
 
-    def __init__(self, link: AgentLink, limits: Limits) -> None:
+    def __init__(self, link: AgentLink, limits: Limits, *, is_timed: bool) -> None:
         self._link = link
         self._limits = limits
-        self._run: AgentRun | None = None
         self._writing = asyncio.Lock()
-        self._chunks = {stream: self._new_chunks(stream) for stream in (Tell.STDOUT, Tell.STDERR)}
+        self.run = AgentRun(limits.wall_s if is_timed else 0, self._on_output)
+        self.stdout = Chunks(lambda: link.ask(Ask.MORE, self.run, bytes([Tell.STDOUT])))
+        self.stderr = Chunks(lambda: link.ask(Ask.MORE, self.run, bytes([Tell.STDERR])))
 
-    @classmethod
-    async def start(cls, link: AgentLink, request: bytes, limits: Limits, *, is_timed: bool) -> Self:
-        process = cls(link, limits)
-        process._run = run = await link.start(
-            request,
-            wall_s=limits.wall_s if is_timed else 0,
-            output_bytes=-1,
-            is_paced=True,
-            on_output=process._on_output,
-        )
-        run.ended.add_done_callback(process._on_end)
-        return process
-
-    @property
-    def run(self) -> AgentRun:
-        assert self._run is not None
-        return self._run
-
-    @property
-    def stdout(self) -> AsyncIterator[bytes]:
-        return self._chunks[Tell.STDOUT]
-
-    @property
-    def stderr(self) -> AsyncIterator[bytes]:
-        return self._chunks[Tell.STDERR]
+    async def start(self, request: bytes) -> Self:
+        await self._link.start(self.run, request, output_bytes=-1, is_paced=True)
+        self.run.ended.add_done_callback(self._on_end)
+        return self
 
     async def write(self, data: bytes) -> None:
         async with self._writing:
@@ -100,7 +80,7 @@ class ContainerProcess:
                 raise BrokenPipeError("the program no longer reads its stdin")
 
     async def close_stdin(self) -> None:
-        self._link.close_stdin(self.run)
+        self._link.ask(Ask.CLOSE_STDIN, self.run)
 
     async def wait(self) -> ExecResult:
         end = await asyncio.shield(self.run.ended)
@@ -110,17 +90,14 @@ class ContainerProcess:
         self._link.kill(self.run)
         await asyncio.shield(self.run.ended)
 
-    def _new_chunks(self, stream: Tell) -> Chunks:
-        return Chunks(lambda: self._link.let_more(self.run, stream))
-
     def _on_output(self, stream: Tell, data: bytes) -> None:
-        chunks = self._chunks[stream]
+        chunks = self.stdout if stream is Tell.STDOUT else self.stderr
         chunks.put(data)
         if chunks.num_bytes > MAX_WAITING_BYTES:
             self._link.fail("it sends output that nobody asked for")
 
     def _on_end(self, _ended: object) -> None:
-        for chunks in self._chunks.values():
+        for chunks in (self.stdout, self.stderr):
             chunks.put(b"")
 
 
@@ -213,7 +190,7 @@ class AgentCell:
         request = self._request(program, limits, is_timed=is_timed)
         await self._bounds.hold(limits)
         try:
-            process = await ContainerProcess.start(self._link, request, limits, is_timed=is_timed)
+            process = await ContainerProcess(self._link, limits, is_timed=is_timed).start(request)
         except BaseException:
             self._bounds.release()
             raise
@@ -260,14 +237,8 @@ class AgentCell:
             output[stream].append(data)
 
         is_short = len(stdin) <= CHUNK_BYTES
-        run = await self._link.start(
-            request,
-            wall_s=limits.wall_s,
-            output_bytes=limits.output_bytes,
-            is_paced=False,
-            on_output=keep,
-            stdin=stdin if is_short else None,
-        )
+        run = AgentRun(limits.wall_s, keep)
+        await self._link.start(run, request, output_bytes=room, is_paced=False, stdin=stdin if is_short else None)
         try:
             if not is_short:
                 await self._link.feed(run, stdin)

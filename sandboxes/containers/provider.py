@@ -228,7 +228,7 @@ async def open_tunnel(link: AgentLink, spec: CellSpec) -> NetworkTunnel | None:
         return None
     limits = Limits(open_files=TUNNEL_OPEN_FILES)
     request = program_request(Program(source=TUNNEL_SOURCE), {}, tunnel_user(spec), limits, is_timed=False)
-    return await NetworkTunnel.start(await ContainerProcess.start(link, request, limits, is_timed=False), spec.network)
+    return await NetworkTunnel.start(await ContainerProcess(link, limits, is_timed=False).start(request), spec.network)
 
 
 async def start_keeper(socket_path: str, label: str) -> asyncio.subprocess.Process:

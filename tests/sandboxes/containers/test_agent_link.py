@@ -23,7 +23,7 @@ from areal_agent.errors import SandboxError
 from sandboxes.base import Program
 from sandboxes.cgroups import Bounds
 from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, Ask, Tell, pack, unpack
-from sandboxes.containers.agent_link import MAX_ON_THE_WAY, AgentEnd, AgentLink
+from sandboxes.containers.agent_link import MAX_ON_THE_WAY, AgentEnd, AgentLink, AgentRun
 from sandboxes.containers.cell import AgentCell
 from sandboxes.containers.confinement import SharedBounds, User
 from sandboxes.spec import Limits
@@ -174,7 +174,8 @@ async def test_so_many_are_on_their_way(tmp_path: Path) -> None:
         link = AgentLink(*await asyncio.open_unix_connection(path))
 
         async def run() -> AgentEnd:
-            run = await link.start(b"", wall_s=0, output_bytes=-1, is_paced=False, on_output=lambda *_: None)
+            run = AgentRun(0, lambda *_: None)
+            await link.start(run, b"", output_bytes=-1, is_paced=False)
             return await run.ended
 
         ends = await asyncio.gather(*(run() for _ in range(MAX_ON_THE_WAY + 1)))
