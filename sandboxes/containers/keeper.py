@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 import urllib.parse
+from contextlib import closing
 
 PATIENCE_S = 25.0
 PAUSE_S = 0.5
@@ -18,26 +19,13 @@ NUM_CLEAN_LOOKS = 3
 """
 
 
-class UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__("engine", timeout=PATIENCE_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(PATIENCE_S)
-        self.sock.connect(self._path)
-
-
 def ask(path: str, method: str, target: str) -> bytes:
-    connection = UnixConnection(path)
-    try:
+    with closing(http.client.HTTPConnection("engine")) as connection:
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.settimeout(PATIENCE_S)
+        connection.sock.connect(path)
         connection.request(method, target)
         return connection.getresponse().read()
-    finally:
-        connection.close()
 
 
 def remove_all(path: str, label: str) -> int:

@@ -45,11 +45,8 @@ class NetworkTunnel:
     @classmethod
     async def start(cls, process: ContainerProcess, network: Network) -> Self:
         tunnel = cls(process, network)
-        try:
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                await asyncio.wait([tunnel._ready, tunnel._task], return_when=asyncio.FIRST_COMPLETED)
-        except TimeoutError:
-            await tunnel.aclose()
+        started = [tunnel._ready, tunnel._task]
+        await asyncio.wait(started, timeout=READY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         if not tunnel._ready.done():
             await tunnel.aclose()
             raise SandboxError("the way to the network could not be opened in a container")

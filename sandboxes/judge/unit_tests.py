@@ -127,7 +127,7 @@ def names_of(hello: Mapping[str, Any]) -> Names | None:
         return None
     for kind in cast(dict[str, Any], names).values():
         match kind:
-            case [str(), list(bases)] if all(isinstance(base, str) for base in cast(list[Any], bases)):
+            case [str(), [*bases]] if all(isinstance(base, str) for base in bases):
                 continue
             case _:
                 return None

@@ -61,7 +61,7 @@ def become_program(interpreter: "Interpreter | None", request: bytes, standard: 
         run_executable(arguments, variables)
     elif operation == Operation.SOURCE:
         run_python(interpreter, arguments[0], variables)
-    serve_files(operation, arguments)
+    serve_files(operation, arguments[0], int(arguments[1]))
 
 
 def run_python(interpreter: "Interpreter | None", source: bytes, env: dict[bytes, bytes]) -> NoReturn:
@@ -72,16 +72,15 @@ def run_python(interpreter: "Interpreter | None", source: bytes, env: dict[bytes
     program.run_source(interpreter, source.decode(errors="surrogatepass"), variables)
 
 
-def serve_files(operation: int, arguments: list[bytes]) -> NoReturn:
+def serve_files(operation: int, path: bytes, max_bytes: int) -> NoReturn:
     """Handle files; the exit code is the errno."""
-    path = arguments[0]
     try:
         if operation == Operation.WRITE:
             receive_files(path, 0)
         elif operation == Operation.READ:
-            send_file(path, int(arguments[1]), 1)
+            send_file(path, max_bytes, 1)
         else:
-            send_tree(path, int(arguments[1]), 1)
+            send_tree(path, max_bytes, 1)
     except OSError as error:
         os._exit(error.errno or 255)
     os._exit(0)

@@ -111,53 +111,45 @@ def exception_from(kind: type[BaseException], message: str) -> BaseException:
         return error
 
 
+def remote(target: "RemoteObject", act: str, *args: Any) -> Any:
+    program, key = object.__getattribute__(target, "_remote")
+    return program.do(act, key, *args)
+
+
+def sends(act: str) -> Any:
+    """Return a method that has the program do this."""
+
+    def method(self: "RemoteObject", *args: Any) -> Any:
+        return remote(self, act, *args)
+
+    return method
+
+
 class RemoteObject:
     """An object of the program. It is compared by identity, never by what it says."""
 
     _remote: tuple[Program, str]
+
+    __setattr__ = sends("set")
+    __len__ = sends("len")
+    __bool__ = sends("truth")
+    __str__ = sends("str")
+    __repr__ = sends("repr")
+    __getitem__ = sends("item")
+    __setitem__ = sends("set_item")
+    __delitem__ = sends("delete_item")
+    __next__ = sends("next")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return remote(self, "get", name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        remote(self, "set", name, value)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return remote(self, "call", args, kwargs)
 
-    def __len__(self) -> int:
-        return remote(self, "len")
-
-    def __bool__(self) -> bool:
-        return remote(self, "truth")
-
-    def __str__(self) -> str:
-        return remote(self, "str")
-
-    def __repr__(self) -> str:
-        return remote(self, "repr")
-
-    def __getitem__(self, key: Any) -> Any:
-        return remote(self, "item", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        remote(self, "set_item", key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        remote(self, "delete_item", key)
-
     def __iter__(self) -> Iterator[Any]:
         return iter(remote(self, "items"))
-
-    def __next__(self) -> Any:
-        return remote(self, "next")
-
-
-def remote(target: RemoteObject, act: str, *args: Any) -> Any:
-    program, key = object.__getattribute__(target, "_remote")
-    return program.do(act, key, *args)
 
 
 def stand_in(name: str, program: Program, names: dict[str, Any]) -> types.ModuleType:
@@ -269,10 +261,6 @@ class ToldResult(unittest.TestResult):
             self._details[index] = detail[-MAX_DETAIL:]
 
 
-def collect(files: list[str]) -> unittest.TestSuite:
-    return unittest.TestSuite(suite_of(load(path)) for path in files)
-
-
 def load(path: str) -> types.ModuleType:
     name = path.removesuffix(".py").replace("/", ".")
     spec = importlib.util.spec_from_file_location(name, path)
@@ -300,21 +288,21 @@ def plain_test(function: Any) -> unittest.TestCase:
     return unittest.FunctionTestCase(function)
 
 
-def flat(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
+def judged(suite: unittest.TestSuite, tests: list[unittest.TestCase]) -> unittest.TestSuite:
+    """Return the suite of the tests that count, those not marked to be skipped, and add these to `tests`.
+
+    They stay in the suites of their classes, which set up and tear down what a class or module shares.
+    """
+    kept = unittest.TestSuite()
     for test in suite:
         if isinstance(test, unittest.TestSuite):
-            yield from flat(test)
-        else:
-            yield test
-
-
-def judged(suite: unittest.TestSuite) -> list[unittest.TestCase]:
-    """Return the tests that count: those that are not marked to be skipped."""
-    tests = [test for test in flat(suite) if not marked(test, "__unittest_skip__")]
-    for test in tests:
-        if marked(test, "__unittest_expecting_failure__"):
-            raise Refused(f"{test.id()} is expected to fail; what passes it cannot be told from what does not")
-    return tests
+            kept.addTest(judged(test, tests))
+        elif not marked(test, "__unittest_skip__"):
+            if marked(test, "__unittest_expecting_failure__"):
+                raise Refused(f"{test.id()} is expected to fail; what passes it cannot be told from what does not")
+            kept.addTest(test)
+            tests.append(test)
+    return kept
 
 
 def marked(test: unittest.TestCase, mark: str) -> bool:
@@ -330,8 +318,8 @@ def main() -> None:
     program = Program(wire.ask)
     sys.modules[order["module"]] = stand_in(order["module"], program, order["names"])
     try:
-        suite = collect(order["files"])
-        tests = judged(suite)
+        tests: list[unittest.TestCase] = []
+        suite = judged(unittest.TestSuite(suite_of(load(path)) for path in order["files"]), tests)
     except BaseException as error:  # the boundary: test files are foreign code
         why = "".join(traceback.format_exception_only(error)).strip()
         # A missing module is the tests' own fault; an assertion may fail because of a value that the program gave.
@@ -340,14 +328,8 @@ def main() -> None:
         wire.tell({"broken": program.refused or why, "is_ours": is_ours})
         return
     wire.tell({"tests": [test.id().rpartition(".")[2] for test in tests]})
-    # Run them in the suites of their classes, which set up and tear down what a class or module shares.
-    only(suite, {id(test) for test in tests}).run(ToldResult(wire, program, tests))
+    suite.run(ToldResult(wire, program, tests))
     wire.tell({"done": True})
-
-
-def only(suite: unittest.TestSuite, kept: set[int]) -> unittest.TestSuite:
-    inner = [only(test, kept) if isinstance(test, unittest.TestSuite) else test for test in suite]
-    return unittest.TestSuite(test for test in inner if isinstance(test, unittest.TestSuite) or id(test) in kept)
 
 
 if __name__ == "__main__":
