@@ -172,7 +172,17 @@ class Engine:
 
     async def remove(self, container: str) -> None:
         """Kill and remove a container; returns when it is gone. Harmless when it is."""
-        await self._call(lambda: remove_and_wait(self._client, container))
+
+        def remove_and_wait() -> None:
+            try:
+                self._client.remove_container(container, force=True, v=True)
+            except APIError as error:
+                if error.status_code != CONFLICT:
+                    raise
+                # somebody else removes it already
+                self._client.wait(container, condition="removed", timeout=CALL_TIMEOUT_S)
+
+        await self._find(remove_and_wait)
 
     async def containers(self, label: str) -> list[Mapping[str, Any]]:
         """Return all containers that bear a label, running or not."""
@@ -196,6 +206,7 @@ class Engine:
             raise
 
     async def _find(self, look: Callable[[], Answer]) -> Answer | None:
+        """Run `look` in a thread; None where the engine has no such thing."""
         try:
             return await self._call(look)
         except SandboxError as error:
@@ -234,17 +245,6 @@ def knock(path: str) -> None:
             door.connect(path)
         except OSError as error:
             raise requests.ConnectionError(f"{path}: {error}") from error
-
-
-def remove_and_wait(client: Any, container: str) -> None:
-    """Kill and remove a container; blocks until it is gone."""
-    with contextlib.suppress(NotFound):
-        try:
-            client.remove_container(container, force=True, v=True)
-        except APIError as error:
-            if error.status_code != CONFLICT:
-                raise
-            client.wait(container, condition="removed", timeout=CALL_TIMEOUT_S)  # somebody else removes it already
 
 
 async def frames(reader: asyncio.StreamReader) -> AsyncGenerator[tuple[bool, bytes], None]:

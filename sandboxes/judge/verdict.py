@@ -4,6 +4,7 @@ Cases are texts in and out, calls with JSON in and out, or files of unit tests.
 """
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,6 +15,7 @@ from sandboxes.spec import ExecResult
 
 MAX_TEXT = 1_000
 """The number of characters of output, and of detail, that a verdict keeps per case."""
+TEST_FILE = re.compile(r"(.*/)?(test[^/]*|[^/]*_test)\.py", re.DOTALL)
 
 
 class Outcome(StrEnum):
@@ -197,12 +199,7 @@ class UnitTests:
     @property
     def test_files(self) -> list[str]:
         """The files that hold tests, in order."""
-        names = {path: path.rpartition("/")[2] for path in self.files}
-        return [
-            path
-            for path, name in names.items()
-            if name.endswith("_test.py") or (name.startswith("test") and name.endswith(".py"))
-        ]
+        return [path for path in self.files if TEST_FILE.fullmatch(path)]
 
 
 def takes_all_names(source: str, module: str) -> bool:
