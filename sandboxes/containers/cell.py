@@ -127,7 +127,7 @@ def program_request(program: Program, env: Mapping[str, str], user: User, limits
     else:  # unchecked: its interpreter reports what is not Python, even half a character
         operation, arguments = Operation.SOURCE, [program.source.encode(errors="surrogatepass")]
     cpu_s = limits.max_cpu_s if is_timed else 0
-    head = REQUEST.pack(operation, user.uid, user.gid, cpu_s, -1, limits.file_bytes, limits.open_files)
+    head = REQUEST.pack(operation, user.uid, user.gid, cpu_s, limits.file_bytes, limits.open_files)
     variables = [encoded(f"{name}={value}") for name, value in env.items()]
     return head + pack(folder_of(program.cwd), pack(*variables), *arguments)
 
@@ -231,7 +231,7 @@ class AgentCell:
 
     async def _do_files(self, operation: Operation, name: bytes, path: str, max_bytes: int, data: bytes = b"") -> bytes:
         """Do something with the file or folder `name`; the errno, which the exit code holds, is raised as OSError."""
-        head = REQUEST.pack(operation, self.user.uid, self.user.gid, 0, -1, UNBOUNDED, MAX_FILE_DESCRIPTORS)
+        head = REQUEST.pack(operation, self.user.uid, self.user.gid, 0, UNBOUNDED, MAX_FILE_DESCRIPTORS)
         request = head + pack(b".", b"", name, b"%d" % max_bytes)
         slack = 64 * 1024  # for the packing
         limits = Limits(wall_s=FILES_TIMEOUT_S, output_bytes=max_bytes * 2 + slack)

@@ -14,7 +14,6 @@ import asyncio
 import posixpath
 import re
 import secrets
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -214,35 +213,17 @@ class SharedBounds:
 
 OWNER_LABEL = "areal-agent.sandboxes.owner"
 HOLDER_LABEL = "areal-agent.sandboxes.holder"
-LEASE_LABEL = "areal-agent.sandboxes.lease"
-START_LEASE_S = 600.0
-"""How long a container may stay unstarted. After that it counts as abandoned, even if its maker cannot be identified.
-"""
 
 
 class Ownership:
-    """The labels of one provider's containers."""
+    """The labels of one provider's containers. `filter` is one that no other provider's containers have."""
 
     def __init__(self) -> None:
-        self._owner = own_tag()
-        self._holder = secrets.token_hex(8)
-
-    @property
-    def filter(self) -> str:
-        """A label that this provider's containers have, and no others."""
-        return f"{HOLDER_LABEL}={self._holder}"
-
-    def labels(self) -> dict[str, str]:
-        return {
-            OWNER_LABEL: self._owner,
-            HOLDER_LABEL: self._holder,
-            LEASE_LABEL: str(int(time.time() + START_LEASE_S)),
-        }
+        holder = secrets.token_hex(8)
+        self.labels = {OWNER_LABEL: own_tag(), HOLDER_LABEL: holder}
+        self.filter = f"{HOLDER_LABEL}={holder}"
 
 
 def is_orphan(container: Mapping[str, Any]) -> bool:
-    """Return whether a container's maker is known to be dead, or it was never started and its lease has expired."""
-    labels = container.get("Labels") or {}
-    lease = labels.get(LEASE_LABEL, "")
-    is_over = container.get("State") == "created" and lease.isdecimal() and int(lease) < time.time()
-    return is_over or is_abandoned(labels.get(OWNER_LABEL, ""))
+    """Return whether the maker of a container is known to be dead."""
+    return is_abandoned((container.get("Labels") or {}).get(OWNER_LABEL, ""))

@@ -120,12 +120,10 @@ def files_of(folder: Path | None) -> list[Entry]:
 
 
 def dockerfile_of(files: list[Entry]) -> str:
-    found = next((entry.data for entry in files if entry.path == DOCKERFILE and entry.data is not None), None)
-    if found is not None:
-        return found.decode(errors="replace")
     if not files:
         raise SandboxError("there is nothing to build: give a folder, or the text of a Dockerfile")
-    return FILES_ONLY
+    own = next((entry.data for entry in files if entry.path == DOCKERFILE and entry.data is not None), None)
+    return FILES_ONLY if own is None else own.decode(errors="replace")
 
 
 ALLOWED = ("FROM", "RUN", "COPY", "ENV", "ARG", "WORKDIR", "USER", "LABEL", "SHELL", "CMD", "ENTRYPOINT")

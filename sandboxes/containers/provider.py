@@ -134,7 +134,7 @@ class DockerProvider:
         return await self._create_of(image, spec, has_agent=False)
 
     async def _create_of(self, image: Image, spec: CellSpec, *, has_agent: bool) -> ContainerCell:
-        command, labels = COMMAND if has_agent else PLAIN_COMMAND, self.ownership.labels()
+        command, labels = COMMAND if has_agent else PLAIN_COMMAND, self.ownership.labels
         config = container_config(spec, image=image.id, command=command, labels=labels, is_agent=has_agent)
         container = await self._engine.create(config)
 

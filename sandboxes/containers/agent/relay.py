@@ -50,6 +50,7 @@ class Run:
         self.deadline_s = float("inf")  # `wall_s` after its start
         self.room = room  # bytes that it may still print; -1: unbounded
         self.is_paced = is_paced  # whether a chunk goes to the host only once the last was taken
+        self.pause_s = 0.0 if is_paced else PAUSE_S  # who talks with the program is told at once
         self.end = End.ITSELF
         self.is_cut = False  # whether it printed more than it may
         self.counted: list[int] = []  # the container's counters at its start
@@ -237,7 +238,7 @@ class Relay:
         if run.room >= 0:
             run.room -= len(data)
         if data:
-            self._tell(stream, run.number, data, within_s=pause_of(run))
+            self._tell(stream, run.number, data, within_s=run.pause_s)
         return not run.is_cut
 
     def _cut(self, run: Run) -> None:
@@ -302,7 +303,7 @@ class Relay:
             run.started_s = time.monotonic()
             run.deadline_s = run.started_s + run.wall_s
             self._first_deadline_s = min(self._first_deadline_s, run.deadline_s)
-            self._tell(Tell.STARTED, number, b"", within_s=pause_of(run))
+            self._tell(Tell.STARTED, number, b"", within_s=run.pause_s)
 
     # ── descriptors ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -361,11 +362,6 @@ def file_of(data: bytes) -> int:
     while at < len(data):
         at += os.pwrite(descriptor, data[at:], at)
     return descriptor
-
-
-def pause_of(run: Run) -> float:
-    """Return how long a run's output may wait; someone who talks with the program is told at once."""
-    return 0.0 if run.is_paced else PAUSE_S
 
 
 @contextlib.contextmanager

@@ -15,8 +15,8 @@ START = struct.Struct("=dq?i")
 """The body of START: seconds from the program's start to its deadline (0: none), bytes of output (-1: unbounded),
 whether output waits until the reader took the last chunk, and the length of stdin, which follows and becomes a file
 (-1: stdin is a pipe, and comes by STDIN)."""
-REQUEST = struct.Struct("=BIIIqQQ")
-"""Operation, user, group, CPU seconds (0: unbounded), address space (-1: unbounded), file length, open files."""
+REQUEST = struct.Struct("=BIIIQQ")
+"""Operation, user, group, CPU seconds (0: unbounded), file length, open files."""
 ENDED = struct.Struct("=iQQQIIB?")
 """Wait status, microseconds from start to end, CPU microseconds, peak resident bytes, processes that ran out of memory,
 refused forks, `End`, and whether the program printed more than it may."""

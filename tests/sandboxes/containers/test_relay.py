@@ -52,7 +52,7 @@ class Stage:
         self._host.sendall(HEADER.pack(kind, number, len(body)) + body)
 
     def start(self, number: int, wall_s: float = 0.0) -> None:
-        request = REQUEST.pack(Operation.EXECUTABLE, os.getuid(), os.getgid(), 0, -1, 0, 0)
+        request = REQUEST.pack(Operation.EXECUTABLE, os.getuid(), os.getgid(), 0, 0, 0)
         self.ask(Ask.START, number, START.pack(wall_s, -1, False, -1) + request)
 
     def told(self) -> tuple[Tell, int, bytes]:
