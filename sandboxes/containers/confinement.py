@@ -7,7 +7,7 @@ devices, capabilities, mounts of the host or its namespaces.
 many programs run at once as there may be processes; others wait their turn, which comes because all these programs have
 deadlines. A program that the host talks with has none, so it takes no turn.
 
-`Ownership` is labels that outlive the maker of a container; `is_orphan` tells from them that the maker is dead.
+`Ownership` is labels that outlive the maker of a container, and tell that it is dead.
 """
 
 import asyncio
@@ -16,13 +16,12 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_agent.errors import SandboxError
 from sandboxes.cgroups import Bounds
 from sandboxes.jail import DEFAULT_DISK_BYTES, DEFAULT_INODES
-from sandboxes.owner import is_abandoned, own_tag
+from sandboxes.owner import own_tag
 from sandboxes.spec import Access, CellSpec, Limits
 
 WORKDIR = "/work"
@@ -42,8 +41,7 @@ SHARES_OF_DISK = (("{workdir}", 12), ("/tmp", 3), ("/dev/shm", 1))
 NOT_A_WORKDIR = ("/", "/proc", "/sys", "/dev", "/tmp", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class User:
+class User(NamedTuple):
     """The user and group that programs run as."""
 
     uid: int
@@ -222,8 +220,3 @@ class Ownership:
         holder = secrets.token_hex(8)
         self.labels = {OWNER_LABEL: own_tag(), HOLDER_LABEL: holder}
         self.filter = f"{HOLDER_LABEL}={holder}"
-
-
-def is_orphan(container: Mapping[str, Any]) -> bool:
-    """Return whether the maker of a container is known to be dead."""
-    return is_abandoned((container.get("Labels") or {}).get(OWNER_LABEL, ""))

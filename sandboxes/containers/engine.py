@@ -216,13 +216,8 @@ class Engine:
 
     async def _call(self, act: Callable[[], Answer]) -> Answer:
         """Run `act` in a thread. A cancelled caller does not wait for it."""
-
-        def knock_and_act() -> Answer:
-            knock(self.socket_path)
-            return act()
-
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, knock_and_act)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, act)
         except APIError as error:
             raise SandboxError(f"the container engine refused: {error.explanation or error}") from error
         except (DockerException, requests.RequestException) as error:

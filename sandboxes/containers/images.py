@@ -1,16 +1,12 @@
 """Images: built from a folder or a Dockerfile, and the default image. The same content is built only once.
 
-`build_image` takes folders and Dockerfiles that may be task data. `images_of` therefore refuses any Dockerfile that
-asks for more than files and settings: other files than the folder's, volumes, triggers, parser directives, and flags
-for mounts, networks or privileges. It may only build upon images that are on this machine.
+Folders and Dockerfiles may be task data. So `images_of` refuses any Dockerfile that asks for more than files and
+settings, and the engine's builder runs without network and within `BuildBounds`. It bounds memory, CPUs, file length
+and open files, but not the processes of steps that run as root: they are bounded here as soon as the builder names a
+step's container. The time is bounded here too: closing the connection ends a build.
 
-`run_build` lets the engine's own builder do one build, without network and within `BuildBounds`. The builder bounds
-memory, CPUs, file length and open files. It does not bound the processes of steps that run as root, so they are bounded
-here as soon as the builder names a step's container. The time is bounded here too: closing the connection ends a build.
-
-`make_default_image` makes the default image (Debian with Python, C, C++ and JavaScript) from this machine's package
-mirror, by debootstrap, as root; `python -m sandboxes image` calls it. The engine keeps the image, the user's cache its
-files.
+`make_default_image` makes the default image (Debian with Python, C, C++ and JavaScript) by debootstrap, as root. The
+engine keeps the image, the user's cache its files.
 """
 
 import asyncio

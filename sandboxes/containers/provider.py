@@ -26,7 +26,6 @@ from sandboxes.containers.confinement import (
     config_of,
     container_config,
     has_tunnel,
-    is_orphan,
     refuse_volumes,
     tunnel_user,
     user_of,
@@ -36,6 +35,7 @@ from sandboxes.containers.engine import Engine, EngineSilent, Image, NoSuchProgr
 from sandboxes.containers.images import DEFAULT_IMAGE
 from sandboxes.containers.tunnel_host import TUNNEL_SOURCE, NetworkTunnel
 from sandboxes.jail import denying_filter
+from sandboxes.owner import is_abandoned
 from sandboxes.proxy import proxy_environment
 from sandboxes.spec import CellSpec, Isolation, Limits
 
@@ -111,7 +111,8 @@ class DockerProvider:
 
     async def reap(self) -> int:
         """Remove the containers of dead owners, and return their number."""
-        orphans = [found["Id"] for found in await self._engine.containers(OWNER_LABEL) if is_orphan(found)]
+        found = await self._engine.containers(OWNER_LABEL)
+        orphans = [container["Id"] for container in found if is_abandoned(container["Labels"][OWNER_LABEL])]
         await asyncio.gather(*(self._engine.remove(container) for container in orphans))
         return len(orphans)
 

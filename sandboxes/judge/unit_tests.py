@@ -96,11 +96,10 @@ class RemoteProgram:
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request and return the reply, or a message that the program is gone."""
-        if self._conversation is None and await self.start() is None:
-            return {"gone": self.failure.detail}
-        conversation = self._conversation
-        reply: dict[str, Any] | None = None
-        if conversation is not None:
+        if self._conversation is None:
+            await self.start()
+        reply = None
+        if (conversation := self._conversation) is not None:
             await conversation.tell(request)
             reply = await conversation.hear()
         if reply is None or not reply.keys() & {"value", "raised", "gone"}:
@@ -255,8 +254,13 @@ class TestRun:
                 case {"start": index}:
                     self._running, self._ends_before = index, self._program.num_ends
                 case {"end": index, "is_passed": is_passed, "detail": detail}:
-                    self._verdicts[index] = self._judged(is_passed, detail)
-                    self._running = None
+                    if self._program.num_ends > self._ends_before:
+                        verdict = replace(self._program.failure, detail=detail or self._program.failure.detail)
+                    elif is_passed:
+                        verdict = CaseVerdict(outcome=Outcome.PASSED, score=1.0)
+                    else:
+                        verdict = CaseVerdict(outcome=Outcome.WRONG, detail=detail)
+                    self._verdicts[index], self._running = verdict, None
                     return is_passed or not self._stop_early
                 case {"broken": why, "is_ours": False}:
                     self._tests = ["loading the tests"]
@@ -267,13 +271,6 @@ class TestRun:
                 case _:
                     return False
         return False
-
-    def _judged(self, is_passed: bool, detail: str) -> CaseVerdict:
-        if self._program.num_ends > self._ends_before:
-            return replace(self._program.failure, detail=detail or self._program.failure.detail)
-        if is_passed:
-            return CaseVerdict(outcome=Outcome.PASSED, score=1.0)
-        return CaseVerdict(outcome=Outcome.WRONG, detail=detail)
 
     def _verdict_of(self, index: int, name: str) -> CaseVerdict:
         """Return the verdict on a test; one whose end was not reported has failed."""
