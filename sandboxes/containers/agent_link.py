@@ -84,7 +84,7 @@ class AgentLink:
         self.has_filter = False  # of system calls, besides the engine's
         self.is_given_up = False  # its stream was closed from here, so it may still live
         self._loop = asyncio.get_running_loop()
-        self.ended = self._loop.create_future()
+        self.is_alive = True
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._runs: dict[int, AgentRun] = {}
         self._next_number = 1
@@ -93,10 +93,6 @@ class AgentLink:
         self._received = bytearray()
         self._num_heard = 0
         self._reading = asyncio.create_task(self._read(reader))
-
-    @property
-    def is_alive(self) -> bool:
-        return not self.ended.done()
 
     async def boot(self, data: bytes) -> None:
         """Send the agent, and wait until it serves."""
@@ -259,9 +255,9 @@ class AgentLink:
             self._settle(run, outcome)
 
     def _fail(self, reason: str) -> None:
-        if self.ended.done():
+        if not self.is_alive:
             return
-        self.ended.set_result(None)
+        self.is_alive = False
         self._unsent.clear()
         runs, self._runs = list(self._runs.values()), {}
         for run in runs:

@@ -65,29 +65,19 @@ class DockerProvider:
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls) -> Self:
-        """Start the provider; SandboxError where no engine answers."""
+    async def start(cls, *, needs_default_image: bool = False) -> Self:
+        """Start the provider; SandboxError where no engine answers, or a default image that is needed was not made."""
         engine = await Engine.connect()
         ownership = Ownership()
         try:
+            if needs_default_image:
+                await engine.image(DEFAULT_IMAGE)
             keeper = await start_keeper(engine.socket_path, ownership.filter)
         except BaseException:
             await engine.aclose()
             raise
-        provider = cls(engine, keeper, ownership)
         logger.info("sandboxes are containers of Docker %s", engine.version)
-        return provider
-
-    @classmethod
-    async def start_with_default_image(cls) -> Self:
-        """Start the provider; SandboxError also where the default image has not been made."""
-        provider = await cls.start()
-        try:
-            await provider._engine.image(DEFAULT_IMAGE)
-        except BaseException:
-            await provider.close()
-            raise
-        return provider
+        return cls(engine, keeper, ownership)
 
     def capabilities(self) -> Capabilities:
         return CAPABILITIES

@@ -76,7 +76,7 @@ def require() -> Callable[[str], Awaitable[None]]:
             if backend in JAILS:
                 await find_walls([Walls(backend)])
             elif backend == "docker":
-                await (await DockerProvider.start_with_default_image()).close()
+                await (await DockerProvider.start(needs_default_image=True)).close()
         except SandboxError as error:
             pytest.skip(str(error))
 

@@ -10,8 +10,6 @@ import errno
 import os
 import signal
 import socket
-from collections.abc import Callable
-from functools import partial
 from typing import NoReturn
 
 from sandboxes.containers.agent.program import become_program, kernel, program
@@ -32,10 +30,10 @@ MAX_SWEEPS = 1000
 
 
 class Forker:
-    """Forks and reaps. `relay` is a socket that keeps messages apart; `become` turns a child into the program."""
+    """Forks and reaps. `relay` is a socket that keeps messages apart."""
 
-    def __init__(self, relay: socket.socket, relay_pid: int, become: Callable[[bytes, list[int]], NoReturn]) -> None:
-        self._become_program = become
+    def __init__(self, relay: socket.socket, relay_pid: int) -> None:
+        self._interpreter = None if program is None else program.Interpreter({})
         self._relay = relay
         self._relay_pid = relay_pid
         self._runs: dict[int, tuple[int, int]] = {}  # number and user, by pid
@@ -77,7 +75,7 @@ class Forker:
             for number in (signal.SIGCHLD, signal.SIGXFSZ):  # Python ignores the second, which reports long files
                 signal.signal(number, signal.SIG_DFL)
             request, *standard = descriptors
-            self._become_program(os.pread(request, os.fstat(request).st_size, 0), standard)
+            become_program(self._interpreter, os.pread(request, os.fstat(request).st_size, 0), standard)
         except BaseException as error:  # the boundary: nothing of the program has run, so the host is told
             with contextlib.suppress(OSError):
                 self._report(Report.FAILED, run_id, getattr(error, "errno", None) or 0)
@@ -139,6 +137,5 @@ def main(system_call_filter: bytes) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # the stream belongs to the relay alone
         os.dup2(nothing, descriptor)
-    interpreter = None if program is None else program.Interpreter({})
-    Forker(for_forker, relay_pid, partial(become_program, interpreter)).serve()
+    Forker(for_forker, relay_pid).serve()
     os._exit(0)

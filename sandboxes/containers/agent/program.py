@@ -12,15 +12,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from sandboxes.containers.agent.wire import EXECUTABLE, FILE, FOLDER, REQUEST, Operation, pack, unpack
-from sandboxes.inner.files import (
-    CHUNK_BYTES,
-    FOLDER_FLAGS,
-    entries_below,
-    open_folder,
-    read_file,
-    write_all,
-    write_file,
-)
+from sandboxes.inner.files import FOLDER_FLAGS, entries_below, open_folder, read_file, write_all, write_file
 from sandboxes.inner.processes import run_executable
 
 try:
@@ -72,20 +64,6 @@ def run_python(interpreter: "Interpreter | None", source: bytes, env: dict[bytes
     program.run_source(interpreter, source.decode(errors="surrogatepass"), variables)
 
 
-def serve_files(operation: int, path: bytes, max_bytes: int) -> NoReturn:
-    """Handle files; the exit code is the errno."""
-    try:
-        if operation == Operation.WRITE:
-            receive_files(path, 0)
-        elif operation == Operation.READ:
-            send_file(path, max_bytes, 1)
-        else:
-            send_tree(path, max_bytes, 1)
-    except OSError as error:
-        os._exit(error.errno or 255)
-    os._exit(0)
-
-
 def _enter(cwd: bytes) -> None:
     """Change folder, even if an earlier program locked the working directory, as its owner may."""
     try:
@@ -118,21 +96,28 @@ def _limit(cpu_s: int, file_bytes: int, open_files: int) -> None:
         subprocess.run(["prlimit", f"--pid={os.getpid()}", *options], check=True, env={"PATH": "/usr/bin:/bin"})
 
 
-def send_file(path: bytes, max_bytes: int, out: int) -> None:
+def serve_files(operation: int, path: bytes, max_bytes: int) -> NoReturn:
+    """Handle files; the exit code is the errno."""
+    try:
+        FILE_ACTS[Operation(operation)](path, max_bytes)
+    except OSError as error:
+        os._exit(error.errno or 255)
+    os._exit(0)
+
+
+def send_file(path: bytes, max_bytes: int) -> None:
     *parents, name = _names(path)
     with open_folder(_here(), parents) as folder:
         data = read_file(folder, name, max_bytes)
     if len(data) > max_bytes:
         raise OSError(errno.EFBIG, "longer than allowed")
-    write_all(out, data)
+    write_all(1, data)
 
 
-def receive_files(path: bytes, source: int) -> None:
+def receive_files(path: bytes, _max_bytes: int) -> None:
     """Write files and folders from packed triples, whose paths are below `path`."""
-    chunks: list[bytes] = []
-    while chunk := os.read(source, CHUNK_BYTES):
-        chunks.append(chunk)
-    triples = unpack(b"".join(chunks))
+    with open(0, "rb") as source:
+        triples = unpack(source.read())
     top, above = _here(), _names(path)
     for kind, place, data in zip(triples[::3], triples[1::3], triples[2::3], strict=True):
         names = above + _names(place)
@@ -141,7 +126,7 @@ def receive_files(path: bytes, source: int) -> None:
                 write_file(folder, names[-1], data, 0o700 if kind == EXECUTABLE else 0o600)
 
 
-def send_tree(path: bytes, max_bytes: int, out: int) -> None:
+def send_tree(path: bytes, max_bytes: int) -> None:
     """Send what is below a folder as such triples; EFBIG when they exceed `max_bytes`."""
     room = max_bytes
     with open_folder(_here(), _names(path)) as folder:
@@ -151,7 +136,10 @@ def send_tree(path: bytes, max_bytes: int, out: int) -> None:
             room -= len(entry)
             if room < 0:
                 raise OSError(errno.EFBIG, "more than asked for")
-            write_all(out, entry)
+            write_all(1, entry)
+
+
+FILE_ACTS = {Operation.READ: send_file, Operation.WRITE: receive_files, Operation.LIST: send_tree}
 
 
 def _here() -> int:

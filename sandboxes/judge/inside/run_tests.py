@@ -24,7 +24,7 @@ import traceback
 import types
 import unittest
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from sandboxes.judge.inside.plain import pack, unpack
 
@@ -63,10 +63,6 @@ class Program:
             raise self._exception(reply["raised"])
         self.is_gone = True
         raise ProgramGone(reply["gone"])
-
-    def missing(self, name: str) -> NoReturn:
-        self.has_failed = True
-        raise AttributeError(f"the program defines no {name!r}")
 
     def _pack(self, value: Any) -> dict[str, Any]:
         """Pack what is not plain data.
@@ -166,7 +162,10 @@ def stand_in(name: str, program: Program, names: dict[str, Any]) -> types.Module
     module.__dict__["__all__"] = [key for key in names if not key.startswith("_")]
 
     def attribute(key: str) -> Any:
-        return program.do("get", "", key) if key in names else program.missing(key)
+        if key in names:
+            return program.do("get", "", key)
+        program.has_failed = True
+        raise AttributeError(f"the program defines no {key!r}")
 
     module.__dict__["__getattr__"] = attribute
     return module
