@@ -92,32 +92,6 @@ async def full_disk(box: Sandbox) -> str:
 
 
 SMALL = Limits(wall_s=20.0, memory_bytes=100 * MIB)
-RESOURCE_ROWS = (
-    Row(
-        number=1, harm="fork bomb", required="PIDS, nothing left", needs=JAILED, needs_groups=True,
-        run=ends_with(FORK_BOMB, Status.PIDS, Limits(wall_s=2.0, pids=32)),
-    ),
-    Row(number=2, harm="memory bomb", required="MEMORY", run=ends_with(MEMORY_BOMB, Status.MEMORY, SMALL)),
-    Row(
-        number=3, harm="memory of many children", required="MEMORY", needs=JAILED, needs_groups=True,
-        run=ends_with(MANY_CHILDREN, Status.MEMORY, SMALL),
-    ),
-    Row(
-        number=4, harm="a child is out of memory, its parent exits with 0", required="MEMORY", needs=JAILED,
-        needs_groups=True, run=ends_with(CHILD_OUT_OF_MEMORY, Status.MEMORY, SMALL),
-    ),
-    Row(number=5, harm="endless output", required="OUTPUT_LIMIT; a megabyte is fine", run=in_box(endless_output)),
-    Row(
-        number=6, harm="busy loop deaf to signals", required="TIMEOUT",
-        run=ends_with(DEAF_LOOP, Status.TIMEOUT, Limits(wall_s=0.5)),
-    ),
-    Row(
-        number=7, harm="daemon that holds stdout", required="the call returns, it is dead",
-        run=prints(DAEMON, b"gone\n"),
-    ),
-    Row(number=8, harm="open files", required="inside only", run=prints(OPEN_FILES, b"24\n")),
-    Row(number=9, harm="full disk, many files", required="DISK", needs=JAILED, run=in_box(full_disk)),
-)  # fmt: skip
 
 # ── rows 10 to 13: files that the host handles ────────────────────────────────────────────────────────────────────────
 
@@ -211,13 +185,6 @@ async def links_for_writers(box: Sandbox) -> str:
     result = await box.exec_python("import os; print(os.listdir('aim'), open('aim/target').read())")
     return "" if b"planted" not in result.stdout and b"old" in result.stdout else told(result)
 
-
-FILE_ROWS = (
-    Row(number=10, harm="strange names, deep folders", required="bytes round-trip", run=in_box(strange_names)),
-    Row(number=11, harm="link, FIFO, socket in place of a file", required="an error", run=in_box(traps_for_readers)),
-    Row(number=12, harm="hostile tar", required="rejected", run=in_box(hostile_tars)),
-    Row(number=13, harm="link where the host writes", required="not followed", run=in_box(links_for_writers)),
-)
 
 # ── rows 14 to 20: getting out ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -373,28 +340,6 @@ async def host_is_absent(box: Sandbox) -> str:
     return "" if result.is_ok and result.stdout == expected else f"{told(result)}, printed {result.stdout!r}"
 
 
-WALL_ROWS = (
-    Row(
-        number=14, harm="the host through /proc", required="nothing of it", needs=JAILED,
-        run=prints(HOST_BY_PROC, b""),
-    ),
-    Row(
-        number=15, harm="signals, ptrace, a locked folder", required="the launcher lives", needs=JAILED,
-        run=in_box(against_the_launcher),
-    ),
-    Row(number=16, harm="the network", required="unreachable", needs=JAILED, run=in_box(reaching_out)),
-    Row(
-        number=17, harm="undoing the walls", required="absent or denied", needs=JAILED,
-        run=prints(UNDOING_THE_WALLS, b""),
-    ),
-    Row(number=18, harm="setuid, capabilities", required="no gain", needs=JAILED, run=prints(GAINING_PRIVILEGES, b"")),
-    Row(number=19, harm="rare system calls", required="denied", needs=JAILED, run=prints(RARE_CALLS, b"")),
-    Row(
-        number=20, harm="environment, files of the host", required="absent", needs=JAILED,
-        run=in_box(host_is_absent),
-    ),
-)  # fmt: skip
-
 # ── row 25: faking one's own end ──────────────────────────────────────────────────────────────────────────────────────
 
 FAKE_FRAMES = """
@@ -431,8 +376,34 @@ async def fake_frames(box: Sandbox) -> str:
     return "" if is_right else f"in Python: {told(result)}"
 
 
-STATUS_ROWS = (
+ROWS = (
+    Row(number=1, harm="fork bomb", required="PIDS, nothing left", needs=JAILED, needs_groups=True,
+        run=ends_with(FORK_BOMB, Status.PIDS, Limits(wall_s=2.0, pids=32))),
+    Row(number=2, harm="memory bomb", required="MEMORY", run=ends_with(MEMORY_BOMB, Status.MEMORY, SMALL)),
+    Row(number=3, harm="memory of many children", required="MEMORY", needs=JAILED, needs_groups=True,
+        run=ends_with(MANY_CHILDREN, Status.MEMORY, SMALL)),
+    Row(number=4, harm="a child is out of memory, its parent exits with 0", required="MEMORY", needs=JAILED,
+        needs_groups=True, run=ends_with(CHILD_OUT_OF_MEMORY, Status.MEMORY, SMALL)),
+    Row(number=5, harm="endless output", required="OUTPUT_LIMIT; a megabyte is fine", run=in_box(endless_output)),
+    Row(number=6, harm="busy loop deaf to signals", required="TIMEOUT",
+        run=ends_with(DEAF_LOOP, Status.TIMEOUT, Limits(wall_s=0.5))),
+    Row(number=7, harm="daemon that holds stdout", required="the call returns, it is dead",
+        run=prints(DAEMON, b"gone\n")),
+    Row(number=8, harm="open files", required="inside only", run=prints(OPEN_FILES, b"24\n")),
+    Row(number=9, harm="full disk, many files", required="DISK", needs=JAILED, run=in_box(full_disk)),
+    Row(number=10, harm="strange names, deep folders", required="bytes round-trip", run=in_box(strange_names)),
+    Row(number=11, harm="link, FIFO, socket in place of a file", required="an error", run=in_box(traps_for_readers)),
+    Row(number=12, harm="hostile tar", required="rejected", run=in_box(hostile_tars)),
+    Row(number=13, harm="link where the host writes", required="not followed", run=in_box(links_for_writers)),
+    Row(number=14, harm="the host through /proc", required="nothing of it", needs=JAILED,
+        run=prints(HOST_BY_PROC, b"")),
+    Row(number=15, harm="signals, ptrace, a locked folder", required="the launcher lives", needs=JAILED,
+        run=in_box(against_the_launcher)),
+    Row(number=16, harm="the network", required="unreachable", needs=JAILED, run=in_box(reaching_out)),
+    Row(number=17, harm="undoing the walls", required="absent or denied", needs=JAILED,
+        run=prints(UNDOING_THE_WALLS, b"")),
+    Row(number=18, harm="setuid, capabilities", required="no gain", needs=JAILED, run=prints(GAINING_PRIVILEGES, b"")),
+    Row(number=19, harm="rare system calls", required="denied", needs=JAILED, run=prints(RARE_CALLS, b"")),
+    Row(number=20, harm="environment, files of the host", required="absent", needs=JAILED, run=in_box(host_is_absent)),
     Row(number=25, harm="faked statuses, frames", required="raw bytes, true status", run=in_box(fake_frames)),
-)
-
-ROWS = (*RESOURCE_ROWS, *FILE_ROWS, *WALL_ROWS, *STATUS_ROWS)
+)  # fmt: skip

@@ -56,13 +56,7 @@ class Language:
 
 
 CALL = precompiled((INSIDE / "call.py").read_text(), "<call>")
-PYTHON = Language(
-    name="python",
-    file="main.py",
-    run=None,
-    smallest='print("ok")',
-    call=CALL,
-)
+PYTHON = Language(name="python", file="main.py", run=None, smallest='print("ok")', call=CALL)
 C = Language(
     name="c",
     file="main.c",

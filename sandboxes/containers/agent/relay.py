@@ -48,7 +48,7 @@ class Run:
         self.wall_s = wall_s or float("inf")
         self.started_s: float | None = None
         self.deadline_s = float("inf")  # `wall_s` after its start
-        self.room = room  # bytes that it may still print; -1: unbounded
+        self.room = room if room >= 0 else float("inf")  # bytes that it may still print
         self.is_paced = is_paced  # whether a chunk goes to the host only once the last was taken
         self.pause_s = 0.0 if is_paced else PAUSE_S  # who talks with the program is told at once
         self.end = End.ITSELF
@@ -69,7 +69,6 @@ class Relay:
         self._forker = forker
         forker.setblocking(False)
         self._orders: deque[tuple[bytes, Run, list[int]]] = deque()  # each with its descriptors
-        self._first_deadline_s = float("inf")  # no later than any run's
         self._poll = select.poll()
         self._counters = [Counter(OOM_KILLS), Counter(REFUSED_FORKS)]
         self._runs: dict[int, Run] = {}
@@ -232,11 +231,10 @@ class Relay:
             return False
         if run.is_paced:
             self._unwatch(descriptor)
-        if 0 <= run.room < len(data):
-            data = data[: run.room]
+        if len(data) > run.room:
+            data = data[: int(run.room)]
             self._cut(run)
-        if run.room >= 0:
-            run.room -= len(data)
+        run.room -= len(data)
         if data:
             self._tell(stream, run.number, data, within_s=run.pause_s)
         return not run.is_cut
@@ -254,15 +252,12 @@ class Relay:
 
     def _end_late_runs(self) -> None:
         now_s = time.monotonic()
-        if now_s < self._first_deadline_s:
-            return
-        for run in self._runs.values():
+        for run in list(self._runs.values()):
             if run.deadline_s <= now_s:
                 self._stop(run, End.DEADLINE)
-        self._first_deadline_s = min((run.deadline_s for run in self._runs.values()), default=float("inf"))
 
     def _patience_ms(self) -> float | None:
-        next_s = min(self._first_deadline_s, self._tell_at_s)
+        next_s = min(self._tell_at_s, *(run.deadline_s for run in self._runs.values()), float("inf"))
         return None if next_s == float("inf") else max(0.0, next_s - time.monotonic()) * 1000 + 1
 
     # ── from the forker ───────────────────────────────────────────────────────────────────────────────────────────
@@ -302,7 +297,6 @@ class Relay:
         if run is not None:  # else its child could not be set up, and told us first
             run.started_s = time.monotonic()
             run.deadline_s = run.started_s + run.wall_s
-            self._first_deadline_s = min(self._first_deadline_s, run.deadline_s)
             self._tell(Tell.STARTED, number, b"", within_s=run.pause_s)
 
     # ── descriptors ───────────────────────────────────────────────────────────────────────────────────────────────
