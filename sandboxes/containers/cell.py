@@ -11,7 +11,7 @@ import os
 import posixpath
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -259,8 +259,6 @@ def tar_of(packed: bytes) -> bytes:
 
 PLAIN_COMMAND = ("cat",)
 """The first process of a container without an agent. It ends with the stream to the host, and the container with it."""
-WAIT = "read -r _; "
-"""The start of every script: a line comes when the host can hear what the script prints."""
 LIMITED = 'ulimit -c 0 && ulimit -t "$1" && ulimit -f "$2" && ulimit -n "$3" && shift 3 && exec "$@"'
 KILL_THE_REST = "kill -9 -1; cat /sys/fs/cgroup/memory/memory.oom_control /sys/fs/cgroup/memory.events 2> /dev/null"
 WRITE = 'case "$1" in */*) mkdir -p "${1%/*}";; esac && rm -f "$1" && cat > "$1"'
@@ -291,7 +289,11 @@ class PlainCell:
         """Start the container, which was made with `PLAIN_COMMAND`."""
         reader, self._writer = await self.engine.attach(self.container)
         self._living = asyncio.create_task(reader.read())
-        await self.engine.start(self.container)
+        try:
+            await self.engine.start(self.container)
+        except BaseException:
+            self._hang_up()
+            raise
         return self
 
     @property
@@ -301,9 +303,9 @@ class PlainCell:
     async def exec(self, program: Program, *, stdin: bytes, limits: Limits) -> ExecResult:
         argv = program.argv or ("python3", "-c", program.source or "")
         numbers = (limits.max_cpu_s, max(1, limits.file_bytes // FILE_BLOCK_BYTES), limits.open_files)
-        folder, env = "/".join(folder_parts(program.cwd)), {**self.env, **program.env}
+        command, cwd = shell(LIMITED, *map(str, numbers), *argv), "/".join(folder_parts(program.cwd))
         async with self._turn, self.bounds.held(limits):
-            return await self._run(limits, LIMITED, *map(str, numbers), *argv, stdin=stdin, env=env, folder=folder)
+            return await self._run(command, stdin, limits, {**self.env, **program.env}, cwd)
 
     async def spawn(self, program: Program, *, limits: Limits, is_timed: bool) -> Process:
         raise SandboxError("a program's output cannot be read as it comes from an image without python3; use exec")
@@ -321,35 +323,30 @@ class PlainCell:
         raise SandboxError("folders cannot be downloaded from an image without python3; read the files one by one")
 
     async def close(self) -> None:
+        self._hang_up()
+        await self.remove()
+
+    def _hang_up(self) -> None:
         if self._living is not None:
             self._living.cancel()
             self._writer.transport.abort()
-        await self.remove()
 
     async def _do(self, script: str, path: str, data: bytes, max_bytes: int) -> bytes:
         limits = Limits(wall_s=FILES_TIMEOUT_S, output_bytes=max_bytes)
         async with self._turn:
-            result = await self._run(limits, script, "/".join(relative_parts(path)), stdin=data)
+            result = await self._run(shell(script, "/".join(relative_parts(path))), data, limits, self.env)
         if not result.is_ok:
             raise OSError(f"{path!r} cannot be reached: {result.status.value} {result.stderr[-200:]!r}")
         return result.stdout
 
     async def _run(
-        self,
-        limits: Limits,
-        script: str,
-        *arguments: str,
-        stdin: bytes,
-        env: Mapping[str, str] | None = None,
-        folder: str = "",
+        self, command: Sequence[str], stdin: bytes, limits: Limits, env: Mapping[str, str], cwd: str = ""
     ) -> ExecResult:
         if not self.is_alive:
             raise SandboxError("the container of this sandbox is gone, and its files with it; acquire another")
         started_s = time.monotonic()
-        command = ("sh", "-c", WAIT + script, "sh", *arguments)
-        workdir = posixpath.join(self.env["HOME"], folder)
         try:
-            number, stream = await self.engine.exec(self.container, command, env or self.env, workdir)
+            number, stream = await self.engine.exec(self.container, command, env, posixpath.join(self.env["HOME"], cwd))
             stdout, stderr, verdict = await talk(stream, stdin, limits)
         finally:
             oom_kills = await asyncio.shield(asyncio.ensure_future(self._kill_the_rest()))
@@ -369,8 +366,7 @@ class PlainCell:
 
     async def _kill_the_rest(self) -> int:
         """Kill what a program left, and return how many processes ran out of memory since the last call."""
-        command = ("sh", "-c", WAIT + KILL_THE_REST)
-        _, stream = await self.engine.exec(self.container, command, self.env, self.env["HOME"])
+        _, stream = await self.engine.exec(self.container, shell(KILL_THE_REST), self.env, self.env["HOME"])
         stdout, _, verdict = await talk(stream, b"", CLEAN_UP)
         if verdict is Status.TIMEOUT:
             await self.close()
@@ -379,6 +375,11 @@ class PlainCell:
         counted = int(words[words.index(b"oom_kill") + 1]) if b"oom_kill" in words else 0
         before, self._num_oom_kills = self._num_oom_kills, counted
         return counted - before
+
+
+def shell(script: str, *arguments: str) -> Sequence[str]:
+    """Return the command for a script, which first waits for a line: it comes when the host can hear the script."""
+    return ("sh", "-c", f"read -r _; {script}", "sh", *arguments)
 
 
 async def talk(stream: Stream, stdin: bytes, limits: Limits) -> tuple[bytes, bytes, Status | None]:

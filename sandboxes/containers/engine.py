@@ -69,11 +69,14 @@ class Engine:
     @classmethod
     async def connect(cls) -> Self:
         """Connect to the daemon that `DOCKER_HOST` names, or to this machine's."""
-        path = socket_path()
+        host = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
+        if not host.startswith(UNIX_SCHEME):
+            raise SandboxError(f"DOCKER_HOST is {host!r}; only an engine of this machine is used: give unix:///path")
+        path = host.removeprefix(UNIX_SCHEME)
 
         def open_client() -> tuple[Any, Mapping[str, Any]]:
             knock(path)  # the package has no type stubs
-            client: Any = docker.APIClient(base_url=f"{UNIX_SCHEME}{path}", version="auto", timeout=CALL_TIMEOUT_S)
+            client: Any = docker.APIClient(base_url=host, version="auto", timeout=CALL_TIMEOUT_S)
             return client, client.info()
 
         try:
@@ -222,14 +225,6 @@ class Engine:
             raise SandboxError(f"the container engine refused: {error.explanation or error}") from error
         except (DockerException, requests.RequestException) as error:
             raise EngineSilent(f"the container engine does not answer: {error}; is dockerd running?") from error
-
-
-def socket_path() -> str:
-    """Return the socket of the daemon that `DOCKER_HOST` names, or of this machine's."""
-    host = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
-    if not host.startswith(UNIX_SCHEME):
-        raise SandboxError(f"DOCKER_HOST is {host!r}; only an engine of this machine is used: give unix:///path")
-    return host.removeprefix(UNIX_SCHEME)
 
 
 def knock(path: str) -> None:

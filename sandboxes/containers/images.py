@@ -58,15 +58,14 @@ class BuildBounds:
 
     def as_asked(self) -> dict[str, str | int]:
         """Return the bounds as the builder's parameters."""
-        bounds = {"fsize": self.file_bytes, "nofile": self.open_files, "nproc": self.processes, "core": 0}
-        ulimits = [{"Name": name, "Soft": value, "Hard": value} for name, value in bounds.items()]
+        ulimits = {"fsize": self.file_bytes, "nofile": self.open_files, "nproc": self.processes, "core": 0}
         return {
             "memory": self.memory_bytes,
             "memswap": self.memory_bytes,
             "shmsize": SHM_BYTES,
             "cpuperiod": CPU_PERIOD_US,
             "cpuquota": round(self.cpus * CPU_PERIOD_US),
-            "ulimits": json.dumps(ulimits),
+            "ulimits": json.dumps([{"Name": name, "Soft": value, "Hard": value} for name, value in ulimits.items()]),
         }
 
 
@@ -95,10 +94,8 @@ async def build_image_with(
     name = f"{NAME}:{hashlib.sha256(repr([base.id for base in bases]).encode() + content).hexdigest()[:32]}"
     if await engine.find_image(name) is None:
         await run_build(engine, content, name, bounds)
-        num_bytes, max_bytes = (
-            (await engine.image(name)).num_bytes,
-            sum(b.num_bytes for b in bases) + bounds.added_bytes,
-        )
+        max_bytes = sum(base.num_bytes for base in bases) + bounds.added_bytes
+        num_bytes = (await engine.image(name)).num_bytes
         if num_bytes > max_bytes:
             await engine.remove_image(name)
             raise SandboxError(f"the image has {num_bytes} bytes, and {max_bytes} are allowed; leave files out of it")
@@ -171,12 +168,13 @@ def instructions_of(text: str) -> list[tuple[str, str]]:
             if not found and not going_on and re.match(r"\s*#\s*\w+\s*=", line):
                 raise refusal(line, "parser directives are not allowed")
             continue
-        going_on += line.rstrip().removesuffix("\\")
-        if line.rstrip().endswith("\\"):
+        line = line.rstrip()
+        going_on += line.removesuffix("\\")
+        if line.endswith("\\"):
             continue
         if going_on.strip():
             name, _, rest = going_on.strip().partition(" ")
-            if rest.rstrip().endswith("\\"):
+            if rest.endswith("\\"):
                 raise refusal(going_on, "it ends in a backslash, and parsers differ on whether it continues")
             found.append((name.upper(), rest.strip()))
         going_on = ""
@@ -230,13 +228,19 @@ async def run_build(engine: Engine, content: bytes, name: str, bounds: BuildBoun
 async def follow(engine: Engine, response: aiohttp.ClientResponse, bounds: BuildBounds) -> None:
     """Follow the build to its end; SandboxError when it fails."""
     said: deque[str] = deque(maxlen=MAX_SAID_LINES)
-    async for line in response.content:
-        told: dict[str, Any] = json.loads(line)
-        said.append(told.get("stream", ""))
-        if step := RUNNING.fullmatch(said[-1]):
-            await bound_processes(engine, step[1], bounds.processes)
-        if "error" in told:
-            raise SandboxError(f"the image was not built: {told['error']}; {''.join(said)[-1000:]}")
+    bounding: list[asyncio.Task[None]] = []  # beside the reading: the engine may not answer until it is read
+    try:
+        async for line in response.content:
+            told: dict[str, Any] = json.loads(line)
+            said.append(told.get("stream", ""))
+            if step := RUNNING.fullmatch(said[-1]):
+                bounding.append(asyncio.create_task(bound_processes(engine, step[1], bounds.processes)))
+            if "error" in told:
+                raise SandboxError(f"the image was not built: {told['error']}; {''.join(said)[-1000:]}")
+        await asyncio.gather(*bounding)
+    finally:
+        for task in bounding:
+            task.cancel()
 
 
 async def bound_processes(engine: Engine, container: str, num_processes: int) -> None:

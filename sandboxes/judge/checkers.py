@@ -14,7 +14,7 @@ import math
 import operator
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Protocol, cast
 
@@ -166,26 +166,24 @@ class CustomChecker:
             raise ValueError("the checker defines no function check(stdin, expected, output)")
 
 
+@dataclass(eq=False)
 class CustomChecks:
     """Runs a custom checker, in one sandbox that starts with the first check and ends with `stack`."""
 
-    def __init__(
-        self, checker: CustomChecker, acquire: AbstractAsyncContextManager[Sandbox], stack: AsyncExitStack
-    ) -> None:
-        self._checker = checker
-        self._acquire = acquire
-        self._stack = stack
-        self._starting = asyncio.Lock()
-        self._box: Sandbox | None = None
+    checker: CustomChecker
+    acquire: AbstractAsyncContextManager[Sandbox]
+    stack: AsyncExitStack
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _box: Sandbox | None = None
 
     async def score(self, stdin: str, expected: str, output: bytes) -> float:
         """Return a score from 0 to 1; 0 for a check that fails or returns anything else."""
         async with self._starting:
             if self._box is None:
-                self._box = await self._stack.enter_async_context(self._acquire)
+                self._box = await self.stack.enter_async_context(self.acquire)
         args = [stdin, expected, output.decode(errors="replace")]
-        request = {"code": self._checker.source, "function": "check", "args": args}
-        result = await self._box.exec_python(CALL, stdin=json.dumps(request).encode(), limits=self._checker.limits)
+        request = {"code": self.checker.source, "function": "check", "args": args}
+        result = await self._box.exec_python(CALL, stdin=json.dumps(request).encode(), limits=self.checker.limits)
         return score_of(result.stdout) if result.is_ok else 0.0
 
 

@@ -9,7 +9,6 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
 
 from areal_agent.errors import SandboxError
 from sandboxes import Isolation, Limits, Pool, Sandbox, SandboxSpec
@@ -196,7 +195,7 @@ async def judged(case: Case, result: ExecResult, checker: Checker | CustomChecks
         return CaseVerdict(outcome=Outcome.CRASHED, detail="it ended before it returned", wall_s=result.wall_s)
     else:
         try:
-            returned = parse_json(result.stdout)
+            returned = json.loads(result.stdout, parse_constant=refuse)  # NaN and infinities
         except (ValueError, RecursionError):
             score = 0.0
         else:
@@ -210,10 +209,5 @@ async def judged(case: Case, result: ExecResult, checker: Checker | CustomChecks
     )
 
 
-def parse_json(text: bytes) -> Any:
-    """Parse strict JSON, without NaN and infinities. Raises ValueError or RecursionError."""
-
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
+def refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

@@ -15,8 +15,8 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Self, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Process
@@ -59,9 +59,12 @@ async def judge_unit_tests(
             names = await program.start()
             if names is None:
                 return Verdict(cases=(program.failure,))
-            async with Conversation(await test_box.spawn_python(RUN)) as conversation:
+            conversation = Conversation(await test_box.spawn_python(RUN))
+            try:
                 await conversation.tell({"module": tests.module, "files": tests.test_files, "names": names})
-                return await TestRun(conversation, program, stop_early=stop_early).verdict()
+                return await TestRun(conversation, program, stop_early).verdict()
+            finally:
+                await conversation.end()
         finally:
             await program.stop()
 
@@ -147,7 +150,7 @@ def told(raised: Any) -> str:
 
 
 class Conversation:
-    """A conversation with one process, from its start to its death. Use it with `async with`."""
+    """A conversation with one process, from its start to its death by `end`."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -155,12 +158,6 @@ class Conversation:
         self._received = bytearray()
         self._stderr = bytearray()
         self._draining = asyncio.create_task(self._drain())
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.end()
 
     async def tell(self, message: Any) -> None:
         """Send a message. If nobody listens any more, `hear` finds out."""
@@ -198,31 +195,31 @@ class Conversation:
             del self._stderr[:-MAX_STDERR_BYTES]
 
 
+@dataclass(eq=False)
 class TestRun:
     """One run of the tests."""
 
     __test__ = False  # keeps pytest from collecting it
 
-    def __init__(self, conversation: Conversation, program: RemoteProgram, *, stop_early: bool) -> None:
-        self._conversation = conversation
-        self._program = program
-        self._stop_early = stop_early
-        self._tests: list[str] = []
-        self._verdicts: dict[int, CaseVerdict] = {}
-        self._running: int | None = None
-        self._ends_before = 0  # the program's `num_ends` when the running test started
-        self._has_asked = False
-        self._is_late = False
+    conversation: Conversation
+    program: RemoteProgram
+    stop_early: bool
+    _tests: list[str] = field(default_factory=list[str])
+    _verdicts: dict[int, CaseVerdict] = field(default_factory=dict[int, CaseVerdict])
+    _running: int | None = None
+    _ends_before: int = 0  # the program's `num_ends` when the running test started
+    _has_asked: bool = False
+    _is_late: bool = False
 
     async def verdict(self) -> Verdict:
         """Follow the tests until they are done, or their outcome is known."""
-        allowed_s = self._program.wall_s + LOADING_S
+        allowed_s = self.program.wall_s + LOADING_S
         while await self._within(allowed_s):
-            allowed_s = self._program.wall_s
+            allowed_s = self.program.wall_s
         if not self._tests:
             await self._explain_no_tests()
         cases = tuple(self._verdict_of(index, name) for index, name in enumerate(self._tests))
-        return Verdict(cases=skip_after_first_failure(cases) if self._stop_early else cases)
+        return Verdict(cases=skip_after_first_failure(cases) if self.stop_early else cases)
 
     async def _within(self, allowed_s: float) -> bool:
         """Follow the next test; when its time is over, kill first the program and then the tests."""
@@ -230,38 +227,38 @@ class TestRun:
         try:
             await asyncio.wait([test], timeout=allowed_s)
             if not test.done():
-                await self._program.stop(Outcome.TIMEOUT)
+                await self.program.stop(Outcome.TIMEOUT)
                 await asyncio.wait([test], timeout=allowed_s)
             if not test.done():
                 self._is_late = True
-                await self._conversation.end()
+                await self.conversation.end()
             return await test
         finally:
             test.cancel()
 
     async def _until_test_ends(self) -> bool:
         """Relay requests until a test has ended; return whether there are more tests."""
-        while (message := await self._conversation.hear()) is not None:
+        while (message := await self.conversation.hear()) is not None:
             match message:
                 case {"do": _}:
                     self._has_asked = True
-                    await self._conversation.tell(await self._program.ask(message))
+                    await self.conversation.tell(await self.program.ask(message))
                 case {"tests": []}:
                     raise ValueError("the test files hold no test that counts; give at least one")
                 case {"tests": tests}:
                     self._tests = tests
                     return True
                 case {"start": index}:
-                    self._running, self._ends_before = index, self._program.num_ends
+                    self._running, self._ends_before = index, self.program.num_ends
                 case {"end": index, "is_passed": is_passed, "detail": detail}:
-                    if self._program.num_ends > self._ends_before:
-                        verdict = replace(self._program.failure, detail=detail or self._program.failure.detail)
+                    if self.program.num_ends > self._ends_before:
+                        verdict = replace(self.program.failure, detail=detail or self.program.failure.detail)
                     elif is_passed:
                         verdict = CaseVerdict(outcome=Outcome.PASSED, score=1.0)
                     else:
                         verdict = CaseVerdict(outcome=Outcome.WRONG, detail=detail)
                     self._verdicts[index], self._running = verdict, None
-                    return is_passed or not self._stop_early
+                    return is_passed or not self.stop_early
                 case {"broken": why, "is_ours": False}:
                     self._tests = ["loading the tests"]
                     self._verdicts[0] = CaseVerdict(outcome=Outcome.CRASHED, detail=why)
@@ -280,7 +277,7 @@ class TestRun:
 
     async def _explain_no_tests(self) -> None:
         """Explain why the process ended before it had loaded the tests: our fault unless the program was involved."""
-        result, stderr = await self._conversation.end()
+        result, stderr = await self.conversation.end()
         why = f"the tests' process ended ({result.status.value}) before a test began: {ending_of(stderr)!r}"
         if not self._has_asked:
             raise SandboxError(why)
