@@ -25,9 +25,8 @@ MAX_ON_THE_WAY = 32
 DEADLINE_GRACE_S = 0.5
 """The agent keeps the deadline; the host has the program killed this much later, in case the agent does not."""
 SILENCE_S = 30.0
-"""An agent that owes the start or end of a program, and sends nothing at all for this long, is given up. This is long
-because an agent among many programs on few CPUs is slow, not dead.
-"""
+"""An agent that owes the start or end of a program, and sends nothing at all for this long, is given up. It is long
+because an agent among many programs on few CPUs is slow, not dead."""
 MAX_SILENCES = 4
 """An agent that sends only other things is given up after this many times `SILENCE_S`."""
 END_PATIENCE_S = 5.0
@@ -108,9 +107,8 @@ class AgentLink:
     ) -> None:
         """Start a run; waits while many are on their way.
 
-        `request` is what `agent/program.py` reads. `output_bytes` of -1 is no bound. With `is_paced`, a chunk of output
-        comes once `Ask.MORE` asked for it. `stdin` is all of it, at most `CHUNK_BYTES`; None: it comes by `feed` or
-        `offer`.
+        `request` is what `agent/program.py` reads; `output_bytes` of -1 is no bound. With `is_paced`, a chunk of output
+        comes once `Ask.MORE` asked for it. `stdin` is at most `CHUNK_BYTES`; None: it comes by `feed` or `offer`.
         """
         await self._room.acquire()
         if not self.is_alive:

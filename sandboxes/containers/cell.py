@@ -29,8 +29,7 @@ from sandboxes.spec import ExecResult, Limits, Status, folder_parts, relative_pa
 
 STATUS_OF_END = {End.DEADLINE: Status.TIMEOUT, End.OUTPUT: Status.OUTPUT_LIMIT}
 MAX_WAITING_BYTES = 4 * 2**20
-"""An honest agent never has more in flight: it sends a chunk once the last was taken, and at the end what pipes hold.
-"""
+"""An honest agent has less in flight: it sends a chunk once the last was taken, and at the end what pipes hold."""
 
 
 class Chunks:

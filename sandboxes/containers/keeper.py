@@ -15,8 +15,7 @@ from contextlib import closing
 PATIENCE_S = 25.0
 PAUSE_S = 0.5
 NUM_CLEAN_LOOKS = 3
-"""The number of consecutive empty listings to wait for: the daemon may still be making a container when the host ends.
-"""
+"""Consecutive empty listings to wait for: the daemon may still be making a container when the host ends."""
 
 
 def ask(path: str, method: str, target: str) -> bytes:

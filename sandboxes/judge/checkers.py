@@ -24,14 +24,11 @@ from sandboxes.judge.verdict import JsonValue
 
 
 class Checker(Protocol):
-    """Compares what a program gave with what was expected."""
+    """Compares what a program printed (text) or returned (data) with what was expected."""
 
-    def accepts_text(self, output: bytes, expected: str) -> bool:
-        """Return whether the printed output is right."""
-        ...
+    def accepts_text(self, output: bytes, expected: str) -> bool: ...
 
     def accepts_data(self, result: JsonValue, expected: JsonValue) -> bool:
-        """Return whether the returned value is right."""
         return same_data(result, expected)
 
 
@@ -197,6 +194,4 @@ def score_of(said: bytes) -> float:
         score = json.loads(said)
     except (ValueError, RecursionError):
         return 0.0
-    if isinstance(score, bool | int | float) and 0 <= score <= 1:
-        return float(score)
-    return 0.0
+    return float(score) if isinstance(score, bool | int | float) and 0 <= score <= 1 else 0.0

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import MAGIC_NUMBER
 from pathlib import Path
-from types import MappingProxyType
 
 from sandboxes import Limits
 
@@ -80,9 +79,7 @@ JAVASCRIPT = Language(
 )
 BASH = Language(name="bash", file="main.sh", run=("bash", "main.sh"), smallest="echo ok")
 
-LANGUAGES: Mapping[str, Language] = MappingProxyType(
-    {language.name: language for language in (PYTHON, C, CPP, JAVASCRIPT, BASH)}
-)
+LANGUAGES: Mapping[str, Language] = {language.name: language for language in (PYTHON, C, CPP, JAVASCRIPT, BASH)}
 
 
 def language_of(language: str | Language) -> Language:

@@ -38,11 +38,8 @@ class Forker:
         self._relay_pid = relay_pid
         self._runs: dict[int, tuple[int, int]] = {}  # number and user, by pid
 
-    def serve(self) -> None:
-        """Serve until the relay is gone, which ends with the host."""
-        serve(self._relay, self._reap, self._take_order)
-
-    def _take_order(self) -> bool:
+    def take_order(self) -> bool:
+        """Obey an order; return False when the relay is gone, which ends with the host."""
         message, descriptors, _, _ = socket.recv_fds(self._relay, ORDER.size, NUM_DESCRIPTORS)
         if not message:
             return False
@@ -81,7 +78,7 @@ class Forker:
                 self._report(Report.FAILED, run_id, getattr(error, "errno", None) or 0)
         os._exit(255)
 
-    def _reap(self) -> None:
+    def reap(self) -> None:
         """Take the status of what has ended; report a program only once all its descendants are dead too."""
         reports: list[tuple[int, ...]] = []
         for pid, *outcome in exited_children():
@@ -137,5 +134,6 @@ def main(system_call_filter: bytes) -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # the stream belongs to the relay alone
         os.dup2(nothing, descriptor)
-    Forker(for_forker, relay_pid).serve()
+    forker = Forker(for_forker, relay_pid)
+    serve(for_forker, forker.reap, forker.take_order)
     os._exit(0)

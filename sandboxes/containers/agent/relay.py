@@ -31,8 +31,7 @@ from sandboxes.containers.agent.wire import (
 
 CHUNK_BYTES = 65_536
 PAUSE_S = 0.01
-"""How long a program's start and output may wait to be sent together with its end: each message wakes four processes.
-"""
+"""How long a program's start and output may wait to be sent with its end, as each message wakes four processes."""
 OOM_KILLS = (("/sys/fs/cgroup/memory.events", b"oom_kill"), ("/sys/fs/cgroup/memory/memory.oom_control", b"oom_kill"))
 REFUSED_FORKS = (("/sys/fs/cgroup/pids.events", b"max"), ("/sys/fs/cgroup/pids/pids.events", b"max"))
 """The files of control groups, version 2 or 1, and the names of the counters in them."""
@@ -233,17 +232,14 @@ class Relay:
             self._unwatch(descriptor)
         if len(data) > run.room:
             data = data[: int(run.room)]
-            self._cut(run)
+            run.is_cut = True
+            for output in run.outputs:
+                self._unwatch(output)
+            self._stop(run, End.OUTPUT)
         run.room -= len(data)
         if data:
             self._tell(stream, run.number, data, within_s=run.pause_s)
         return not run.is_cut
-
-    def _cut(self, run: Run) -> None:
-        run.is_cut = True
-        for descriptor in run.outputs:
-            self._unwatch(descriptor)
-        self._stop(run, End.OUTPUT)
 
     def _stop(self, run: Run, reason: End) -> None:
         run.end = run.end or reason
@@ -271,12 +267,15 @@ class Relay:
                 self._on_report(*REPORT.unpack(report))
 
     def _on_report(self, kind: int, number: int, value: int, cpu_us: int, peak_bytes: int) -> None:
-        if kind == Report.STARTED:
-            self._on_start(number)
-            return
-        run = self._runs.pop(number, None)
+        run = self._runs.get(number)
         if run is None:
-            return  # it failed already: we heard from its child before the forker saw it end
+            return  # its child could not be set up, and told us before the forker did
+        if kind == Report.STARTED:
+            run.started_s = time.monotonic()
+            run.deadline_s = run.started_s + run.wall_s
+            self._tell(Tell.STARTED, number, b"", within_s=run.pause_s)
+            return
+        del self._runs[number]
         counted = [counter.read() - before for counter, before in zip(self._counters, run.counted, strict=True)]
         if kind != Report.ENDED:
             if value != errno.EAGAIN or not counted[1]:
@@ -291,13 +290,6 @@ class Relay:
         wall_us = 0 if run.started_s is None else int((time.monotonic() - run.started_s) * 1e6)
         told = ENDED.pack(value, wall_us, cpu_us, peak_bytes, *counted, run.end, run.is_cut)
         self._tell(Tell.ENDED, number, told)
-
-    def _on_start(self, number: int) -> None:
-        run = self._runs.get(number)
-        if run is not None:  # else its child could not be set up, and told us first
-            run.started_s = time.monotonic()
-            run.deadline_s = run.started_s + run.wall_s
-            self._tell(Tell.STARTED, number, b"", within_s=run.pause_s)
 
     # ── descriptors ───────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -68,8 +68,7 @@ class End(IntEnum):
 
 
 ORDER = struct.Struct("=BQI")
-"""From relay to forker: `Order`, number of the run, user. START comes with descriptors: request, stdin, stdout, stderr.
-"""
+"""From relay to forker: `Order`, number of the run, user; with START, descriptors: request, stdin, stdout, stderr."""
 NUM_DESCRIPTORS = 4
 REPORT = struct.Struct("=BQiQQ")
 """From forker to relay: `Report`, number of the run, wait status or errno, CPU microseconds, peak resident bytes."""
