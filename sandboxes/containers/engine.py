@@ -160,12 +160,10 @@ class Engine:
         wanted = dict.fromkeys(("stdin", "stdout", "stderr", "stream"), 1)
         return await self._open_stream(lambda: self._client.attach_socket(container, params=wanted))
 
-    async def exec(
-        self, container: str, argv: Sequence[str], env: Mapping[str, str], workdir: str
-    ) -> tuple[str, Stream]:
+    async def exec(self, container: str, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> tuple[str, Stream]:
         """Start an exec and return its id and stream. What it prints before it has read any stdin may be lost."""
         made = await self._call(
-            lambda: self._client.exec_create(container, list(argv), stdin=True, environment=dict(env), workdir=workdir)
+            lambda: self._client.exec_create(container, list(argv), stdin=True, environment=dict(env), workdir=cwd)
         )
         return made["Id"], await self._open_stream(lambda: self._client.exec_start(made["Id"], socket=True))
 

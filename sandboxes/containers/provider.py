@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -153,7 +152,7 @@ class DockerProvider:
         return cell
 
     async def _start_agent(
-        self, container: str, spec: CellSpec, bounds: SharedBounds, env: Mapping[str, str]
+        self, container: str, spec: CellSpec, bounds: SharedBounds, env: dict[str, str]
     ) -> AgentCell:
         link = AgentLink(*await self._engine.attach(container))
         try:
