@@ -13,21 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sandboxes.containers.agent.wire import (
-    ENDED,
-    HEADER,
-    NUM_DESCRIPTORS,
-    ORDER,
-    REPORT,
-    REQUEST,
-    START,
-    Ask,
-    End,
-    Operation,
-    Order,
-    Report,
-    Tell,
-)
+from sandboxes.containers.agent import wire
+from sandboxes.containers.agent.wire import HEADER, NUM_DESCRIPTORS, ORDER, REPORT, Ask, Order, Report, Tell
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the relay is root, who can become another user and himself")
 
@@ -52,8 +39,8 @@ class Stage:
         self._host.sendall(HEADER.pack(kind, number, len(body)) + body)
 
     def start(self, number: int, wall_s: float = 0.0) -> None:
-        request = REQUEST.pack(Operation.EXECUTABLE, os.getuid(), os.getgid(), 0, 0, 0)
-        self.ask(Ask.START, number, START.pack(wall_s, -1, False, -1) + request)
+        request = wire.REQUEST.pack(wire.Operation.EXECUTABLE, os.getuid(), os.getgid(), 0, 0, 0)
+        self.ask(Ask.START, number, wire.START.pack(wall_s, -1, False, -1) + request)
 
     def told(self) -> tuple[Tell, int, bytes]:
         kind, number, size = HEADER.unpack(self._read(HEADER.size))
@@ -117,7 +104,7 @@ def test_time_begins_with_the_start(stage: Stage) -> None:
     assert stage.order() == (Order.KILL, 1)
     stage.report(Report.ENDED, 1, 9)
     kind, number, body = stage.told()
-    assert (kind, number, ENDED.unpack(body)[6]) == (Tell.ENDED, 1, End.DEADLINE)
+    assert (kind, number, wire.ENDED.unpack(body)[6]) == (Tell.ENDED, 1, wire.End.DEADLINE)
 
 
 def test_program_that_could_not_be_set_up(stage: Stage) -> None:
