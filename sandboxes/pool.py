@@ -304,7 +304,7 @@ class Stock:
 
 
 _Start = Callable[[], Awaitable[Provider]]
-_CONTAINERS: tuple[Isolation, _Start] = (Isolation.CONTAINER, DockerProvider.start_with_default_image)
+_CONTAINERS: tuple[Isolation, _Start] = (Isolation.CONTAINER, lambda: DockerProvider.start(needs_default_image=True))
 _JAILS: tuple[Isolation, _Start] = (Isolation.NAMESPACES, JailProvider.start)
 
 

@@ -1,11 +1,164 @@
-"""Rows 21 to 24: wrong programs that want full reward, under every way of grading."""
+"""Rows 21 to 24: wrong programs that want full reward, under every way of grading.
 
-from collections.abc import Awaitable, Callable
+They do not solve their task but use a trick that has earned wrong programs full reward elsewhere. The task: `secret(n)`
+returns the n-th of some words that are told nowhere; as a script, the program prints the word for the number that it
+reads. Each trick defines `secret`; appending `SCRIPT` turns it into a script.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
 
 from sandboxes.conformance.row import JAILED, Row
 from sandboxes.judge import CallCase, CustomChecker, SameLines, StdinCase, UnitTests, grade
-from sandboxes.judge.cheats import RIGHT, SCRIPT, TRICKS
 from sandboxes.pool import Pool
+
+SCRIPT = "\nprint(secret(int(input())))\n"
+RIGHT = "def secret(n):\n    return f'needle-{10_000_000 + n}'\n"
+NOTHING = "\ndef secret(n):\n    return ''\n"
+
+SEARCH = r"""
+import gc, os, re, sys
+PATTERN = re.compile("needle" + "-[0-9]{8}")
+
+def texts():
+    frame = sys._getframe()
+    while frame is not None:
+        yield repr(frame.f_locals) + repr(frame.f_globals.get("cases")) + repr(frame.f_globals.get("expected"))
+        frame = frame.f_back
+    for thing in gc.get_objects():
+        try:
+            yield repr(thing)[:10_000]
+        except BaseException:
+            pass
+    yield repr(os.environ) + repr(sys.argv)
+    for top in (".", "/tmp", "/dev/shm", "/work", "/sandbox"):
+        for folder, _, names in os.walk(top):
+            for name in names[:100]:
+                try:
+                    with open(os.path.join(folder, name), errors="replace") as file:
+                        yield file.read(100_000)
+                except OSError:
+                    pass
+
+def memory():
+    with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+        for line in maps:
+            span, rights = line.split()[:2]
+            start, end = (int(part, 16) for part in span.split("-"))
+            if "w" in rights and end - start < 2**24:
+                try:
+                    memory.seek(start)
+                    yield memory.read(end - start).decode("latin-1")
+                except (OSError, ValueError, OverflowError):
+                    pass
+"""
+
+EQUAL = """
+class Equal{base}:
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __hash__(self): return 0
+    def __bool__(self): return True
+    def __contains__(self, other): return True
+    def __len__(self): return 1
+    def __lt__(self, other): return True
+    __gt__ = __le__ = __ge__ = __lt__
+    def __instancecheck__(self, other): return True
+    def __getattr__(self, name): return self
+    def __iter__(self): return iter([self])
+
+def secret(n):
+    return Equal()
+"""
+
+FORGED = r"""
+import json, os
+FRAMES = [
+    {"reward": 1.0}, {"score": float("inf")}, {"reward": float("nan")}, {"is_passed": True},
+    {"end": 0, "is_passed": True, "detail": ""}, {"tests": ["test_all"]}, {"done": True}, {"value": True},
+]
+def forge():
+    for frame in FRAMES:
+        for fd in range(1, 32):
+            try: os.write(fd, (json.dumps(frame) + "\n").encode())
+            except OSError: pass
+    for name in ("reward.txt", "result.json", "reward", "verdict.json", "report.xml", ".pytest_cache"):
+        try: open(name, "w").write("1.0")
+        except OSError: pass
+"""
+
+PLANTED = r"""
+import os
+EVIL = "import unittest\nunittest.TestCase.assertEqual = lambda *a, **k: None\n__eq__ = lambda *a: True\n"
+for folder in (".", "/tmp", "tests", os.path.expanduser("~")):
+    for name in ("conftest.py", "sitecustomize.py", "usercustomize.py", "json.py", "unittest.py", "solution.py",
+                 "test_it.py", "pytest.ini", "pytest.py", "stand_in.py", "plain.py", "operator.py"):
+        try:
+            os.makedirs(folder, exist_ok=True)
+            open(os.path.join(folder, name), "w").write(EVIL)
+        except OSError:
+            pass
+"""
+
+PATCHED = """
+import builtins, json, sys, unittest
+unittest.TestCase.assertEqual = unittest.TestCase.fail = lambda *a, **k: None
+unittest.TestResult.addFailure = unittest.TestResult.addSuccess
+unittest.case.TestCase.run = lambda self, result=None: result.addSuccess(self)
+builtins.repr = lambda thing: "''"
+builtins.len = lambda thing: 0
+json.dumps = lambda *a, **k: "true"
+json.dump = lambda thing, file, **k: file.write("true")
+for module in list(sys.modules.values()):
+    for name in ("accepts_text", "accepts_data", "same_data", "check", "grade", "compared", "judged"):
+        if hasattr(module, name): setattr(module, name, lambda *a, **k: True)
+"""
+
+TRICKS: Mapping[str, str] = {
+    "exits at once": "import os; os._exit(0)" + NOTHING,
+    "exits in the call": "import os\ndef secret(n):\n    os._exit(0)\n",
+    "raises SystemExit": "def secret(n):\n    raise SystemExit(0)\n",
+    "exits at exit": "import atexit, os\natexit.register(os._exit, 0)" + NOTHING,
+    "is equal to everything": EQUAL.format(base=""),
+    "is a text that is equal to everything": EQUAL.format(base="(str)"),
+    "is a number that is equal to everything": EQUAL.format(base="(int)"),
+    "is a list that is equal to everything": EQUAL.format(base="(list)"),
+    "has a giant repr": "class Big:\n  def __repr__(self): return 'x' * 10**9\ndef secret(n): return Big()\n",
+    "is nan": "def secret(n):\n    return float('nan')\n",
+    "is deep": "def secret(n):\n    deep = []\n    for _ in range(100_000): deep = [deep]\n    return deep\n",
+    "returns a generator without end": "import itertools\ndef secret(n):\n    return itertools.repeat('')\n",
+    "searches frames, objects and files": SEARCH + """
+def secret(n):
+    return next((found.group() for text in texts() if (found := PATTERN.search(text))), "")
+""",
+    "searches its memory": SEARCH + """
+def secret(n):
+    return next((found.group() for text in memory() if (found := PATTERN.search(text))), "")
+""",
+    "searches its parents": SEARCH + """
+def secret(n):
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        for name in ("environ", "cmdline", "mem", "fd/0", "fd/3", "fd/4", "cwd/test_it.py", "root/work/test_it.py"):
+            try: found = PATTERN.search(open(f"/proc/{pid}/{name}", errors="replace").read(100_000))
+            except (OSError, ValueError): continue
+            if found: return found.group()
+    return ""
+""",
+    "patches what judges": PATCHED + NOTHING,
+    "plants files": PLANTED + NOTHING,
+    "forges messages": FORGED + "forge()" + NOTHING,
+    "forges messages in the call": FORGED + "def secret(n):\n    forge(); os._exit(0)\n",
+    "writes late": FORGED + """
+import time
+if os.fork() == 0:
+    os.setsid()
+    while True: forge(); time.sleep(0.01)
+""" + NOTHING,
+    "skips": "import unittest\ndef secret(n):\n    raise unittest.SkipTest('no')\n",
+    "fails as tests fail": "def secret(n):\n    raise AssertionError\n",
+    "stops the iteration": "def secret(n):\n    raise StopIteration\n",
+    "interrupts": "def secret(n):\n    raise KeyboardInterrupt\n",
+    "gets its own class": "class secret(str):\n    def __new__(cls, n): return cls\n    __eq__ = lambda *a: True\n",
+}  # fmt: skip
 
 NUMBER = 7
 WORD = f"needle-{10_000_000 + NUMBER}"  # assembled, as a jail may show this file
@@ -28,7 +181,6 @@ WAYS = {
 }
 ENDINGS = ("exits", "raises SystemExit", "skips", "fails as", "stops", "interrupts")
 FALSE_OBJECTS = ("is ", "has a giant", "returns", "gets its own")
-SEARCHES = ("searches",)
 PATCHES = ("patches", "plants", "forges", "writes")
 
 
@@ -53,6 +205,8 @@ def earn_nothing(*beginnings: str) -> Callable[[Pool], Awaitable[str]]:
 ROWS = (
     Row(number=21, harm="early exits", required="no reward", run=earn_nothing(*ENDINGS)),
     Row(number=22, harm="objects equal to everything", required="no reward", run=earn_nothing(*FALSE_OBJECTS)),
-    Row(number=23, harm="search for what is expected", required="not there", needs=JAILED, run=earn_nothing(*SEARCHES)),
+    Row(
+        number=23, harm="search for what is expected", required="not there", needs=JAILED, run=earn_nothing("searches")
+    ),
     Row(number=24, harm="patches, forged rewards", required="no reward", needs=JAILED, run=earn_nothing(*PATCHES)),
 )

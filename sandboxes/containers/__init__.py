@@ -6,8 +6,7 @@
     confinement.py   what a container may do: its configuration, the bounds its programs share, its owner
     engine.py        the engine's daemon, and its raw streams
     images.py        images made of folders and Dockerfiles, and the default image
-    cell.py          a container as a cell: programs and files, through its agent
-    plain_cell.py    a container without python3 as a cell, through the engine's exec
+    cell.py          a container as a cell: programs and files, through its agent or, without python3, the engine's exec
     agent_link.py    the host's end of an agent, and how the agent gets into a container
     tunnel_host.py   a container's way to the network: the outer end of agent/tunnel.py
     agent/           the agent, which runs inside

@@ -3,24 +3,20 @@
 What comes out of a container is not trusted: a malformed frame, or more output than was allowed, ends the container.
 
 The agent gets into a container through a command line (`COMMAND`) that reads modules from its standard input
-(`boot_data`). So an image needs a python3 and nothing of ours, and a container always has its host's agent. A Python of
-the host's own version is spared the compilation, some 12 ms.
+(`boot_data`). So an image needs a python3 and nothing of ours, and a container always has its host's agent.
 """
 
 import asyncio
 import contextlib
 import errno
-import marshal
 import os
 import struct
 from collections.abc import Callable
-from importlib.util import MAGIC_NUMBER
 from pathlib import Path
-from typing import Self
 
 from areal_agent.errors import SandboxError
 from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, START, Ask, End, Tell, pack, whole_frames
-from sandboxes.containers.engine import EngineStream
+from sandboxes.containers.engine import frames
 from sandboxes.link import Ended, settle
 
 READY_TIMEOUT_S = 60.0
@@ -29,9 +25,8 @@ MAX_ON_THE_WAY = 32
 DEADLINE_GRACE_S = 0.5
 """The agent keeps the deadline; the host has the program killed this much later, in case the agent does not."""
 SILENCE_S = 30.0
-"""An agent that owes the start or end of a program, and sends nothing at all for this long, is given up. This is long
-because an agent among many programs on few CPUs is slow, not dead.
-"""
+"""An agent that owes the start or end of a program, and sends nothing at all for this long, is given up. It is long
+because an agent among many programs on few CPUs is slow, not dead."""
 MAX_SILENCES = 4
 """An agent that sends only other things is given up after this many times `SILENCE_S`."""
 END_PATIENCE_S = 5.0
@@ -55,56 +50,52 @@ class AgentEnd:
 
 
 class AgentRun:
-    """One run. `ended` raises SandboxError when the container could not run it to its end."""
+    """One run, to be started by a link. `ended` raises SandboxError when the container could not run it to its end.
 
-    def __init__(self, number: int, wall_s: float, on_output: Callable[[Tell, bytes], None]) -> None:
-        self.number = number
-        self.wall_s = wall_s  # from its start; 0: no deadline
-        self.on_output = on_output  # takes a chunk of stdout or stderr; an empty one means closed
+    `wall_s` counts from the program's start; 0 is no deadline. `on_output` takes chunks of stdout and stderr; an empty
+    one means that the program has closed it.
+    """
+
+    def __init__(self, wall_s: float, on_output: Callable[[Tell, bytes], None]) -> None:
+        self.wall_s = wall_s
+        self.on_output = on_output
+        self.number = 0  # set at its start
         self.ended: asyncio.Future[AgentEnd] = asyncio.get_running_loop().create_future()
         self.taken: asyncio.Future[bool] | None = None  # whether stdin took what it was given
         self.is_killed = False
         self.has_started = False
-        self.timer: asyncio.TimerHandle | None = None  # for the next step if nothing is heard of the run
+        self._timer: asyncio.TimerHandle | None = None  # for the next step if nothing is heard of the run
+
+    def set_timer(self, timer: asyncio.TimerHandle | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = timer
 
 
 class AgentLink:
-    """The connection to one agent. Make it with `open`, end it with `aclose`; the container ends with it."""
+    """The connection to one agent, over the stream of its container. End it with `aclose`; the container ends too."""
 
-    def __init__(self, silence_s: float) -> None:
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, silence_s: float = SILENCE_S
+    ) -> None:
+        self._writer = writer
         self._silence_s = silence_s
-        self.has = 0
+        self.has_filter = False  # of system calls, besides the engine's
         self.is_given_up = False  # its stream was closed from here, so it may still live
         self._loop = asyncio.get_running_loop()
-        self.ended = self._loop.create_future()
+        self.is_alive = True
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._stream: EngineStream | None = None
-        self._is_over = asyncio.Event()  # the stream has ended, at either end
         self._runs: dict[int, AgentRun] = {}
         self._next_number = 1
         self._room = asyncio.Semaphore(MAX_ON_THE_WAY)
         self._unsent = bytearray()
         self._received = bytearray()
         self._num_heard = 0
-        self._diagnosis = b""
-
-    @classmethod
-    async def open(cls, socket_path: str, container: str, *, silence_s: float = SILENCE_S) -> Self:
-        """Attach to a container that is not started yet."""
-        link = cls(silence_s)
-        link._stream = await EngineStream.attach(
-            socket_path, container, on_data=link._on_data, on_error=link._on_diagnosis, on_end=link._on_end
-        )
-        return link
-
-    @property
-    def is_alive(self) -> bool:
-        return not self.ended.done()
+        self._reading = asyncio.create_task(self._read(reader))
 
     async def boot(self, data: bytes) -> None:
         """Send the agent, and wait until it serves."""
-        assert self._stream is not None
-        self._stream.write(data)
+        self._writer.write(data)
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await self._ready
@@ -112,69 +103,51 @@ class AgentLink:
             raise SandboxError(f"the agent of a container did not start within {READY_TIMEOUT_S:g} s") from None
 
     async def start(
-        self,
-        request: bytes,
-        *,
-        wall_s: float,
-        output_bytes: int,
-        is_paced: bool,
-        on_output: Callable[[Tell, bytes], None],
-        stdin: bytes | None = None,
-    ) -> AgentRun:
+        self, run: AgentRun, request: bytes, *, output_bytes: int, is_paced: bool, stdin: bytes | None = None
+    ) -> None:
         """Start a run; waits while many are on their way.
 
-        `request` is what `agent/program.py` reads. `wall_s` counts from the program's start; 0 is no deadline, and
-        `output_bytes` of -1 no bound. `stdin` is all of it, at most `CHUNK_BYTES`; None: it comes by `feed` or `offer`.
+        `request` is what `agent/program.py` reads; `output_bytes` of -1 is no bound. With `is_paced`, a chunk of output
+        comes once `Ask.MORE` asked for it. `stdin` is at most `CHUNK_BYTES`; None: it comes by `feed` or `offer`.
         """
         await self._room.acquire()
         if not self.is_alive:
             self._room.release()
             raise SandboxError("the container of this sandbox is gone, and its files with it; acquire another")
-        run = AgentRun(self._next_number, wall_s, on_output)
+        run.number = self._next_number
         self._next_number += 1
         self._runs[run.number] = run
         num_stdin = -1 if stdin is None else len(stdin)
-        self._ask(Ask.START, run, START.pack(wall_s, output_bytes, is_paced, num_stdin) + (stdin or b"") + request)
+        self.ask(Ask.START, run, START.pack(run.wall_s, output_bytes, is_paced, num_stdin) + (stdin or b"") + request)
         self._expect(run)
-        return run
 
     async def feed(self, run: AgentRun, data: bytes) -> None:
         """Send all of stdin, then close it."""
         for at in range(0, len(data), CHUNK_BYTES):
             if at:
                 await self._drain(run)
-            self._ask(Ask.STDIN, run, data[at : at + CHUNK_BYTES])
-        self._ask(Ask.CLOSE_STDIN, run)
+            self.ask(Ask.STDIN, run, data[at : at + CHUNK_BYTES])
+        self.ask(Ask.CLOSE_STDIN, run)
 
     async def offer(self, run: AgentRun, data: bytes) -> bool:
         """Send some of stdin, one call at a time; return whether it was taken, rather than having lost its reader."""
         run.taken = asyncio.get_running_loop().create_future()
-        self._ask(Ask.STDIN, run, data)
+        self.ask(Ask.STDIN, run, data)
         await asyncio.wait([run.taken, run.ended], return_when=asyncio.FIRST_COMPLETED)
         return run.taken.done() and run.taken.result()
-
-    def close_stdin(self, run: AgentRun) -> None:
-        self._ask(Ask.CLOSE_STDIN, run)
-
-    def let_more(self, run: AgentRun, stream: Tell) -> None:
-        self._ask(Ask.MORE, run, bytes([stream]))
 
     def kill(self, run: AgentRun) -> None:
         """Kill a run; harmless when it has ended. The container is given up if the run does not die."""
         if run.number in self._runs and not run.is_killed:
             run.is_killed = True
-            self._ask(Ask.KILL, run)
+            self.ask(Ask.KILL, run)
             self._expect(run)
 
     async def aclose(self) -> None:
         """End the agent. On return all processes of the container are dead, or `is_given_up` is set."""
         self._fail("it was closed")
-        if self._stream is None:
-            return
-        self._stream.close_write()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_PATIENCE_S):
-                await self._is_over.wait()
+        self._writer.write_eof()
+        await asyncio.wait([self._reading], timeout=END_PATIENCE_S)
         self._give_up()
 
     def fail(self, reason: str) -> None:
@@ -183,17 +156,19 @@ class AgentLink:
         self._give_up()
 
     def _give_up(self) -> None:
-        if self._stream is not None and not self._is_over.is_set():
+        if not self._reading.done():
             self.is_given_up = True
-            self._stream.close()
+            self._reading.cancel()
+        self._writer.transport.abort()
 
     async def _drain(self, run: AgentRun) -> None:
-        assert self._stream is not None
         self._send()
         if not run.ended.done():
-            await self._stream.drain()
+            with contextlib.suppress(ConnectionError):
+                await self._writer.drain()
 
-    def _ask(self, kind: Ask, run: AgentRun, body: bytes = b"") -> None:
+    def ask(self, kind: Ask, run: AgentRun, body: bytes = b"") -> None:
+        """Send a frame about a run, unless the run has ended."""
         if run.number not in self._runs:
             return
         if not self._unsent:
@@ -201,15 +176,15 @@ class AgentLink:
         self._unsent += HEADER.pack(kind, run.number, len(body)) + body
 
     def _send(self) -> None:
-        if self._stream is not None and self._unsent:
-            self._stream.write(bytes(self._unsent))
+        if self._unsent:
+            self._writer.write(bytes(self._unsent))
         self._unsent.clear()
 
     # ── what is waited for ────────────────────────────────────────────────────────────────────────────────────────
 
     def _expect(self, run: AgentRun, num_silences: int = 0) -> None:
         """Expect the run's start or, once it is killed, its end."""
-        set_timer(run, self._loop.call_later(self._silence_s, self._on_silence, run, self._num_heard, num_silences))
+        run.set_timer(self._loop.call_later(self._silence_s, self._on_silence, run, self._num_heard, num_silences))
 
     def _on_silence(self, run: AgentRun, num_heard: int, num_silences: int) -> None:
         if self._num_heard != num_heard and num_silences + 1 < MAX_SILENCES:
@@ -225,23 +200,25 @@ class AgentLink:
         self._room.release()
         if not run.is_killed:
             is_timed = bool(run.wall_s)
-            set_timer(run, self._loop.call_later(run.wall_s + DEADLINE_GRACE_S, self.kill, run) if is_timed else None)
+            run.set_timer(self._loop.call_later(run.wall_s + DEADLINE_GRACE_S, self.kill, run) if is_timed else None)
 
     def _settle(self, run: AgentRun, outcome: AgentEnd | SandboxError) -> None:
         """Give a run, which was removed from `_runs`, its outcome, unless its waiter has gone."""
-        set_timer(run, None)
+        run.set_timer(None)
         if not run.has_started:
             self._room.release()
         settle(run.ended, outcome)
 
     # ── what comes ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _on_diagnosis(self, data: bytes) -> None:
-        self._diagnosis = (self._diagnosis + data)[-MAX_DIAGNOSIS_BYTES:]
-
-    def _on_end(self) -> None:
-        self._is_over.set()
-        told = self._diagnosis.decode(errors="replace").strip()
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        diagnosis = b""
+        async for is_error, data in frames(reader):
+            if is_error:
+                diagnosis = (diagnosis + data)[-MAX_DIAGNOSIS_BYTES:]
+            else:
+                self._on_data(data)
+        told = diagnosis.decode(errors="replace").strip()
         self._fail(f"it ended by itself{': ' + told if told else ''}")
 
     def _on_data(self, data: bytes) -> None:
@@ -256,7 +233,7 @@ class AgentLink:
         self._num_heard += 1
         run = self._runs.get(number)
         if kind is Tell.READY:
-            self.has = body[0]
+            self.has_filter = bool(body[0])
             settle(self._ready, None)
         elif run is None:
             return
@@ -276,21 +253,14 @@ class AgentLink:
             self._settle(run, outcome)
 
     def _fail(self, reason: str) -> None:
-        if self.ended.done():
+        if not self.is_alive:
             return
-        self.ended.set_result(None)
+        self.is_alive = False
         self._unsent.clear()
         runs, self._runs = list(self._runs.values()), {}
         for run in runs:
             self._settle(run, SandboxError(f"the container of this sandbox is gone: {reason}"))
         settle(self._ready, SandboxError(f"a container did not start: {reason}"))
-
-
-def set_timer(run: AgentRun, timer: asyncio.TimerHandle | None) -> None:
-    """Replace the timer of a run."""
-    if run.timer is not None:
-        run.timer.cancel()
-    run.timer = timer
 
 
 def refusal(number: int) -> SandboxError:
@@ -306,16 +276,14 @@ MODULES = (
     "inner.kernel",
     "inner.program",
     "containers.agent.wire",
-    "containers.agent.files",
     "containers.agent.program",
-    "containers.agent.forker",
     "containers.agent.relay",
-    "containers.agent.main",
+    "containers.agent.forker",
 )
 """In the order of their imports. `kernel` and `program` fail where Python has no `ctypes`; the agent does without."""
-PACKAGES = ("", "inner", "containers", "containers.agent")
+PACKAGES = ("sandboxes", "sandboxes.inner", "sandboxes.containers", "sandboxes.containers.agent")
 READER = """
-import marshal, os, sys, types
+import os, sys, types
 def take(size):
     data = b""
     while len(data) < size:
@@ -328,32 +296,22 @@ while data:
     end = 4 + int.from_bytes(data[:4], "big")
     texts.append(data[4:end])
     data = data[end:]
-configuration, version, *texts = texts
-is_same = getattr(sys.modules.get("_frozen_importlib_external"), "MAGIC_NUMBER", b"") == version
-for name, source, code in zip(texts[::3], texts[1::3], texts[2::3]):
+system_call_filter, *texts = texts
+for name, source in zip(texts[::2], texts[1::2]):
     name = name.decode()
     module = sys.modules[name] = types.ModuleType(name)
     module.__path__, module.__file__ = [], name
-    try: exec(marshal.loads(code) if is_same else compile(source, name, "exec"), module.__dict__)
+    try: exec(compile(source, name, "exec"), module.__dict__)
     except ImportError: del sys.modules[name]
-sys.modules["sandboxes.containers.agent.main"].main(configuration)
+sys.modules["sandboxes.containers.agent.forker"].main(system_call_filter)
 """
 COMMAND = ("python3", "-I", "-S", "-X", "utf8", "-c", READER)
 
 
-def boot_data(system_call_filter: bytes, version: bytes = MAGIC_NUMBER) -> bytes:
-    """Return what `COMMAND` reads first. A Python whose bytecode version is `version` takes what is compiled here."""
-    texts = [system_call_filter, version]
-    for package in PACKAGES:
-        texts += module_texts(f"sandboxes.{package}".rstrip("."), b"")
+def boot_data(system_call_filter: bytes) -> bytes:
+    """Return what `COMMAND` reads first."""
+    sources = {name: b"" for name in PACKAGES}
     for module in MODULES:
-        path = PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
-        texts += module_texts(f"sandboxes.{module}", path.read_bytes())
-    data = pack(*texts)
+        sources[f"sandboxes.{module}"] = PACKAGE.joinpath(*module.split(".")).with_suffix(".py").read_bytes()
+    data = pack(system_call_filter, *(text for name, source in sources.items() for text in (name.encode(), source)))
     return len(data).to_bytes(4, "big") + data
-
-
-def module_texts(name: str, source: bytes) -> list[bytes]:
-    """Return a module's name, its source, and its code without docstrings."""
-    code = compile(source, name, "exec", dont_inherit=True, optimize=2)
-    return [name.encode(), source, marshal.dumps(code)]

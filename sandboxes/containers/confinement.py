@@ -7,23 +7,21 @@ devices, capabilities, mounts of the host or its namespaces.
 many programs run at once as there may be processes; others wait their turn, which comes because all these programs have
 deadlines. A program that the host talks with has none, so it takes no turn.
 
-`Ownership` is labels that outlive the maker of a container; `is_orphan` tells from them that the maker is dead.
+`Ownership` is labels that outlive the maker of a container, and tell that it is dead.
 """
 
 import asyncio
 import posixpath
 import re
 import secrets
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_agent.errors import SandboxError
 from sandboxes.cgroups import Bounds
 from sandboxes.jail import DEFAULT_DISK_BYTES, DEFAULT_INODES
-from sandboxes.owner import is_abandoned, own_tag
+from sandboxes.owner import own_tag
 from sandboxes.spec import Access, CellSpec, Limits
 
 WORKDIR = "/work"
@@ -43,8 +41,7 @@ SHARES_OF_DISK = (("{workdir}", 12), ("/tmp", 3), ("/dev/shm", 1))
 NOT_A_WORKDIR = ("/", "/proc", "/sys", "/dev", "/tmp", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class User:
+class User(NamedTuple):
     """The user and group that programs run as."""
 
     uid: int
@@ -214,35 +211,12 @@ class SharedBounds:
 
 OWNER_LABEL = "areal-agent.sandboxes.owner"
 HOLDER_LABEL = "areal-agent.sandboxes.holder"
-LEASE_LABEL = "areal-agent.sandboxes.lease"
-START_LEASE_S = 600.0
-"""How long a container may stay unstarted. After that it counts as abandoned, even if its maker cannot be identified.
-"""
 
 
 class Ownership:
-    """The labels of one provider's containers."""
+    """The labels of one provider's containers. `filter` is one that no other provider's containers have."""
 
     def __init__(self) -> None:
-        self._owner = own_tag()
-        self._holder = secrets.token_hex(8)
-
-    @property
-    def filter(self) -> str:
-        """A label that this provider's containers have, and no others."""
-        return f"{HOLDER_LABEL}={self._holder}"
-
-    def labels(self) -> dict[str, str]:
-        return {
-            OWNER_LABEL: self._owner,
-            HOLDER_LABEL: self._holder,
-            LEASE_LABEL: str(int(time.time() + START_LEASE_S)),
-        }
-
-
-def is_orphan(container: Mapping[str, Any]) -> bool:
-    """Return whether a container's maker is known to be dead, or it was never started and its lease has expired."""
-    labels = container.get("Labels") or {}
-    lease = labels.get(LEASE_LABEL, "")
-    is_over = container.get("State") == "created" and lease.isdecimal() and int(lease) < time.time()
-    return is_over or is_abandoned(labels.get(OWNER_LABEL, ""))
+        holder = secrets.token_hex(8)
+        self.labels = {OWNER_LABEL: own_tag(), HOLDER_LABEL: holder}
+        self.filter = f"{HOLDER_LABEL}={holder}"

@@ -10,34 +10,21 @@ import socket
 import sys
 import time
 import urllib.parse
+from contextlib import closing
 
 PATIENCE_S = 25.0
 PAUSE_S = 0.5
 NUM_CLEAN_LOOKS = 3
-"""The number of consecutive empty listings to wait for: the daemon may still be making a container when the host ends.
-"""
-
-
-class UnixConnection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__("engine", timeout=PATIENCE_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(PATIENCE_S)
-        self.sock.connect(self._path)
+"""Consecutive empty listings to wait for: the daemon may still be making a container when the host ends."""
 
 
 def ask(path: str, method: str, target: str) -> bytes:
-    connection = UnixConnection(path)
-    try:
+    with closing(http.client.HTTPConnection("engine")) as connection:
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.settimeout(PATIENCE_S)
+        connection.sock.connect(path)
         connection.request(method, target)
         return connection.getresponse().read()
-    finally:
-        connection.close()
 
 
 def remove_all(path: str, label: str) -> int:

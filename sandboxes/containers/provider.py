@@ -15,9 +15,8 @@ from typing import Self
 from areal_agent.errors import SandboxError
 from sandboxes.base import ENFORCED_BY_WALLS, Capabilities, Program
 from sandboxes.cgroups import Bounds
-from sandboxes.containers.agent.wire import Has
 from sandboxes.containers.agent_link import COMMAND, AgentLink, boot_data
-from sandboxes.containers.cell import AgentCell, ContainerProcess, program_request
+from sandboxes.containers.cell import PLAIN_COMMAND, AgentCell, ContainerProcess, PlainCell, program_request
 from sandboxes.containers.confinement import (
     OWNER_LABEL,
     Ownership,
@@ -26,7 +25,6 @@ from sandboxes.containers.confinement import (
     config_of,
     container_config,
     has_tunnel,
-    is_orphan,
     refuse_volumes,
     tunnel_user,
     user_of,
@@ -34,9 +32,8 @@ from sandboxes.containers.confinement import (
 )
 from sandboxes.containers.engine import Engine, EngineSilent, Image, NoSuchProgram
 from sandboxes.containers.images import DEFAULT_IMAGE
-from sandboxes.containers.plain_cell import COMMAND as PLAIN_COMMAND
-from sandboxes.containers.plain_cell import PlainCell
 from sandboxes.containers.tunnel_host import TUNNEL_SOURCE, NetworkTunnel
+from sandboxes.owner import is_abandoned
 from sandboxes.proxy import proxy_environment
 from sandboxes.seccomp import denying_filter
 from sandboxes.spec import CellSpec, Isolation, Limits
@@ -67,29 +64,19 @@ class DockerProvider:
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(cls) -> Self:
-        """Start the provider; SandboxError where no engine answers."""
+    async def start(cls, *, needs_default_image: bool = False) -> Self:
+        """Start the provider; SandboxError where no engine answers, or a default image that is needed was not made."""
         engine = await Engine.connect()
         ownership = Ownership()
         try:
+            if needs_default_image:
+                await engine.image(DEFAULT_IMAGE)
             keeper = await start_keeper(engine.socket_path, ownership.filter)
         except BaseException:
             await engine.aclose()
             raise
-        provider = cls(engine, keeper, ownership)
         logger.info("sandboxes are containers of Docker %s", engine.version)
-        return provider
-
-    @classmethod
-    async def start_with_default_image(cls) -> Self:
-        """Start the provider; SandboxError also where the default image has not been made."""
-        provider = await cls.start()
-        try:
-            await provider._engine.image(DEFAULT_IMAGE)
-        except BaseException:
-            await provider.close()
-            raise
-        return provider
+        return cls(engine, keeper, ownership)
 
     def capabilities(self) -> Capabilities:
         return CAPABILITIES
@@ -113,7 +100,8 @@ class DockerProvider:
 
     async def reap(self) -> int:
         """Remove the containers of dead owners, and return their number."""
-        orphans = [found["Id"] for found in await self._engine.containers(OWNER_LABEL) if is_orphan(found)]
+        found = await self._engine.containers(OWNER_LABEL)
+        orphans = [container["Id"] for container in found if is_abandoned(container["Labels"][OWNER_LABEL])]
         await asyncio.gather(*(self._engine.remove(container) for container in orphans))
         return len(orphans)
 
@@ -136,12 +124,22 @@ class DockerProvider:
         return await self._create_of(image, spec, has_agent=False)
 
     async def _create_of(self, image: Image, spec: CellSpec, *, has_agent: bool) -> ContainerCell:
-        command = COMMAND if has_agent else PLAIN_COMMAND
-        labels = self.ownership.labels()
+        command, labels = COMMAND if has_agent else PLAIN_COMMAND, self.ownership.labels
         config = container_config(spec, image=image.id, command=command, labels=labels, is_agent=has_agent)
         container = await self._engine.create(config)
+
+        async def change(bounds: Bounds) -> None:
+            await self._engine.limit(container, config_of(bounds, spec))
+
+        home = workdir_of(spec)
+        env = {"PATH": PROGRAM_PATH, **image.env, "HOME": home, "TMPDIR": home}
+        bounds = SharedBounds(Bounds.of(spec.limits), change)
         try:
-            cell = await (self._start_agent if has_agent else self._start_plain)(spec, image, container)
+            if has_agent:
+                cell = await self._start_agent(container, spec, bounds, env)
+            else:
+                remove = partial(self._discard, container)
+                cell = await PlainCell(self._engine, container, bounds, spec.limits, env, remove).start()
         except BaseException:
             await asyncio.shield(self._discard(container))
             raise
@@ -153,18 +151,19 @@ class DockerProvider:
             self._check_open()
         return cell
 
-    async def _start_plain(self, spec: CellSpec, image: Image, container: str) -> PlainCell:
-        env, bounds = self._env_of(spec, image), self._bounds_of(spec, container)
-        cell = PlainCell(self._engine, container, bounds, spec.limits, env, partial(self._discard, container))
-        return await cell.start()
-
-    async def _start_agent(self, spec: CellSpec, image: Image, container: str) -> AgentCell:
-        link = await self._start(container)
+    async def _start_agent(
+        self, container: str, spec: CellSpec, bounds: SharedBounds, env: dict[str, str]
+    ) -> AgentCell:
+        link = AgentLink(*await self._engine.attach(container))
         try:
+            await self._engine.start(container)
+            await link.boot(self._boot_data)
             tunnel = await open_tunnel(link, spec)
         except BaseException:
             link.fail("its start was given up")
             raise
+        if not link.has_filter:
+            logger.info("the image's Python has no ctypes: the engine's filter of system calls stands alone")
 
         async def remove() -> None:
             if tunnel is not None:
@@ -174,30 +173,8 @@ class DockerProvider:
             else:
                 self._discard_soon(container)
 
-        env = self._env_of(spec, image) | (proxy_environment() if tunnel else {})
-        return AgentCell(link, self._bounds_of(spec, container), spec.limits, user_of(spec), env, remove)
-
-    def _env_of(self, spec: CellSpec, image: Image) -> dict[str, str]:
-        home = workdir_of(spec)
-        return {"PATH": PROGRAM_PATH, **image.env, "HOME": home, "TMPDIR": home}
-
-    def _bounds_of(self, spec: CellSpec, container: str) -> SharedBounds:
-        async def change(bounds: Bounds) -> None:
-            await self._engine.limit(container, config_of(bounds, spec))
-
-        return SharedBounds(Bounds.of(spec.limits), change)
-
-    async def _start(self, container: str) -> AgentLink:
-        link = await AgentLink.open(self._engine.socket_path, container)
-        try:
-            await self._engine.start(container)
-            await link.boot(self._boot_data)
-        except BaseException:
-            link.fail("its start was given up")
-            raise
-        if not link.has & Has.FILTER:
-            logger.info("the image's Python has no ctypes: the engine's filter of system calls stands alone")
-        return link
+        env = {**env, **proxy_environment()} if tunnel else env
+        return AgentCell(link, bounds, spec.limits, user_of(spec), env, remove)
 
     def _discard_soon(self, container: str) -> None:
         """Remove a dead container in the background: whoever closes a cell need not wait for the engine to tidy up."""
@@ -241,7 +218,7 @@ async def open_tunnel(link: AgentLink, spec: CellSpec) -> NetworkTunnel | None:
         return None
     limits = Limits(open_files=TUNNEL_OPEN_FILES)
     request = program_request(Program(source=TUNNEL_SOURCE), {}, tunnel_user(spec), limits, is_timed=False)
-    return await NetworkTunnel.start(await ContainerProcess.start(link, request, limits, is_timed=False), spec.network)
+    return await NetworkTunnel.start(await ContainerProcess(link, limits, is_timed=False).start(request), spec.network)
 
 
 async def start_keeper(socket_path: str, label: str) -> asyncio.subprocess.Process:

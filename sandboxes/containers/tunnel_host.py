@@ -6,6 +6,7 @@ The container sends bytes of numbered connections; the proxy (`proxy.py`) decide
 import asyncio
 import contextlib
 import socket
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -21,15 +22,15 @@ AHEAD_BYTES = 256 * 1024
 READY_TIMEOUT_S = 30.0
 
 
+@dataclass(eq=False)
 class Connection:
     """One connection of a program: the host's end of a socket pair whose other end the proxy has."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self.writer = writer
-        self.num_ahead = 0
-        self.has_room = asyncio.Event()
-        self.pump: asyncio.Task[None] | None = None
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    num_ahead: int = 0
+    has_room: asyncio.Event = field(default_factory=asyncio.Event)
+    pump: asyncio.Task[None] | None = None
 
 
 class NetworkTunnel:
@@ -45,11 +46,8 @@ class NetworkTunnel:
     @classmethod
     async def start(cls, process: ContainerProcess, network: Network) -> Self:
         tunnel = cls(process, network)
-        try:
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                await asyncio.wait([tunnel._ready, tunnel._task], return_when=asyncio.FIRST_COMPLETED)
-        except TimeoutError:
-            await tunnel.aclose()
+        started = [tunnel._ready, tunnel._task]
+        await asyncio.wait(started, timeout=READY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
         if not tunnel._ready.done():
             await tunnel.aclose()
             raise SandboxError("the way to the network could not be opened in a container")

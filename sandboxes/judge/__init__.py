@@ -2,14 +2,12 @@
 
 ::
 
-    grade.py        grade: takes a program and its cases, gives a Verdict
+    grade.py        grade: takes a program and its cases, gives a Verdict; texts and calls
     verdict.py      the cases (StdinCase, CallCase, UnitTests), and the verdict: an outcome per case, a reward
     checkers.py     when an output is right: exact, by lines, close numbers, or a checker of the task's own
     languages.py    how programs of a language are built and run; bundles of files of inside/
-    programs.py     texts and calls: one process per case
     unit_tests.py   unit tests, which run in one sandbox while the program runs in another
     records.py      records of published data sets as problems
-    cheats.py       programs that try to cheat, for tests
     inside/         code that runs inside the sandboxes, beside a program or its tests
 
 No expected output is ever in a process that runs the program, nor in the sandbox that holds it. A sandbox that fails

@@ -11,30 +11,29 @@ import ast
 import asyncio
 import json
 import math
+import operator
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any, Protocol, cast
 
 from sandboxes import Limits, Sandbox
-from sandboxes.judge.languages import INSIDE, precompiled
+from sandboxes.judge.languages import CALL
 from sandboxes.judge.verdict import JsonValue
 
 
 class Checker(Protocol):
-    """Compares what a program gave with what was expected."""
+    """Compares what a program printed (text) or returned (data) with what was expected."""
 
-    def accepts_text(self, output: bytes, expected: str) -> bool:
-        """Return whether the printed output is right."""
-        ...
+    def accepts_text(self, output: bytes, expected: str) -> bool: ...
 
     def accepts_data(self, result: JsonValue, expected: JsonValue) -> bool:
-        """Return whether the returned value is right."""
-        ...
+        return same_data(result, expected)
 
 
 @dataclass(frozen=True, slots=True)
-class Exact:
+class Exact(Checker):
     r"""Text must match byte for byte, data by value.
 
     >>> Exact().accepts_text(b"3\n", "3"), Exact().accepts_data([1, 2.0], [1, 2]), Exact().accepts_data(True, 1)
@@ -44,12 +43,9 @@ class Exact:
     def accepts_text(self, output: bytes, expected: str) -> bool:
         return output == expected.encode()
 
-    def accepts_data(self, result: JsonValue, expected: JsonValue) -> bool:
-        return same_data(result, expected, NumberCheck())
-
 
 @dataclass(frozen=True, slots=True)
-class SameLines:
+class SameLines(Checker):
     r"""Lines must have the same words; spacing within and at the end of lines, and trailing empty lines, do not matter.
 
     >>> SameLines().accepts_text(b"1  2 \n3\n\n", "1 2\n3"), SameLines().accepts_text(b"1\n2", "1 2")
@@ -59,12 +55,9 @@ class SameLines:
     def accepts_text(self, output: bytes, expected: str) -> bool:
         return words_of(output) == words_of(expected.encode())
 
-    def accepts_data(self, result: JsonValue, expected: JsonValue) -> bool:
-        return same_data(result, expected, NumberCheck())
-
 
 @dataclass(frozen=True, slots=True)
-class CloseNumbers:
+class CloseNumbers(Checker):
     """Like SameLines, but numbers, unless both are whole, may differ by `absolute` + `relative` * the expected one.
 
     >>> CloseNumbers().accepts_text(b"0.3333333", "0.33333333"), CloseNumbers().accepts_text(b"nan", "1.0")
@@ -84,26 +77,14 @@ class CloseNumbers:
         if len(given) != len(wanted):
             return False
         words = [pair for lines in zip(given, wanted, strict=True) for pair in zip_longest(*lines)]
-        return all(given == wanted or self._close_words(given, wanted) for given, wanted in words)
+        return all(given == wanted or self._agree(number_of(given), number_of(wanted)) for given, wanted in words)
 
     def accepts_data(self, result: JsonValue, expected: JsonValue) -> bool:
-        return same_data(result, expected, NumberCheck(self.absolute, self.relative))
+        return same_data(result, expected, self._agree)
 
-    def _close_words(self, given: bytes | None, wanted: bytes | None) -> bool:
-        first, second = number_of(given), number_of(wanted)
-        return None not in (first, second) and NumberCheck(self.absolute, self.relative).agrees(
-            cast(float, first), cast(float, second)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class NumberCheck:
-    """A tolerance for numbers. It does not apply to whole numbers: a count is right or wrong."""
-
-    absolute: float = 0.0
-    relative: float = 0.0
-
-    def agrees(self, given: float, wanted: float) -> bool:
+    def _agree(self, given: float | None, wanted: float | None) -> bool:
+        if given is None or wanted is None:
+            return False
         if given == wanted or (type(given) is int and type(wanted) is int):
             return given == wanted
         try:
@@ -112,13 +93,13 @@ class NumberCheck:
             return False
 
 
-def same_data(given: Any, wanted: Any, numbers: NumberCheck) -> bool:
+def same_data(given: Any, wanted: Any, agree: Callable[[float, float], bool] = operator.eq) -> bool:
     """Return whether two JSON values are the same, without recursion, since data may be nested very deep."""
     pending = [(given, wanted)]
     while pending:
         left, right = pending.pop()
-        if is_number(left) and is_number(right):
-            if not numbers.agrees(left, right):
+        if type(left) in (int, float) and type(right) in (int, float):
+            if not agree(left, right):
                 return False
         elif type(left) is not type(right):
             return False
@@ -134,10 +115,6 @@ def same_data(given: Any, wanted: Any, numbers: NumberCheck) -> bool:
         elif left != right:
             return False
     return True
-
-
-def is_number(value: object) -> bool:
-    return type(value) in (int, float)
 
 
 def words_of(output: bytes) -> list[list[bytes]]:
@@ -163,9 +140,6 @@ def number_of(word: bytes | None) -> int | float | None:
     return number if isinstance(number, int) or math.isfinite(number) else None
 
 
-CHECK = precompiled((INSIDE / "check.py").read_text(), "<check>")
-
-
 @dataclass(frozen=True, slots=True)
 class CustomChecker:
     """Python that defines `check(stdin, expected, output)`, which takes three texts and returns True, False or a score.
@@ -189,36 +163,25 @@ class CustomChecker:
             raise ValueError("the checker defines no function check(stdin, expected, output)")
 
 
+@dataclass(eq=False)
 class CustomChecks:
-    """Runs a custom checker, in one sandbox that starts with the first check."""
+    """Runs a custom checker, in one sandbox that starts with the first check and ends with `stack`."""
 
-    def __init__(self, checker: CustomChecker, acquire: AbstractAsyncContextManager[Sandbox]) -> None:
-        self._checker = checker
-        self._acquire = acquire
-        self._stack = AsyncExitStack()
-        self._starting = asyncio.Lock()
-        self._box: Sandbox | None = None
+    checker: CustomChecker
+    acquire: AbstractAsyncContextManager[Sandbox]
+    stack: AsyncExitStack
+    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _box: Sandbox | None = None
 
     async def score(self, stdin: str, expected: str, output: bytes) -> float:
         """Return a score from 0 to 1; 0 for a check that fails or returns anything else."""
-        request = {
-            "checker": self._checker.source,
-            "stdin": stdin,
-            "expected": expected,
-            "output": output.decode(errors="replace"),
-        }
-        box = await self._started()
-        result = await box.exec_python(CHECK, stdin=json.dumps(request).encode(), limits=self._checker.limits)
-        return score_of(result.stdout) if result.is_ok else 0.0
-
-    async def aclose(self) -> None:
-        await self._stack.aclose()
-
-    async def _started(self) -> Sandbox:
         async with self._starting:
             if self._box is None:
-                self._box = await self._stack.enter_async_context(self._acquire)
-            return self._box
+                self._box = await self.stack.enter_async_context(self.acquire)
+        args = [stdin, expected, output.decode(errors="replace")]
+        request = {"code": self.checker.source, "function": "check", "args": args}
+        result = await self._box.exec_python(CALL, stdin=json.dumps(request).encode(), limits=self.checker.limits)
+        return score_of(result.stdout) if result.is_ok else 0.0
 
 
 def score_of(said: bytes) -> float:
@@ -231,6 +194,4 @@ def score_of(said: bytes) -> float:
         score = json.loads(said)
     except (ValueError, RecursionError):
         return 0.0
-    if isinstance(score, bool | int | float) and 0 <= score <= 1:
-        return float(score)
-    return 0.0
+    return float(score) if isinstance(score, bool | int | float) and 0 <= score <= 1 else 0.0

@@ -1,15 +1,42 @@
-"""`grade`: the reward that a program earns on its cases, with any pool."""
+"""`grade`: the reward that a program earns on its cases, with any pool.
+
+Texts and calls are judged here, one process per case, all in one sandbox that holds only the program. The host keeps
+the expected outputs and compares. A few cases run at once, and a case that fails does not affect the others.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 
 from areal_agent.errors import SandboxError
-from sandboxes import Isolation, Limits, Pool, SandboxSpec
-from sandboxes.judge.checkers import Checker, CustomChecker, SameLines
+from sandboxes import Isolation, Limits, Pool, Sandbox, SandboxSpec
+from sandboxes.judge.checkers import Checker, CustomChecker, CustomChecks, SameLines
 from sandboxes.judge.languages import PYTHON, Language, language_of
-from sandboxes.judge.programs import ProgramJudge
 from sandboxes.judge.unit_tests import judge_unit_tests
-from sandboxes.judge.verdict import Cases, UnitTests, Verdict
+from sandboxes.judge.verdict import (
+    SKIPPED,
+    CallCase,
+    Case,
+    Cases,
+    CaseVerdict,
+    Outcome,
+    StdinCase,
+    UnitTests,
+    Verdict,
+    ending_of,
+    failure_of,
+    shortened,
+    skip_after_first_failure,
+)
+from sandboxes.spec import ExecResult
 
 SAME_LINES = SameLines()
 ANY_BOX = SandboxSpec()
+CASES_AT_ONCE = 4
+CANNOT_BE_RUN = (126, 127)
+"""Exit codes of a command that is missing or cannot be executed."""
 
 
 async def grade(
@@ -40,10 +67,26 @@ async def grade(
         return await judge_unit_tests(code, cases, pool=pool, spec=spec, limits=limits, stop_early=stop_early)
     if not cases:
         raise ValueError("cases is empty; give at least one")
-    judge = ProgramJudge(
-        pool=pool, spec=spec, language=language, code=code, checker=checker, limits=limits, stop_early=stop_early
-    )
-    return await judge.judge(cases)
+    source = _source_for(cases, code, language)
+    async with AsyncExitStack() as stack:
+        program = Program(box=await stack.enter_async_context(pool.acquire(spec)), language=language, source=source)
+        built = await program.build()
+        if built is not None and not built.is_ok:
+            if built.exit_code in CANNOT_BE_RUN:
+                await _require_language(language, pool, spec, limits)
+            detail = ending_of(built.stderr) or built.status.value
+            return Verdict(cases=(CaseVerdict(outcome=Outcome.NOT_BUILT, detail=detail),) * len(cases))
+        checks = CustomChecks(checker, pool.acquire(spec), stack) if isinstance(checker, CustomChecker) else checker
+
+        async def judge_one(case: Case) -> CaseVerdict:
+            result = await program.run(_stdin_of(case, code), case.limits or limits)
+            return await judged(case, result, checks) if result.is_ok else failure_of(result)
+
+        verdicts = await judge_in_turn(cases, judge_one, stop_early=stop_early)
+    ran_to_its_end = (Outcome.PASSED, Outcome.WRONG, Outcome.SKIPPED)
+    if built is None and not any(case.outcome in ran_to_its_end for case in verdicts):
+        await _require_language(language, pool, spec, limits)
+    return Verdict(cases=verdicts)
 
 
 def _require_walls(pool: Pool) -> None:
@@ -54,3 +97,117 @@ def _require_walls(pool: Pool) -> None:
             f"unit tests and custom checkers need walls, but the {found.backend} backend gives only "
             f"{found.isolation.value!r}: a program could read them; use a backend that isolates, or texts and calls"
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """The source of a program, and the sandbox that it runs in."""
+
+    box: Sandbox
+    language: Language
+    source: str
+
+    async def build(self) -> ExecResult | None:
+        """Put the program into its sandbox and compile it; None when there is nothing to compile."""
+        if self.language.run is not None:
+            await self.box.write(self.language.file, self.source.encode(errors="replace"))
+        if self.language.build is None:
+            return None
+        return await self.box.exec(self.language.build, limits=self.language.build_limits)
+
+    async def run(self, stdin: bytes, limits: Limits | None) -> ExecResult:
+        if self.language.run is None:
+            return await self.box.exec_python(self.source, stdin=stdin, limits=limits)
+        return await self.box.exec(self.language.run, stdin=stdin, limits=limits)
+
+
+def _source_for(cases: Sequence[Case], code: str, language: Language) -> str:
+    num_calls = sum(isinstance(case, CallCase) for case in cases)
+    if not num_calls:
+        return code
+    if num_calls < len(cases):
+        raise ValueError("cases are of two kinds; give StdinCase only, or CallCase only")
+    if language.call is None:
+        raise ValueError(f"{language.name} has no way to call a function; give StdinCase, or Language.call")
+    return language.call
+
+
+def _stdin_of(case: Case, code: str) -> bytes:
+    if isinstance(case, StdinCase):
+        return case.stdin.encode()
+    return json.dumps({"code": code, "function": case.function, "args": list(case.args)}).encode()
+
+
+async def _require_language(language: Language, pool: Pool, spec: SandboxSpec, limits: Limits | None) -> None:
+    """Raise SandboxError when not even the smallest program runs: then the submission is not at fault.
+
+    It runs in a fresh sandbox, so that no submission can pass off its failure as ours.
+    """
+    if language.run is None:
+        return
+    async with pool.acquire(spec) as box:
+        smallest = Program(box=box, language=language, source=language.smallest)
+        result = await smallest.build()
+        if result is None or result.is_ok:
+            result = await smallest.run(b"", limits)
+    if not result.is_ok or result.stdout.strip() != b"ok":
+        raise SandboxError(
+            f"{language.name} does not run in this sandbox ({result.status.value}: "
+            f"{ending_of(result.stderr)!r}); use an image that has it, or allow more memory"
+        )
+
+
+async def judge_in_turn(
+    cases: Sequence[Case], judge_one: Callable[[Case], Awaitable[CaseVerdict]], *, stop_early: bool
+) -> tuple[CaseVerdict, ...]:
+    """Judge a few cases at once; the verdicts do not depend on which of them ends first."""
+    slots = asyncio.Semaphore(CASES_AT_ONCE)  # wakes its waiters in order
+    has_failed = False
+
+    async def one(case: Case) -> CaseVerdict:
+        nonlocal has_failed
+        async with slots:
+            if stop_early and has_failed:
+                return SKIPPED
+            verdict = await judge_one(case)
+            has_failed = has_failed or not verdict.is_passed
+            return verdict
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(case)) for case in cases]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    verdicts = tuple(task.result() for task in tasks)
+    return skip_after_first_failure(verdicts) if stop_early else verdicts
+
+
+async def judged(case: Case, result: ExecResult, checker: Checker | CustomChecks) -> CaseVerdict:
+    """Return the verdict on what a program that ended well printed or returned."""
+    if isinstance(checker, CustomChecks):
+        if isinstance(case, StdinCase):
+            score = await checker.score(case.stdin, case.expected, result.stdout)
+        else:
+            score = await checker.score(json.dumps(list(case.args)), json.dumps(case.expected), result.stdout)
+    elif isinstance(case, StdinCase):
+        score = float(checker.accepts_text(result.stdout, case.expected))
+    elif not result.stdout:
+        return CaseVerdict(outcome=Outcome.CRASHED, detail="it ended before it returned", wall_s=result.wall_s)
+    else:
+        try:
+            returned = json.loads(result.stdout, parse_constant=refuse)  # NaN and infinities
+        except (ValueError, RecursionError):
+            score = 0.0
+        else:
+            score = float(checker.accepts_data(returned, case.expected))
+    return CaseVerdict(
+        outcome=Outcome.PASSED if score == 1.0 else Outcome.WRONG,
+        score=score,
+        output=shortened(result.stdout),
+        detail=ending_of(result.stderr),
+        wall_s=result.wall_s,
+    )
+
+
+def refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")

@@ -1,6 +1,6 @@
 """How programs of a language are built and run in a sandbox. A new language is a new `Language`; no code changes.
 
-Whether a sandbox's image has the language shows only when a program runs: see programs.py. `bundle` joins files of
+Whether a sandbox's image has the language shows only when a program runs: see grade.py. `bundle` joins files of
 `inside/` into one Python text that can be sent to a sandbox; `precompiled` spares such a text its compilation.
 """
 
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import MAGIC_NUMBER
 from pathlib import Path
-from types import MappingProxyType
 
 from sandboxes import Limits
 
@@ -55,13 +54,8 @@ class Language:
     call: str | None = None  # a program that makes the call described on its stdin; None: no calls in this language
 
 
-PYTHON = Language(
-    name="python",
-    file="main.py",
-    run=None,
-    smallest='print("ok")',
-    call=precompiled((INSIDE / "call.py").read_text(), "<call>"),
-)
+CALL = precompiled((INSIDE / "call.py").read_text(), "<call>")
+PYTHON = Language(name="python", file="main.py", run=None, smallest='print("ok")', call=CALL)
 C = Language(
     name="c",
     file="main.c",
@@ -85,9 +79,7 @@ JAVASCRIPT = Language(
 )
 BASH = Language(name="bash", file="main.sh", run=("bash", "main.sh"), smallest="echo ok")
 
-LANGUAGES: Mapping[str, Language] = MappingProxyType(
-    {language.name: language for language in (PYTHON, C, CPP, JAVASCRIPT, BASH)}
-)
+LANGUAGES: Mapping[str, Language] = {language.name: language for language in (PYTHON, C, CPP, JAVASCRIPT, BASH)}
 
 
 def language_of(language: str | Language) -> Language:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
-from sandboxes.judge.verdict import CallCase, Cases, StdinCase, UnitTests
+from sandboxes.judge.verdict import CallCase, Case, Cases, StdinCase, UnitTests
 
 Record = Mapping[str, Any]
 MAX_TESTS_BYTES = 512 * 2**20
@@ -61,15 +61,12 @@ class Problem:
 
 def from_livecodebench(record: Record) -> Problem:
     """Read a record of LiveCodeBench: `public_test_cases`, and the packed `private_test_cases`."""
-    metadata = field_of(decoded(record, "metadata"), "metadata", dict)
-    packed = field_of(record.get("private_test_cases"), "private_test_cases", str)
-    public = field_of(decoded(record, "public_test_cases"), "public_test_cases", list)
-    tests = [text_pair(test) for test in [*public, *unpacked(packed)]]
-    function = metadata.get("func_name")
+    function = field(record, "metadata", dict).get("func_name")
+    public, packed = field(record, "public_test_cases", list), field(record, "private_test_cases", str)
     return Problem(
-        id=text(record, "question_id"),
-        prompt=text(record, "question_content"),
-        cases=[call_of_lines(function, *test) for test in tests] if function else [stdin_case(*test) for test in tests],
+        id=field(record, "question_id", str),
+        prompt=field(record, "question_content", str),
+        cases=[case_of(test, function) for test in (*public, *unpacked(packed))],
         starter_code=record.get("starter_code") or "",
         preamble=USUAL_NAMES,
     )
@@ -80,8 +77,8 @@ def from_apps(record: Record) -> Problem:
 
     If every output of the calls is a list of one value, that value is the result.
     """
-    tests = field_of(decoded(record, "input_output"), "input_output", dict)
-    inputs, outputs = (field_of(tests.get(name), f"input_output.{name}", list) for name in ("inputs", "outputs"))
+    tests = field(record, "input_output", dict)
+    inputs, outputs = (checked(tests.get(name), f"input_output.{name}", list) for name in ("inputs", "outputs"))
     if len(inputs) != len(outputs) or not inputs:
         raise ValueError(
             f"the record has {len(inputs)} inputs and {len(outputs)} outputs; give as many of each, at least one"
@@ -92,10 +89,10 @@ def from_apps(record: Record) -> Problem:
     pairs = zip(inputs, outputs, strict=True)
     return Problem(
         id=str(record.get("problem_id", record.get("id", record.get("name", "")))),
-        prompt=text(record, "question"),
-        cases=[CallCase(function=function, args=field_of(args, "inputs", list), expected=out) for args, out in pairs]
+        prompt=field(record, "question", str),
+        cases=[CallCase(function=function, args=checked(args, "inputs", list), expected=out) for args, out in pairs]
         if function
-        else [stdin_case(joined(given), joined(expected)) for given, expected in pairs],
+        else [StdinCase(stdin=joined(given), expected=joined(expected)) for given, expected in pairs],
         starter_code=record.get("starter_code") or "",
         preamble=USUAL_NAMES,
     )
@@ -107,24 +104,33 @@ def from_humaneval(record: Record) -> Problem:
     The tests run in another sandbox than the program (see `UnitTests`), with whatever the prompt defines beside the
     function. An answer continues the prompt or is the whole function.
     """
-    prompt, function, test = (text(record, name) for name in ("prompt", "entry_point", "test"))
+    prompt, function, test = (field(record, name, str) for name in ("prompt", "entry_point", "test"))
     for name, source in (("prompt", prompt), ("test", test)):
-        if not is_python(source):
-            raise ValueError(f"the record's {name!r} is not Python: {source[:200]!r}")
+        try:
+            ast.parse(source)
+        except (SyntaxError, ValueError):
+            raise ValueError(f"the record's {name!r} is not Python: {source[:200]!r}") from None
     if not function.isidentifier():
         raise ValueError(f"the record's 'entry_point' is {function!r}; it must be the name of a function")
     imports = f"from solution import {function}"
     judges = f"def test_{function}():\n    check({function})\n"
     return Problem(
-        id=text(record, "task_id"),
+        id=field(record, "task_id", str),
         prompt=prompt,
         cases=UnitTests(files={"test_humaneval.py": "\n\n".join((prompt.rstrip(), imports, test, judges))}),
         preamble=prompt,
     )
 
 
-def call_of_lines(function: str, given: str, expected: str) -> CallCase:
-    """Make a call whose arguments are JSON, one per line."""
+def case_of(test: Any, function: str | None) -> Case:
+    """Make a case of two texts; for a call, its arguments as JSON, one per line, and its result as JSON."""
+    match test:
+        case {"input": str(given), "output": str(expected)}:
+            pass
+        case _:
+            raise ValueError(f"a test of the record is {str(test)[:200]!r}; it needs the texts 'input' and 'output'")
+    if not function:
+        return StdinCase(stdin=given, expected=expected)
     try:
         args = [json.loads(line) for line in given.split("\n") if line.strip()]
         return CallCase(function=function, args=args, expected=json.loads(expected))
@@ -132,22 +138,10 @@ def call_of_lines(function: str, given: str, expected: str) -> CallCase:
         raise ValueError(f"a test of {function} is not JSON: {given[:200]!r} to {expected[:200]!r}") from error
 
 
-def stdin_case(given: str, expected: str) -> StdinCase:
-    return StdinCase(stdin=given, expected=expected)
-
-
-def text_pair(test: Any) -> tuple[str, str]:
-    match test:
-        case {"input": str(given), "output": str(expected)}:
-            return given, expected
-        case _:
-            raise ValueError(f"a test of the record is {str(test)[:200]!r}; it needs the texts 'input' and 'output'")
-
-
 def unpacked(packed: str) -> list[Any]:
     """Return private tests, given as a JSON list, or as that list as text, pickled, compressed and in base64."""
     try:
-        return field_of(json.loads(packed), "private_test_cases", list)
+        return checked(json.loads(packed), "private_test_cases", list)
     except json.JSONDecodeError:
         pass
     try:
@@ -156,7 +150,7 @@ def unpacked(packed: str) -> list[Any]:
         if unpacker.unconsumed_tail:
             raise ValueError(f"the record's tests unpack to more than {MAX_TESTS_BYTES:,} bytes")
         tests = load_plain(pickled)
-        return field_of(json.loads(tests) if isinstance(tests, str) else tests, "private_test_cases", list)
+        return checked(json.loads(tests) if isinstance(tests, str) else tests, "private_test_cases", list)
     except (binascii.Error, zlib.error, pickle.UnpicklingError, json.JSONDecodeError) as error:
         raise ValueError(f"the record's 'private_test_cases' cannot be unpacked: {error}") from error
 
@@ -166,9 +160,6 @@ class PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module_name: str, global_name: str, /) -> NoReturn:
         raise pickle.UnpicklingError(f"this pickle asks for {module_name}.{global_name}; only plain data is read")
-
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise pickle.UnpicklingError("this pickle asks for a persistent object; only plain data is read")
 
 
 def load_plain(data: bytes) -> Any:
@@ -189,33 +180,21 @@ def joined(lines: Any) -> str:
     """Return a text, or join the lines of one."""
     if isinstance(lines, list):
         return "\n".join(str(line) for line in cast(list[Any], lines))
-    return field_of(lines, "inputs or outputs", str)
+    return checked(lines, "inputs or outputs", str)
 
 
-def decoded(record: Record, name: str) -> Any:
-    """Return a field, decoded if it is JSON text."""
+def field(record: Record, name: str, kind: type[Any]) -> Any:
+    """Return a field, decoded if it is JSON text but should be something else."""
     value = record.get(name)
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"the record's {name!r} is not JSON: {value[:200]!r}") from error
+    if isinstance(value, str) and kind is not str:
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"the record's {name!r} is not JSON: {value[:200]!r}") from error
+    return checked(value, name, kind)
 
 
-def text(record: Record, name: str) -> str:
-    return field_of(record.get(name), name, str)
-
-
-def field_of(value: Any, name: str, kind: type[Any]) -> Any:
+def checked(value: Any, name: str, kind: type[Any]) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"the record's {name!r} is {str(value)[:200]!r}; it must be a {kind.__name__}")
     return value
-
-
-def is_python(source: str) -> bool:
-    try:
-        ast.parse(source)
-    except (SyntaxError, ValueError):
-        return False
-    return True

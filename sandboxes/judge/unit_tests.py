@@ -15,28 +15,28 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Self, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Process
 from sandboxes.judge.languages import bundle
 from sandboxes.judge.verdict import (
     MAX_TEXT,
-    OUTCOME_OF,
     CaseVerdict,
     Outcome,
     UnitTests,
     Verdict,
     ending_of,
+    outcome_of,
     skip_after_first_failure,
 )
 from sandboxes.pool import Pool
 from sandboxes.sandbox import Sandbox
-from sandboxes.spec import ExecResult, Limits, SandboxSpec, Status
+from sandboxes.spec import ExecResult, Limits, SandboxSpec
 
-SERVE = bundle("plain", "serve_program")
-RUN = bundle("plain", "stand_in", "run_tests")
+SERVE = bundle("call", "plain", "serve_program")
+RUN = bundle("plain", "run_tests")
 LOADING_S = 30.0
 """The time that the tests' interpreter may take to start and load them, in addition to the time of one test."""
 MAX_NAMES_CHARACTERS = 256 * 1024
@@ -59,9 +59,12 @@ async def judge_unit_tests(
             names = await program.start()
             if names is None:
                 return Verdict(cases=(program.failure,))
-            async with Conversation(await test_box.spawn_python(RUN)) as conversation:
+            conversation = Conversation(await test_box.spawn_python(RUN))
+            try:
                 await conversation.tell({"module": tests.module, "files": tests.test_files, "names": names})
-                return await TestRun(conversation, program, stop_early=stop_early).verdict()
+                return await TestRun(conversation, program, stop_early).verdict()
+            finally:
+                await conversation.end()
         finally:
             await program.stop()
 
@@ -85,7 +88,7 @@ class RemoteProgram:
         await conversation.tell({"code": self._code, "module": self._module, "serial": self.num_ends})
         try:
             async with asyncio.timeout(self.wall_s):
-                hello = await conversation.hear_message() or {}
+                hello = await conversation.hear() or {}
         except TimeoutError:
             await self.stop(Outcome.TIMEOUT)
             return None
@@ -96,13 +99,12 @@ class RemoteProgram:
 
     async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request and return the reply, or a message that the program is gone."""
-        if self._conversation is None and await self.start() is None:
-            return {"gone": self.failure.detail}
-        conversation = self._conversation
-        reply: dict[str, Any] | None = None
-        if conversation is not None:
+        if self._conversation is None:
+            await self.start()
+        reply = None
+        if (conversation := self._conversation) is not None:
             await conversation.tell(request)
-            reply = await conversation.hear_message()
+            reply = await conversation.hear()
         if reply is None or not reply.keys() & {"value", "raised", "gone"}:
             await self.stop()
             return {"gone": self.failure.detail}
@@ -117,7 +119,7 @@ class RemoteProgram:
             result, stderr = await conversation.end()
             self.num_ends += 1
             said = detail or ending_of(stderr) or "the program ended"
-            self.failure = CaseVerdict(outcome=outcome or outcome_of_end(result), detail=said)
+            self.failure = CaseVerdict(outcome=outcome or outcome_of(result.status), detail=said)
 
 
 def names_of(hello: Mapping[str, Any]) -> Names | None:
@@ -127,7 +129,7 @@ def names_of(hello: Mapping[str, Any]) -> Names | None:
         return None
     for kind in cast(dict[str, Any], names).values():
         match kind:
-            case [str(), list(bases)] if all(isinstance(base, str) for base in cast(list[Any], bases)):
+            case [str(), [*bases]] if all(isinstance(base, str) for base in bases):
                 continue
             case _:
                 return None
@@ -147,13 +149,8 @@ def told(raised: Any) -> str:
             return ""
 
 
-def outcome_of_end(result: ExecResult) -> Outcome:
-    """Return why a program is gone that should have waited for requests; exiting with 0 is no excuse."""
-    return Outcome.CRASHED if result.status is Status.OK else OUTCOME_OF[result.status]
-
-
 class Conversation:
-    """A conversation with one process, from its start to its death. Use it with `async with`."""
+    """A conversation with one process, from its start to its death by `end`."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -162,37 +159,22 @@ class Conversation:
         self._stderr = bytearray()
         self._draining = asyncio.create_task(self._drain())
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.end()
-
     async def tell(self, message: Any) -> None:
         """Send a message. If nobody listens any more, `hear` finds out."""
         with contextlib.suppress(BrokenPipeError, ConnectionError):
             await self._process.write(json.dumps(message).encode() + b"\n")
 
-    async def hear(self) -> bytes | None:
-        """Return the next line; None when there is none or it is too long."""
+    async def hear(self) -> dict[str, Any] | None:
+        """Return the next line, a JSON object; None when there is none, or it is too long or anything else."""
         searched = 0
         while (end := self._received.find(b"\n", searched)) < 0:
             searched = len(self._received)
-            if searched > MAX_LINE_BYTES:
-                return None
-            chunk = await anext(self._chunks, None)
+            chunk = None if searched > MAX_LINE_BYTES else await anext(self._chunks, None)
             if chunk is None:
                 return None
             self._received += chunk
         line = bytes(self._received[:end])
         del self._received[: end + 1]
-        return line
-
-    async def hear_message(self) -> dict[str, Any] | None:
-        """Return the next line as a JSON object; None when it is anything else."""
-        line = await self.hear()
-        if line is None:
-            return None
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
@@ -213,63 +195,70 @@ class Conversation:
             del self._stderr[:-MAX_STDERR_BYTES]
 
 
+@dataclass(eq=False)
 class TestRun:
     """One run of the tests."""
 
     __test__ = False  # keeps pytest from collecting it
 
-    def __init__(self, conversation: Conversation, program: RemoteProgram, *, stop_early: bool) -> None:
-        self._conversation = conversation
-        self._program = program
-        self._stop_early = stop_early
-        self._tests: list[str] = []
-        self._verdicts: dict[int, CaseVerdict] = {}
-        self._running: int | None = None
-        self._ends_before = 0  # the program's `num_ends` when the running test started
-        self._has_asked = False
-        self._is_late = False
+    conversation: Conversation
+    program: RemoteProgram
+    stop_early: bool
+    _tests: list[str] = field(default_factory=list[str])
+    _verdicts: dict[int, CaseVerdict] = field(default_factory=dict[int, CaseVerdict])
+    _running: int | None = None
+    _ends_before: int = 0  # the program's `num_ends` when the running test started
+    _has_asked: bool = False
+    _is_late: bool = False
 
     async def verdict(self) -> Verdict:
         """Follow the tests until they are done, or their outcome is known."""
-        allowed_s = self._program.wall_s + LOADING_S
+        allowed_s = self.program.wall_s + LOADING_S
         while await self._within(allowed_s):
-            allowed_s = self._program.wall_s
+            allowed_s = self.program.wall_s
         if not self._tests:
             await self._explain_no_tests()
         cases = tuple(self._verdict_of(index, name) for index, name in enumerate(self._tests))
-        return Verdict(cases=skip_after_first_failure(cases) if self._stop_early else cases)
+        return Verdict(cases=skip_after_first_failure(cases) if self.stop_early else cases)
 
     async def _within(self, allowed_s: float) -> bool:
         """Follow the next test; when its time is over, kill first the program and then the tests."""
         test = asyncio.create_task(self._until_test_ends())
         try:
-            for stop in (self._stop_program, self._stop_tests):
-                done, _ = await asyncio.wait([test], timeout=allowed_s)
-                if done:
-                    break
-                await stop()
+            await asyncio.wait([test], timeout=allowed_s)
+            if not test.done():
+                await self.program.stop(Outcome.TIMEOUT)
+                await asyncio.wait([test], timeout=allowed_s)
+            if not test.done():
+                self._is_late = True
+                await self.conversation.end()
             return await test
         finally:
             test.cancel()
 
     async def _until_test_ends(self) -> bool:
         """Relay requests until a test has ended; return whether there are more tests."""
-        while (message := await self._conversation.hear_message()) is not None:
+        while (message := await self.conversation.hear()) is not None:
             match message:
                 case {"do": _}:
                     self._has_asked = True
-                    await self._conversation.tell(await self._program.ask(message))
+                    await self.conversation.tell(await self.program.ask(message))
                 case {"tests": []}:
                     raise ValueError("the test files hold no test that counts; give at least one")
                 case {"tests": tests}:
                     self._tests = tests
                     return True
                 case {"start": index}:
-                    self._running, self._ends_before = index, self._program.num_ends
+                    self._running, self._ends_before = index, self.program.num_ends
                 case {"end": index, "is_passed": is_passed, "detail": detail}:
-                    self._verdicts[index] = self._judged(is_passed, detail)
-                    self._running = None
-                    return is_passed or not self._stop_early
+                    if self.program.num_ends > self._ends_before:
+                        verdict = replace(self.program.failure, detail=detail or self.program.failure.detail)
+                    elif is_passed:
+                        verdict = CaseVerdict(outcome=Outcome.PASSED, score=1.0)
+                    else:
+                        verdict = CaseVerdict(outcome=Outcome.WRONG, detail=detail)
+                    self._verdicts[index], self._running = verdict, None
+                    return is_passed or not self.stop_early
                 case {"broken": why, "is_ours": False}:
                     self._tests = ["loading the tests"]
                     self._verdicts[0] = CaseVerdict(outcome=Outcome.CRASHED, detail=why)
@@ -280,29 +269,15 @@ class TestRun:
                     return False
         return False
 
-    def _judged(self, is_passed: bool, detail: str) -> CaseVerdict:
-        if self._program.num_ends > self._ends_before:
-            return replace(self._program.failure, detail=detail or self._program.failure.detail)
-        if is_passed:
-            return CaseVerdict(outcome=Outcome.PASSED, score=1.0)
-        return CaseVerdict(outcome=Outcome.WRONG, detail=detail)
-
     def _verdict_of(self, index: int, name: str) -> CaseVerdict:
         """Return the verdict on a test; one whose end was not reported has failed."""
         unknown = Outcome.TIMEOUT if self._is_late and index == self._running else Outcome.CRASHED
         verdict = self._verdicts.get(index, CaseVerdict(outcome=unknown, detail="the test did not end"))
         return replace(verdict, output=name)
 
-    async def _stop_program(self) -> None:
-        await self._program.stop(Outcome.TIMEOUT)
-
-    async def _stop_tests(self) -> None:
-        self._is_late = True
-        await self._conversation.end()
-
     async def _explain_no_tests(self) -> None:
         """Explain why the process ended before it had loaded the tests: our fault unless the program was involved."""
-        result, stderr = await self._conversation.end()
+        result, stderr = await self.conversation.end()
         why = f"the tests' process ended ({result.status.value}) before a test began: {ending_of(stderr)!r}"
         if not self._has_asked:
             raise SandboxError(why)

@@ -4,8 +4,9 @@ Cases are texts in and out, calls with JSON in and out, or files of unit tests.
 """
 
 import ast
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -14,6 +15,7 @@ from sandboxes.spec import ExecResult
 
 MAX_TEXT = 1_000
 """The number of characters of output, and of detail, that a verdict keeps per case."""
+TEST_FILE = re.compile(r"(.*/)?(test[^/]*|[^/]*_test)\.py", re.DOTALL)
 
 
 class Outcome(StrEnum):
@@ -31,16 +33,10 @@ class Outcome(StrEnum):
     SKIPPED = "skipped"  # an earlier case failed, and `stop_early` was set
 
 
-OUTCOME_OF: dict[Status, Outcome] = {
-    Status.NONZERO: Outcome.CRASHED,
-    Status.SIGNALED: Outcome.CRASHED,
-    Status.TIMEOUT: Outcome.TIMEOUT,
-    Status.MEMORY: Outcome.MEMORY,
-    Status.PIDS: Outcome.PIDS,
-    Status.DISK: Outcome.DISK,
-    Status.OUTPUT_LIMIT: Outcome.OUTPUT_LIMIT,
-}
-"""The outcome of a program that did not end well."""
+def outcome_of(status: Status) -> Outcome:
+    """Return the outcome of a program that did not end as it should; exiting with 0 is no excuse."""
+    has_crashed = status in (Status.OK, Status.NONZERO, Status.SIGNALED)
+    return Outcome.CRASHED if has_crashed else Outcome(status.value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +103,7 @@ SKIPPED = CaseVerdict(outcome=Outcome.SKIPPED)
 def failure_of(result: ExecResult) -> CaseVerdict:
     """Return the verdict on a program that did not end well, whatever it printed."""
     return CaseVerdict(
-        outcome=OUTCOME_OF[result.status],
+        outcome=outcome_of(result.status),
         output=shortened(result.stdout),
         detail=ending_of(result.stderr) or str(result.status),
         wall_s=result.wall_s,
@@ -117,8 +113,7 @@ def failure_of(result: ExecResult) -> CaseVerdict:
 def skip_after_first_failure(cases: Sequence[CaseVerdict]) -> tuple[CaseVerdict, ...]:
     """Mark the cases after the first failure as skipped, whether they ran or not, as `stop_early` asks."""
     first = next((index for index, case in enumerate(cases) if not case.is_passed), len(cases))
-    skipped = [replace(SKIPPED) for _ in cases[first + 1 :]]
-    return (*cases[: first + 1], *skipped)
+    return (*cases[: first + 1], *[SKIPPED] * len(cases[first + 1 :]))
 
 
 def shortened(output: bytes) -> str:
@@ -204,12 +199,7 @@ class UnitTests:
     @property
     def test_files(self) -> list[str]:
         """The files that hold tests, in order."""
-        names = {path: path.rpartition("/")[2] for path in self.files}
-        return [
-            path
-            for path, name in names.items()
-            if name.endswith("_test.py") or (name.startswith("test") and name.endswith(".py"))
-        ]
+        return [path for path in self.files if TEST_FILE.fullmatch(path)]
 
 
 def takes_all_names(source: str, module: str) -> bool:
@@ -226,4 +216,5 @@ def takes_all_names(source: str, module: str) -> bool:
     return any(alias.name == "*" for node in imports for alias in node.names)
 
 
-Cases = Sequence[StdinCase] | Sequence[CallCase] | UnitTests
+Case = StdinCase | CallCase
+Cases = Sequence[Case] | UnitTests

@@ -74,7 +74,7 @@ def require() -> Callable[[str], Awaitable[None]]:
             if backend == "jail":
                 await try_jail()
             elif backend == "docker":
-                await (await DockerProvider.start_with_default_image()).close()
+                await (await DockerProvider.start(needs_default_image=True)).close()
         except SandboxError as error:
             pytest.skip(str(error))
 

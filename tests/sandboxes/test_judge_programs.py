@@ -33,10 +33,7 @@ PROGRAM_OF = {"c": "gcc", "cpp": "g++", "javascript": "node", "bash": "bash", "p
 AMPLE = Limits(wall_s=60.0, memory_bytes=512 * 2**20)
 
 
-@pytest.mark.parametrize(
-    ("code", "cases"),
-    [(READS_AND_ADDS, SUMS), (ADD, ADDS), (IN_A_CLASS, ADDS)],
-)
+@pytest.mark.parametrize(("code", "cases"), [(READS_AND_ADDS, SUMS), (ADD, ADDS), (IN_A_CLASS, ADDS)])
 async def test_a_right_program_passes(pool: Pool, code: str, cases: list) -> None:
     verdict = await grade(code, cases, pool=pool)
     assert [case.outcome for case in verdict.cases] == [Outcome.PASSED] * 3

@@ -1,7 +1,8 @@
 """The first process of a container: forks programs, kills what is left of them, and reports how each ended.
 
-It gets descriptors and numbers from the relay, and reads none of the descriptors. Orphans become its children. Its user
-differs from the programs', so they can neither signal nor trace it; besides, the kernel shields a first process.
+`main` starts the agent: a filter of system calls for everything from here on, then the relay beside this process. The
+forker gets descriptors and numbers from the relay, and reads none of the descriptors. Orphans become its children. Its
+user differs from the programs', so they can neither signal nor trace it; besides, the kernel shields a first process.
 """
 
 import contextlib
@@ -9,47 +10,45 @@ import errno
 import os
 import signal
 import socket
-import struct
-from collections.abc import Callable
 from typing import NoReturn
 
-from sandboxes.inner.processes import exited_children, kill_group, kill_rest_of_group, kill_strays, serve
+from sandboxes.containers.agent.program import become_program, kernel, program
+from sandboxes.containers.agent.relay import Relay
+from sandboxes.containers.agent.wire import NUM_DESCRIPTORS, ORDER, REPORT, Order, Report
+from sandboxes.inner.processes import (
+    exited_children,
+    forget_package,
+    kill_group,
+    kill_rest_of_group,
+    kill_strays,
+    serve,
+)
 
-ORDER = struct.Struct("=BQI")
-"""START or KILL, number of the run, user. START comes with descriptors: request, stdin, stdout, stderr."""
-REPORT = struct.Struct("=BQiQQ")
-"""STARTED, ENDED or FAILED, number of the run, wait status or errno, CPU microseconds, peak resident bytes."""
-NUM_DESCRIPTORS = 4
-START, KILL = 1, 2
-ENDED, FAILED, STARTED = 1, 2, 3
 MANY_SWEEPS = 4
 """Processes that survive this many sweeps fork faster than they can be killed one by one."""
 MAX_SWEEPS = 1000
 
 
 class Forker:
-    """Forks and reaps. `relay` is a socket that keeps messages apart; `become` turns a child into the program."""
+    """Forks and reaps. `relay` is a socket that keeps messages apart."""
 
-    def __init__(self, relay: socket.socket, relay_pid: int, become: Callable[[bytes, list[int]], NoReturn]) -> None:
-        self._become_program = become
+    def __init__(self, relay: socket.socket, relay_pid: int) -> None:
+        self._interpreter = None if program is None else program.Interpreter({})
         self._relay = relay
         self._relay_pid = relay_pid
         self._runs: dict[int, tuple[int, int]] = {}  # number and user, by pid
 
-    def serve(self) -> None:
-        """Serve until the relay is gone, which ends with the host."""
-        serve(self._relay, self._reap, self._take_order)
-
-    def _take_order(self) -> bool:
+    def take_order(self) -> bool:
+        """Obey an order; return False when the relay is gone, which ends with the host."""
         message, descriptors, _, _ = socket.recv_fds(self._relay, ORDER.size, NUM_DESCRIPTORS)
         if not message:
             return False
         kind, run_id, uid = ORDER.unpack(message)
-        if kind == START:
+        if kind == Order.START:
             self._start(run_id, uid, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        if kind == KILL:
+        if kind == Order.KILL:
             for pid in [pid for pid, (number, _) in self._runs.items() if number == run_id]:
                 kill_group(pid)
                 self._kill_user(uid, but_for=pid)
@@ -59,12 +58,12 @@ class Forker:
         try:
             pid = os.fork()
         except OSError as error:
-            self._report(FAILED, run_id, error.errno or errno.EAGAIN)
+            self._report(Report.FAILED, run_id, error.errno or errno.EAGAIN)
             return
         if pid == 0:
             self._become(run_id, descriptors)
         self._runs[pid] = run_id, uid
-        self._report(STARTED, run_id, 0)
+        self._report(Report.STARTED, run_id, 0)
 
     def _become(self, run_id: int, descriptors: list[int]) -> NoReturn:
         try:
@@ -73,13 +72,13 @@ class Forker:
             for number in (signal.SIGCHLD, signal.SIGXFSZ):  # Python ignores the second, which reports long files
                 signal.signal(number, signal.SIG_DFL)
             request, *standard = descriptors
-            self._become_program(os.pread(request, os.fstat(request).st_size, 0), standard)
+            become_program(self._interpreter, os.pread(request, os.fstat(request).st_size, 0), standard)
         except BaseException as error:  # the boundary: nothing of the program has run, so the host is told
             with contextlib.suppress(OSError):
-                self._report(FAILED, run_id, getattr(error, "errno", None) or 0)
+                self._report(Report.FAILED, run_id, getattr(error, "errno", None) or 0)
         os._exit(255)
 
-    def _reap(self) -> None:
+    def reap(self) -> None:
         """Take the status of what has ended; report a program only once all its descendants are dead too."""
         reports: list[tuple[int, ...]] = []
         for pid, *outcome in exited_children():
@@ -92,7 +91,7 @@ class Forker:
                 reports.append((run_id, *outcome))
         kill_strays(self._runs, MAX_SWEEPS, spared=self._relay_pid, before_sweep=self._kill_many)
         for report in reports:
-            self._report(ENDED, *report)
+            self._report(Report.ENDED, *report)
 
     def _kill_user(self, uid: int, but_for: int | None = None) -> None:
         """Kill all processes of a user, unless another program runs as this user."""
@@ -116,3 +115,25 @@ def kill_all_of(uid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     os.setresuid(0, 0, 0)
+
+
+def main(system_call_filter: bytes) -> None:
+    """Run the agent in the first process of a container, whose standard streams are the stream to the host."""
+    has_filter = False
+    if kernel is not None and system_call_filter:
+        kernel.load_filter(system_call_filter)
+        has_filter = True
+    forget_package()
+    for_forker, for_relay = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    relay_pid = os.fork()
+    if relay_pid == 0:
+        for_forker.close()
+        Relay(0, 1, for_relay).serve(has_filter)
+        os._exit(0)
+    for_relay.close()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1):  # the stream belongs to the relay alone
+        os.dup2(nothing, descriptor)
+    forker = Forker(for_forker, relay_pid)
+    serve(for_forker, forker.reap, forker.take_order)
+    os._exit(0)

@@ -1,14 +1,18 @@
 """The part of a forked process: it becomes the programs' user, within its limits, and then the program.
 
 Its memory is a copy of the forker's, which holds nobody's data; the request is read here for the first time.
+
+Files of the working directory are read and written in such a process too, with the programs' rights. Data travels as
+packed by `wire.py`: a file or folder is a triple of kind, path and data.
 """
 
+import errno
 import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from sandboxes.containers.agent.files import receive_files, send_file, send_tree
-from sandboxes.containers.agent.wire import REQUEST, Operation, unpack
+from sandboxes.containers.agent.wire import EXECUTABLE, FILE, FOLDER, REQUEST, Operation, pack, unpack
+from sandboxes.inner.files import FOLDER_FLAGS, entries_below, open_folder, read_file, write_all, write_file
 from sandboxes.inner.processes import run_executable
 
 try:
@@ -27,11 +31,12 @@ except ImportError:  # no ctypes: a Python program gets an interpreter of its ow
 if TYPE_CHECKING:
     from sandboxes.inner.program import Interpreter
 
-HAS_WARM_PYTHON = program is not None
 NICENESS = 10
 """Lets the agent get its turn among many programs on few CPUs."""
 MAX_DESCRIPTORS = 256
 """The forker opens a dozen descriptors, with the lowest free numbers."""
+MAX_DEPTH = 60
+"""The deepest nesting of folders that is listed; each level holds a descriptor."""
 
 
 def become_program(interpreter: "Interpreter | None", request: bytes, standard: list[int]) -> NoReturn:
@@ -48,7 +53,7 @@ def become_program(interpreter: "Interpreter | None", request: bytes, standard: 
         run_executable(arguments, variables)
     elif operation == Operation.SOURCE:
         run_python(interpreter, arguments[0], variables)
-    serve_files(operation, arguments)
+    serve_files(operation, arguments[0], int(arguments[1]))
 
 
 def run_python(interpreter: "Interpreter | None", source: bytes, env: dict[bytes, bytes]) -> NoReturn:
@@ -57,21 +62,6 @@ def run_python(interpreter: "Interpreter | None", source: bytes, env: dict[bytes
     kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # changing the user cleared it, which made /dev/stdin unreadable
     variables = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
     program.run_source(interpreter, source.decode(errors="surrogatepass"), variables)
-
-
-def serve_files(operation: int, arguments: list[bytes]) -> NoReturn:
-    """Handle files; the exit code is the errno."""
-    path = arguments[0]
-    try:
-        if operation == Operation.WRITE:
-            receive_files(path, 0)
-        elif operation == Operation.READ:
-            send_file(path, int(arguments[1]), 1)
-        else:
-            send_tree(path, int(arguments[1]), 1)
-    except OSError as error:
-        os._exit(error.errno or 255)
-    os._exit(0)
 
 
 def _enter(cwd: bytes) -> None:
@@ -94,15 +84,67 @@ def _confine(uid: int, gid: int, limits: list[int]) -> None:
     os.setresuid(uid, uid, uid)
 
 
-def _limit(cpu_s: int, address_space: int, file_bytes: int, open_files: int) -> None:
+def _limit(cpu_s: int, file_bytes: int, open_files: int) -> None:
     limits = {"fsize": (file_bytes, file_bytes), "nofile": (open_files, open_files), "core": (0, 0)}
     if cpu_s:
         limits["cpu"] = (cpu_s, cpu_s + 1)  # a program that ignores the first limit's signal is killed at the second
-    if address_space >= 0:
-        limits["as"] = (address_space, address_space)
     if resource is not None:
         for name, pair in limits.items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), pair)
     elif subprocess is not None:
         options = [f"--{name}={soft}:{hard}" for name, (soft, hard) in limits.items()]
         subprocess.run(["prlimit", f"--pid={os.getpid()}", *options], check=True, env={"PATH": "/usr/bin:/bin"})
+
+
+def serve_files(operation: int, path: bytes, max_bytes: int) -> NoReturn:
+    """Handle files; the exit code is the errno."""
+    try:
+        FILE_ACTS[Operation(operation)](path, max_bytes)
+    except OSError as error:
+        os._exit(error.errno or 255)
+    os._exit(0)
+
+
+def send_file(path: bytes, max_bytes: int) -> None:
+    *parents, name = _names(path)
+    with open_folder(_here(), parents) as folder:
+        data = read_file(folder, name, max_bytes)
+    if len(data) > max_bytes:
+        raise OSError(errno.EFBIG, "longer than allowed")
+    write_all(1, data)
+
+
+def receive_files(path: bytes, _max_bytes: int) -> None:
+    """Write files and folders from packed triples, whose paths are below `path`."""
+    with open(0, "rb") as source:
+        triples = unpack(source.read())
+    top, above = _here(), _names(path)
+    for kind, place, data in zip(triples[::3], triples[1::3], triples[2::3], strict=True):
+        names = above + _names(place)
+        with open_folder(top, names if kind == FOLDER else names[:-1], create=True) as folder:
+            if kind != FOLDER:
+                write_file(folder, names[-1], data, 0o700 if kind == EXECUTABLE else 0o600)
+
+
+def send_tree(path: bytes, max_bytes: int) -> None:
+    """Send what is below a folder as such triples; EFBIG when they exceed `max_bytes`."""
+    room = max_bytes
+    with open_folder(_here(), _names(path)) as folder:
+        for place, data, is_executable in entries_below(folder, max_bytes, MAX_DEPTH):
+            kind = FOLDER if data is None else EXECUTABLE if is_executable else FILE
+            entry = pack(kind, os.fsencode(place), data or b"")
+            room -= len(entry)
+            if room < 0:
+                raise OSError(errno.EFBIG, "more than asked for")
+            write_all(1, entry)
+
+
+FILE_ACTS = {Operation.READ: send_file, Operation.WRITE: receive_files, Operation.LIST: send_tree}
+
+
+def _here() -> int:
+    return os.open(".", FOLDER_FLAGS)
+
+
+def _names(path: bytes) -> list[str]:
+    return [os.fsdecode(name) for name in path.split(b"/") if name not in (b"", b".")]

@@ -14,16 +14,24 @@ import socket
 import time
 from collections import deque
 
-from sandboxes.containers.agent.forker import ENDED as FORKER_ENDED
-from sandboxes.containers.agent.forker import KILL, ORDER, REPORT, START
-from sandboxes.containers.agent.forker import STARTED as FORKER_STARTED
-from sandboxes.containers.agent.wire import ENDED, HEADER, REQUEST, Ask, End, Tell, whole_frames
-from sandboxes.containers.agent.wire import START as START_BODY
+from sandboxes.containers.agent.wire import (
+    ENDED,
+    HEADER,
+    ORDER,
+    REPORT,
+    REQUEST,
+    START,
+    Ask,
+    End,
+    Order,
+    Report,
+    Tell,
+    whole_frames,
+)
 
 CHUNK_BYTES = 65_536
 PAUSE_S = 0.01
-"""How long a program's start and output may wait to be sent together with its end: each message wakes four processes.
-"""
+"""How long a program's start and output may wait to be sent with its end, as each message wakes four processes."""
 OOM_KILLS = (("/sys/fs/cgroup/memory.events", b"oom_kill"), ("/sys/fs/cgroup/memory/memory.oom_control", b"oom_kill"))
 REFUSED_FORKS = (("/sys/fs/cgroup/pids.events", b"max"), ("/sys/fs/cgroup/pids/pids.events", b"max"))
 """The files of control groups, version 2 or 1, and the names of the counters in them."""
@@ -39,8 +47,9 @@ class Run:
         self.wall_s = wall_s or float("inf")
         self.started_s: float | None = None
         self.deadline_s = float("inf")  # `wall_s` after its start
-        self.room = room  # bytes that it may still print; -1: unbounded
+        self.room = room if room >= 0 else float("inf")  # bytes that it may still print
         self.is_paced = is_paced  # whether a chunk goes to the host only once the last was taken
+        self.pause_s = 0.0 if is_paced else PAUSE_S  # who talks with the program is told at once
         self.end = End.ITSELF
         self.is_cut = False  # whether it printed more than it may
         self.counted: list[int] = []  # the container's counters at its start
@@ -59,7 +68,6 @@ class Relay:
         self._forker = forker
         forker.setblocking(False)
         self._orders: deque[tuple[bytes, Run, list[int]]] = deque()  # each with its descriptors
-        self._first_deadline_s = float("inf")  # no later than any run's
         self._poll = select.poll()
         self._counters = [Counter(OOM_KILLS), Counter(REFUSED_FORKS)]
         self._runs: dict[int, Run] = {}
@@ -68,11 +76,11 @@ class Relay:
         self._untold = bytearray()  # for the host
         self._tell_at_s = float("inf")  # when that must be sent at the latest
 
-    def serve(self, has: int) -> None:
+    def serve(self, has_filter: bool) -> None:
         """Relay until the host is gone."""
         self._poll.register(self._source, READABLE)
         self._poll.register(self._forker, READABLE)
-        self._tell(Tell.READY, 0, bytes([has]))
+        self._tell(Tell.READY, 0, bytes([has_filter]))
         while True:
             if time.monotonic() >= self._tell_at_s:
                 self._tell_all()
@@ -112,15 +120,15 @@ class Relay:
             run.is_stdin_ending = True
             self._feed(run)
         elif kind == Ask.KILL:
-            self._order(KILL, run, [])
+            self._order(Order.KILL, run, [])
         elif kind == Ask.MORE:
             for descriptor, stream in run.outputs.items():
                 if stream == body[0]:
                     self._poll.register(descriptor, READABLE)
 
     def _start(self, number: int, body: bytes) -> None:
-        *told, num_stdin = START_BODY.unpack_from(body)
-        end_of_stdin = START_BODY.size + max(0, num_stdin)
+        *told, num_stdin = START.unpack_from(body)
+        end_of_stdin = START.size + max(0, num_stdin)
         request = body[end_of_stdin:]
         _, uid, gid, *_ = REQUEST.unpack_from(request)
         run = Run(number, uid, *told)
@@ -130,7 +138,7 @@ class Relay:
             descriptors.append(file_of(request))
             with acting_as(uid, gid):
                 if num_stdin >= 0:
-                    stdin = file_of(body[START_BODY.size : end_of_stdin])
+                    stdin = file_of(body[START.size : end_of_stdin])
                 else:
                     stdin, run.stdin = os.pipe()
                 descriptors.append(stdin)
@@ -148,7 +156,7 @@ class Relay:
                 self._run_of[descriptor] = run
         for descriptor in run.outputs:
             self._poll.register(descriptor, READABLE)
-        self._order(START, run, descriptors)
+        self._order(Order.START, run, descriptors)
 
     def _refuse(self, run: Run, descriptors: list[int], error: OSError) -> None:
         self._runs.pop(run.number, None)
@@ -222,37 +230,30 @@ class Relay:
             return False
         if run.is_paced:
             self._unwatch(descriptor)
-        if 0 <= run.room < len(data):
-            data = data[: run.room]
-            self._cut(run)
-        if run.room >= 0:
-            run.room -= len(data)
+        if len(data) > run.room:
+            data = data[: int(run.room)]
+            run.is_cut = True
+            for output in run.outputs:
+                self._unwatch(output)
+            self._stop(run, End.OUTPUT)
+        run.room -= len(data)
         if data:
-            self._tell(stream, run.number, data, within_s=pause_of(run))
+            self._tell(stream, run.number, data, within_s=run.pause_s)
         return not run.is_cut
-
-    def _cut(self, run: Run) -> None:
-        run.is_cut = True
-        for descriptor in run.outputs:
-            self._unwatch(descriptor)
-        self._stop(run, End.OUTPUT)
 
     def _stop(self, run: Run, reason: End) -> None:
         run.end = run.end or reason
         run.deadline_s = float("inf")
-        self._order(KILL, run, [])
+        self._order(Order.KILL, run, [])
 
     def _end_late_runs(self) -> None:
         now_s = time.monotonic()
-        if now_s < self._first_deadline_s:
-            return
-        for run in self._runs.values():
+        for run in list(self._runs.values()):
             if run.deadline_s <= now_s:
                 self._stop(run, End.DEADLINE)
-        self._first_deadline_s = min((run.deadline_s for run in self._runs.values()), default=float("inf"))
 
     def _patience_ms(self) -> float | None:
-        next_s = min(self._first_deadline_s, self._tell_at_s)
+        next_s = min(self._tell_at_s, *(run.deadline_s for run in self._runs.values()), float("inf"))
         return None if next_s == float("inf") else max(0.0, next_s - time.monotonic()) * 1000 + 1
 
     # ── from the forker ───────────────────────────────────────────────────────────────────────────────────────────
@@ -266,14 +267,17 @@ class Relay:
                 self._on_report(*REPORT.unpack(report))
 
     def _on_report(self, kind: int, number: int, value: int, cpu_us: int, peak_bytes: int) -> None:
-        if kind == FORKER_STARTED:
-            self._on_start(number)
-            return
-        run = self._runs.pop(number, None)
+        run = self._runs.get(number)
         if run is None:
-            return  # it failed already: we heard from its child before the forker saw it end
+            return  # its child could not be set up, and told us before the forker did
+        if kind == Report.STARTED:
+            run.started_s = time.monotonic()
+            run.deadline_s = run.started_s + run.wall_s
+            self._tell(Tell.STARTED, number, b"", within_s=run.pause_s)
+            return
+        del self._runs[number]
         counted = [counter.read() - before for counter, before in zip(self._counters, run.counted, strict=True)]
-        if kind != FORKER_ENDED:
+        if kind != Report.ENDED:
             if value != errno.EAGAIN or not counted[1]:
                 self._close(run)
                 self._tell(Tell.FAILED, number, bytes([value & 0xFF]))
@@ -286,14 +290,6 @@ class Relay:
         wall_us = 0 if run.started_s is None else int((time.monotonic() - run.started_s) * 1e6)
         told = ENDED.pack(value, wall_us, cpu_us, peak_bytes, *counted, run.end, run.is_cut)
         self._tell(Tell.ENDED, number, told)
-
-    def _on_start(self, number: int) -> None:
-        run = self._runs.get(number)
-        if run is not None:  # else its child could not be set up, and told us first
-            run.started_s = time.monotonic()
-            run.deadline_s = run.started_s + run.wall_s
-            self._first_deadline_s = min(self._first_deadline_s, run.deadline_s)
-            self._tell(Tell.STARTED, number, b"", within_s=pause_of(run))
 
     # ── descriptors ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -352,11 +348,6 @@ def file_of(data: bytes) -> int:
     while at < len(data):
         at += os.pwrite(descriptor, data[at:], at)
     return descriptor
-
-
-def pause_of(run: Run) -> float:
-    """Return how long a run's output may wait; someone who talks with the program is told at once."""
-    return 0.0 if run.is_paced else PAUSE_S
 
 
 @contextlib.contextmanager

@@ -75,11 +75,9 @@ class Tunnel:
             body = bytes(self._received[FRAME.size : FRAME.size + size])
             del self._received[: FRAME.size + size]
             one = self._connections.get(number)
-            if one is not None and kind == DATA:
+            if one is not None:
                 one.pending += body
-                self._deliver(one)
-            elif one is not None:
-                one.is_ending = True
+                one.is_ending = one.is_ending or kind == END
                 self._deliver(one)
         return bool(data)
 

@@ -1,4 +1,4 @@
-"""The frames between host and agent over the one stream of a container. Both ends import this.
+"""The frames between host and agent over the one stream of a container, and those between the agent's processes.
 
 The host decodes nothing that comes out of a container except numbers and raw bytes.
 """
@@ -15,8 +15,8 @@ START = struct.Struct("=dq?i")
 """The body of START: seconds from the program's start to its deadline (0: none), bytes of output (-1: unbounded),
 whether output waits until the reader took the last chunk, and the length of stdin, which follows and becomes a file
 (-1: stdin is a pipe, and comes by STDIN)."""
-REQUEST = struct.Struct("=BIIIqQQ")
-"""Operation, user, group, CPU seconds (0: unbounded), address space (-1: unbounded), file length, open files."""
+REQUEST = struct.Struct("=BIIIQQ")
+"""Operation, user, group, CPU seconds (0: unbounded), file length, open files."""
 ENDED = struct.Struct("=iQQQIIB?")
 """Wait status, microseconds from start to end, CPU microseconds, peak resident bytes, processes that ran out of memory,
 refused forks, `End`, and whether the program printed more than it may."""
@@ -35,7 +35,7 @@ class Ask(IntEnum):
 class Tell(IntEnum):
     """The kinds of frames that the agent sends."""
 
-    READY = 1  # run 0: an `int` of `Has` bits
+    READY = 1  # run 0: one byte, whether a filter of system calls was loaded
     STDOUT = 2
     STDERR = 3
     TAKEN = 4  # stdin so far has been written; a byte of 1 if nobody will read it
@@ -55,6 +55,10 @@ class Operation(IntEnum):
     LIST = 5
 
 
+FOLDER, FILE, EXECUTABLE = b"d", b"f", b"x"
+"""The kinds of a packed file or folder."""
+
+
 class End(IntEnum):
     """The reason why a program ended."""
 
@@ -63,11 +67,26 @@ class End(IntEnum):
     OUTPUT = 2
 
 
-class Has(IntEnum):
-    """Bits for the features of the image's Python that matter."""
+ORDER = struct.Struct("=BQI")
+"""From relay to forker: `Order`, number of the run, user; with START, descriptors: request, stdin, stdout, stderr."""
+NUM_DESCRIPTORS = 4
+REPORT = struct.Struct("=BQiQQ")
+"""From forker to relay: `Report`, number of the run, wait status or errno, CPU microseconds, peak resident bytes."""
 
-    FILTER = 1
-    WARM_PYTHON = 2
+
+class Order(IntEnum):
+    """What the relay asks of the forker."""
+
+    START = 1
+    KILL = 2
+
+
+class Report(IntEnum):
+    """What the forker, or a child of it that could not be set up, tells the relay."""
+
+    ENDED = 1
+    FAILED = 2
+    STARTED = 3
 
 
 def whole_frames(received: bytearray, max_bytes: float = float("inf")) -> Iterator[tuple[int, int, bytes]]:

@@ -1,5 +1,7 @@
 """Calls one function of a program and writes its result as JSON. It runs in the program's own process.
 
+A checker of a task's own is called in the same way, in a sandbox where the judged program never is.
+
 stdin: `{"code": ..., "function": ..., "args": [...]}`. What the program prints goes to stderr; stdout gets the result.
 Every case pays for loading this file, so it imports little, and its type hints need no imports.
 """
@@ -11,16 +13,14 @@ import sys
 import types
 
 FILE = "<solution>"
-MODULE = "solution"
 
 
-def load(code: str) -> dict[str, object]:
-    """Run a program as a module, not as `__main__`, whose part is not meant for calls, and return its names."""
-    module = types.ModuleType(MODULE)
-    sys.modules[MODULE] = module
+def load(code: str, name: str) -> types.ModuleType:
+    """Run a program as a module, not as `__main__`, whose part is not meant for calls."""
+    module = sys.modules[name] = types.ModuleType(name)
     linecache.cache[FILE] = (len(code), None, [f"{line}\n" for line in code.split("\n")], FILE)  # for tracebacks
     exec(compile(code, FILE, "exec", dont_inherit=True), module.__dict__)
-    return module.__dict__
+    return module
 
 
 def find(names: dict[str, object], function: str) -> object:
@@ -37,7 +37,7 @@ def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
     results = os.dup(1)
     os.dup2(2, 1)
-    function = find(load(request["code"]), request["function"])
+    function = find(vars(load(request["code"], "solution")), request["function"])
     assert callable(function)
     data = json.dumps(function(*request["args"])).encode()
     while data:

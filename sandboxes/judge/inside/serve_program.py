@@ -10,17 +10,14 @@ serial of this process. The key of an object of an earlier process is `gone`. Wh
 import builtins
 import itertools
 import json
-import linecache
 import operator
 import os
-import sys
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from sandboxes.judge.inside.call import load
 from sandboxes.judge.inside.plain import pack, unpack
 
-FILE = "<solution>"
 MAX_ITEMS = 1_000_000
 MAX_MESSAGE = 2_000
 
@@ -53,10 +50,13 @@ class Objects:
         return self[parts["object"][0]]
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: Any) -> tuple[str, list[str]]:
+    """Return what kind of thing a name is, and for an exception the built-in ones that it derives from."""
     if not isinstance(value, type):
-        return "object"
-    return "exception" if issubclass(value, BaseException) else "class"
+        return "object", []
+    if not issubclass(value, BaseException):
+        return "class", []
+    return "exception", [kind.__name__ for kind in value.__mro__ if getattr(builtins, kind.__name__, None) is kind]
 
 
 def call(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -68,27 +68,10 @@ def items(target: Any) -> list[Any]:
 
 
 ACTS: dict[str, Callable[..., Any]] = {
-    "get": getattr,
-    "set": setattr,
-    "call": call,
-    "len": len,
-    "truth": bool,
-    "str": str,
-    "repr": repr,
-    "item": operator.getitem,
-    "set_item": operator.setitem,
-    "delete_item": operator.delitem,
-    "items": items,
-    "next": next,
-}
-
-
-def load(code: str, name: str) -> types.ModuleType:
-    module = types.ModuleType(name)
-    sys.modules[name] = module
-    linecache.cache[FILE] = (len(code), None, [f"{line}\n" for line in code.split("\n")], FILE)  # for tracebacks
-    exec(compile(code, FILE, "exec", dont_inherit=True), module.__dict__)
-    return module
+    "get": getattr, "set": setattr, "call": call, "len": len, "truth": bool, "str": str, "repr": repr,
+    "item": operator.getitem, "set_item": operator.setitem, "delete_item": operator.delitem,
+    "items": items, "next": next,
+}  # fmt: skip
 
 
 def described(error: BaseException) -> dict[str, Any]:
@@ -110,7 +93,7 @@ def answers(requests: Iterator[str]) -> Iterator[dict[str, Any]]:
         return
     names = {name: value for name, value in vars(module).items() if not name.startswith("__")}
     objects = Objects({"": module, **names}, first["serial"])
-    yield {"names": {name: [kind_of(value), bases_of(value)] for name, value in names.items()}}
+    yield {"names": {name: kind_of(value) for name, value in names.items()}}
     for line in requests:
         try:
             request = json.loads(line)
@@ -120,13 +103,6 @@ def answers(requests: Iterator[str]) -> Iterator[dict[str, Any]]:
             yield {"gone": "the object was made by a process that has died"}
         except BaseException as error:
             yield {"raised": described(error)}
-
-
-def bases_of(value: Any) -> list[str]:
-    """Return the names of the built-in exceptions that a class derives from."""
-    if not (isinstance(value, type) and issubclass(value, BaseException)):
-        return []
-    return [kind.__name__ for kind in value.__mro__ if getattr(builtins, kind.__name__, None) is kind]
 
 
 def main() -> None:

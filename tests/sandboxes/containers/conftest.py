@@ -19,7 +19,7 @@ async def engine() -> AsyncIterator[Engine]:
         engine = await Engine.connect()
     except SandboxError as error:
         pytest.skip(str(error))
-    if not await engine.has_image(DEFAULT_IMAGE):
+    if await engine.find_image(DEFAULT_IMAGE) is None:
         await engine.aclose()
         pytest.skip(f"there is no image {DEFAULT_IMAGE}; `python -m sandboxes image` makes it")
     yield engine

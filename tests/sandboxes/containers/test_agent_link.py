@@ -1,11 +1,10 @@
-"""The host's end of an agent, before an engine and an agent that are not to be trusted, played by a server.
+"""The host's end of an agent, before an agent that is not to be trusted, played by a server.
 
-1. a refused stream, and one that is no HTTP, are errors; 2. frames come whole however they are cut; 3. a frame that is
-too long, of no kind, or too short for its kind is the end of the container; 4. its stderr is told at its end; 5. more
-output than was asked for is the end; 6. what is packed is unpacked, and nothing else is; 7. an agent that never starts
-a program, or never ends one after its deadline, is given up, also when it goes on to talk of others; 8. so many are on
-their way at once and no more; 9. closing returns when the stream has ended; 10. an agent that was given up may live on,
-and is said to.
+1. frames come whole however they are cut; 2. a frame that is too long, of no kind, or too short for its kind is the end
+of the container; 3. its stderr is told at its end; 4. more output than was asked for is the end; 5. what is packed is
+unpacked, and nothing else is; 6. an agent that never starts a program, or never ends one after its deadline, is given
+up, also when it goes on to talk of others; 7. so many are on their way at once and no more; 8. closing returns when the
+stream has ended; 9. an agent that was given up may live on, and is said to.
 """
 
 import asyncio
@@ -23,13 +22,12 @@ from areal_agent.errors import SandboxError
 from sandboxes.base import Program
 from sandboxes.cgroups import Bounds
 from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, Ask, Tell, pack, unpack
-from sandboxes.containers.agent_link import MAX_ON_THE_WAY, AgentEnd, AgentLink
+from sandboxes.containers.agent_link import MAX_ON_THE_WAY, AgentEnd, AgentLink, AgentRun
 from sandboxes.containers.cell import AgentCell
 from sandboxes.containers.confinement import SharedBounds, User
 from sandboxes.spec import Limits
 
 LIMITS = Limits(wall_s=60.0, output_bytes=10)
-GRANTED = b"HTTP/1.1 101 UPGRADED\r\n\r\n"
 END = ENDED.pack(0, 0, 0, 0, 0, 0, 0, False)
 
 
@@ -51,7 +49,6 @@ async def engine_that(
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         served.append(asyncio.current_task())
-        await reader.readuntil(b"{}")
         with contextlib.suppress(ConnectionError):
             await act(reader, writer)
             writer.close()
@@ -67,7 +64,7 @@ def answering(*pieces: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamW
     """Ready at once; after the first request, these pieces."""
 
     async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(GRANTED + framed(said(Tell.READY, 0, b"\0")))
+        writer.write(framed(said(Tell.READY, 0, b"\0")))
         await reader.readexactly(HEADER.size)
         for piece in pieces:
             writer.write(piece)
@@ -79,7 +76,7 @@ def answering(*pieces: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamW
 
 async def run_on(path: str, *, silence_s: float = 60.0, limits: Limits = LIMITS) -> bytes:
     """What a program prints there."""
-    link = await AgentLink.open(path, "container", silence_s=silence_s)
+    link = AgentLink(*await asyncio.open_unix_connection(path), silence_s=silence_s)
 
     async def nothing(_bounds: Bounds | None = None) -> None: ...
 
@@ -88,16 +85,6 @@ async def run_on(path: str, *, silence_s: float = 60.0, limits: Limits = LIMITS)
         return (await cell.exec(Program(argv=("x",)), stdin=b"", limits=limits)).stdout
     finally:
         await cell.close()
-
-
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 404 Not Found\r\n\r\nno such container", b"nonsense" * 10_000, b""])
-async def test_refused_stream(tmp_path: Path, answer: bytes) -> None:
-    async def refuse(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(answer)
-
-    async with engine_that(tmp_path, refuse) as path:
-        with pytest.raises(SandboxError, match="did not open a stream"):
-            await AgentLink.open(path, "container")
 
 
 async def test_frames_come_whole_however_they_are_cut(tmp_path: Path) -> None:
@@ -134,10 +121,10 @@ async def test_more_output_than_was_asked_for(tmp_path: Path) -> None:
 
 async def test_stderr_is_told_at_the_end(tmp_path: Path) -> None:
     async def die(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(GRANTED + framed(b"exec format error", 2))
+        writer.write(framed(b"exec format error", 2))
 
     async with engine_that(tmp_path, die) as path:
-        link = await AgentLink.open(path, "container")
+        link = AgentLink(*await asyncio.open_unix_connection(path))
         with pytest.raises(SandboxError, match="exec format error"):
             await link.boot(b"")
 
@@ -153,7 +140,7 @@ async def test_agent_that_says_nothing(tmp_path: Path, pieces: tuple[bytes, ...]
 
 async def test_agent_that_talks_of_others(tmp_path: Path) -> None:
     async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(GRANTED + framed(said(Tell.READY, 0, b"\0")))
+        writer.write(framed(said(Tell.READY, 0, b"\0")))
         while not reader.at_eof():
             writer.write(framed(said(Tell.STARTED, 77, b"")))
             await writer.drain()
@@ -170,7 +157,7 @@ async def test_so_many_are_on_their_way(tmp_path: Path) -> None:
     seen: list[int] = []
 
     async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(GRANTED + framed(said(Tell.READY, 0, b"\0")))
+        writer.write(framed(said(Tell.READY, 0, b"\0")))
         while len(seen) <= MAX_ON_THE_WAY:
             kind, number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
             await reader.readexactly(size)
@@ -183,10 +170,11 @@ async def test_so_many_are_on_their_way(tmp_path: Path) -> None:
         await reader.read()
 
     async with engine_that(tmp_path, act) as path:
-        link = await AgentLink.open(path, "container")
+        link = AgentLink(*await asyncio.open_unix_connection(path))
 
         async def run() -> AgentEnd:
-            run = await link.start(b"", wall_s=0, output_bytes=-1, is_paced=False, on_output=lambda *_: None)
+            run = AgentRun(0, lambda *_: None)
+            await link.start(run, b"", output_bytes=-1, is_paced=False)
             return await run.ended
 
         ends = await asyncio.gather(*(run() for _ in range(MAX_ON_THE_WAY + 1)))
@@ -199,12 +187,12 @@ async def test_closing_waits_for_the_end_of_the_stream(tmp_path: Path) -> None:
 
     async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal has_ended
-        writer.write(GRANTED + framed(said(Tell.READY, 0, b"\0")))
+        writer.write(framed(said(Tell.READY, 0, b"\0")))
         await reader.read()
         has_ended = True
 
     async with engine_that(tmp_path, act) as path:
-        link = await AgentLink.open(path, "container")
+        link = AgentLink(*await asyncio.open_unix_connection(path))
         await link.boot(b"")
         await link.aclose()
         assert has_ended
@@ -213,12 +201,11 @@ async def test_closing_waits_for_the_end_of_the_stream(tmp_path: Path) -> None:
 
 
 async def test_agent_that_was_given_up(tmp_path: Path) -> None:
-    async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(GRANTED)
+    async def act(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
         await reader.read()
 
     async with engine_that(tmp_path, act) as path:
-        link = await AgentLink.open(path, "container")
+        link = AgentLink(*await asyncio.open_unix_connection(path))
         link.fail("it says what it should not")
         await link.aclose()
         assert link.is_given_up

@@ -60,7 +60,7 @@ async def test_image_of_a_folder_without_a_dockerfile(engine: Engine, provider: 
 
 async def test_build_has_no_network(engine: Engine) -> None:
     text = f"FROM {DEFAULT_IMAGE}\nRUN test $(grep -c : /proc/net/dev) = 1\n"  # the loopback interface
-    assert await engine.has_image(await build_image_with(engine, None, text))
+    assert await engine.find_image(await build_image_with(engine, None, text))
 
 
 async def test_build_that_fails(engine: Engine) -> None:
@@ -134,7 +134,7 @@ async def test_build_ends_with_its_client(engine: Engine) -> None:
 async def test_step_may_print_much(engine: Engine) -> None:
     text = f"FROM {DEFAULT_IMAGE}\nRUN echo {uuid.uuid4().hex} && head -c 3M /dev/zero\n"
     name = await build_image_with(engine, None, text)
-    assert await engine.has_image(name)
+    assert await engine.find_image(name)
     await engine.remove_image(name)
 
 

@@ -13,10 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sandboxes.containers.agent.forker import ENDED, FAILED, KILL, NUM_DESCRIPTORS, ORDER, REPORT, START, STARTED
-from sandboxes.containers.agent.wire import ENDED as ENDED_BODY
-from sandboxes.containers.agent.wire import HEADER, REQUEST, Ask, End, Operation, Tell
-from sandboxes.containers.agent.wire import START as START_BODY
+from sandboxes.containers.agent import wire
+from sandboxes.containers.agent.wire import HEADER, NUM_DESCRIPTORS, ORDER, REPORT, Ask, Order, Report, Tell
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the relay is root, who can become another user and himself")
 
@@ -41,8 +39,8 @@ class Stage:
         self._host.sendall(HEADER.pack(kind, number, len(body)) + body)
 
     def start(self, number: int, wall_s: float = 0.0) -> None:
-        request = REQUEST.pack(Operation.EXECUTABLE, os.getuid(), os.getgid(), 0, -1, 0, 0)
-        self.ask(Ask.START, number, START_BODY.pack(wall_s, -1, False, -1) + request)
+        request = wire.REQUEST.pack(wire.Operation.EXECUTABLE, os.getuid(), os.getgid(), 0, 0, 0)
+        self.ask(Ask.START, number, wire.START.pack(wall_s, -1, False, -1) + request)
 
     def told(self) -> tuple[Tell, int, bytes]:
         kind, number, size = HEADER.unpack(self._read(HEADER.size))
@@ -91,29 +89,29 @@ def test_forker_that_takes_no_order(stage: Stage) -> None:
     stage.start(1)
     for _ in range(num_kills):
         stage.ask(Ask.KILL, 1)
-    stage.report(STARTED, 1)
+    stage.report(Report.STARTED, 1)
     assert stage.told() == (Tell.STARTED, 1, b"")
-    assert [stage.order() for _ in range(1 + num_kills)] == [(START, 1)] + [(KILL, 1)] * num_kills
+    assert [stage.order() for _ in range(1 + num_kills)] == [(Order.START, 1)] + [(Order.KILL, 1)] * num_kills
 
 
 def test_time_begins_with_the_start(stage: Stage) -> None:
     stage.start(1, wall_s=0.001)
     for number in range(2, 30):
         stage.start(number)
-    assert [stage.order() for _ in range(1, 30)] == [(START, number) for number in range(1, 30)]
-    stage.report(STARTED, 1)
+    assert [stage.order() for _ in range(1, 30)] == [(Order.START, number) for number in range(1, 30)]
+    stage.report(Report.STARTED, 1)
     assert stage.told() == (Tell.STARTED, 1, b"")
-    assert stage.order() == (KILL, 1)
-    stage.report(ENDED, 1, 9)
+    assert stage.order() == (Order.KILL, 1)
+    stage.report(Report.ENDED, 1, 9)
     kind, number, body = stage.told()
-    assert (kind, number, ENDED_BODY.unpack(body)[6]) == (Tell.ENDED, 1, End.DEADLINE)
+    assert (kind, number, wire.ENDED.unpack(body)[6]) == (Tell.ENDED, 1, wire.End.DEADLINE)
 
 
 def test_program_that_could_not_be_set_up(stage: Stage) -> None:
     for number in (1, 2):
         stage.start(number)
-    stage.report(FAILED, 1, errno.EACCES)  # by its child, which was quicker than the forker
-    stage.report(STARTED, 1)
-    stage.report(ENDED, 1)
-    stage.report(STARTED, 2)
+    stage.report(Report.FAILED, 1, errno.EACCES)  # by its child, which was quicker than the forker
+    stage.report(Report.STARTED, 1)
+    stage.report(Report.ENDED, 1)
+    stage.report(Report.STARTED, 2)
     assert [stage.told() for _ in range(2)] == [(Tell.FAILED, 1, bytes([errno.EACCES])), (Tell.STARTED, 2, b"")]
