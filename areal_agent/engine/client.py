@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from areal_agent.engine import wire
-from areal_agent.engine.limits import check_request
 from areal_agent.engine.pushes import size_of
 from areal_agent.engine.transport import CONTROL_TIMEOUT_S, Transport, wait_until_healthy
 from areal_agent.engine.wire import EngineStats, WeightUpdate
+from areal_agent.engine.wire.generate import check_request
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import (
     DiskWeights,

@@ -28,10 +28,9 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import groupby
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
@@ -309,18 +308,8 @@ class TokenStream:
             token_ids=tuple(token_id for token_id, _, _, _ in tokens),
             logprobs=tuple(logprob for _, logprob, _, _ in tokens),
             top_logprobs=tuple(top for _, _, top, _ in tokens) if any(top for _, _, top, _ in tokens) else (),
-            versions=_spans([version for _, _, _, version in tokens]),
+            versions=VersionSpan.of_tokens(version for _, _, _, version in tokens),
         )
-
-
-def _spans(versions: Sequence[WeightVersion]) -> tuple[VersionSpan, ...]:
-    spans: list[VersionSpan] = []
-    start = 0
-    for version, of_one in groupby(versions):
-        end = start + sum(1 for _ in of_one)
-        spans.append(VersionSpan(version=version, start=start, end=end))
-        start = end
-    return tuple(spans)
 
 
 class ModelWeights:

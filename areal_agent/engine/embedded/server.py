@@ -23,10 +23,10 @@ from areal_agent.engine.embedded.grammar import Grammars, Matcher
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.scheduler import ModelWeights, Scheduler, TokenStream
 from areal_agent.engine.embedded.weights import read_weights
-from areal_agent.engine.limits import check_request
 from areal_agent.engine.pushes import PUSH_TIMEOUT_S, Pushes
 from areal_agent.engine.wire import WeightUpdate
 from areal_agent.engine.wire.fields import WireError, decode_json
+from areal_agent.engine.wire.generate import check_request
 from areal_agent.errors import (
     ConfigError,
     EngineError,
@@ -60,10 +60,10 @@ class EngineServer:
     ) -> None:
         self._runner = runner
         self._grammars = grammars
-        self._failed = asyncio.Event()
+        self.failed = asyncio.Event()  # set when the model thread has died; the log has its traceback
         loop = asyncio.get_running_loop()
         self._scheduler = Scheduler(
-            runner, version=version, on_failure=lambda: loop.call_soon_threadsafe(self._failed.set)
+            runner, version=version, on_failure=lambda: loop.call_soon_threadsafe(self.failed.set)
         )
         self._weights = ModelWeights(self._scheduler, runner.layout, runner.device)
         self._pushes = Pushes(self._weights, timeout_s=push_timeout_s)
@@ -99,10 +99,6 @@ class EngineServer:
             await server.aclose()
             raise
         return server
-
-    async def failed(self) -> None:
-        """Wait until the model thread has died; the log has its traceback."""
-        await self._failed.wait()
 
     async def drain(self, timeout_s: float) -> None:
         """Accept no more requests, and wait up to `timeout_s` for those under way to end."""
@@ -216,7 +212,7 @@ class EngineServer:
     async def _update(self, update: WeightUpdate) -> web.Response:
         """Update in one call. Reading and proving run beside the model thread; only the copy runs in it."""
         self._check_serves()
-        async with self._pushes.exclusive():
+        async with self._pushes.swapping:
             weights = await asyncio.to_thread(read_weights, update.weights, self._runner.layout)
             await self._weights.swap(weights, update.version, flush_cache=update.flush_cache)
         return _success(f"serving weight version {update.version}")

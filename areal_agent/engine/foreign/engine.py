@@ -19,9 +19,9 @@ from typing import Any, Protocol
 from areal_agent.engine import wire
 from areal_agent.engine.foreign.weight_folders import WeightFolders
 from areal_agent.engine.foreign.weights import Loader, Receiver, Served, ServedModel, ServerWeights
-from areal_agent.engine.limits import check_request
 from areal_agent.engine.transport import Transport, wait_until_healthy
 from areal_agent.engine.wire import EngineStats
+from areal_agent.engine.wire.generate import check_request
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.process import count_cancellations
 from areal_agent.types import (
