@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from areal_agent.engine.client import HttpEngine
-from areal_agent.engine.embedded.grammar import Grammars
 from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.sampler import Grammars
 from areal_agent.engine.embedded.scheduler import Scheduler
 from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.types import GenerateRequest, SamplingParams, SharedMemoryWeights, TensorEntry, WeightVersion

@@ -15,7 +15,7 @@ import aiohttp
 import pytest
 
 from areal_agent.engine import wire
-from areal_agent.engine.embedded.grammar import Grammars
+from areal_agent.engine.embedded.sampler import Grammars
 from areal_agent.errors import EngineRejected
 from areal_agent.types import FinishReason, PauseMode
 

@@ -14,8 +14,8 @@ import re
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from areal_agent.engine.embedded.grammar import Grammars
 from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.sampler import Grammars
 from areal_agent.engine.embedded.workload import Row, Workload
 from areal_agent.errors import EngineRejected
 from areal_agent.types import FinishReason, PauseMode, TokenChunk, WeightVersion
@@ -185,5 +185,5 @@ def test_where_nothing_can_follow_the_answer_ends(spelling):
     grammars = Grammars.of(spelling[0], vocab_size=264, eos_token_ids={END})
     assert grammars is not None
     matcher = grammars.matcher("json_schema", '{"const": 7}')
-    matcher.follow([sorted(pre_tokenizers.ByteLevel.alphabet()).index("x")])
+    matcher.follow(sorted(pre_tokenizers.ByteLevel.alphabet()).index("x"))
     assert matcher.allowed().nonzero()[0].tolist() == [END]

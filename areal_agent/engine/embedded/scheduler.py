@@ -37,9 +37,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from areal_agent.engine.embedded.grammar import Matcher
 from areal_agent.engine.embedded.metrics import Metrics
 from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.sampler import Matcher
 from areal_agent.engine.embedded.weights import WeightLayout, take_distributed_weights, take_weights
 from areal_agent.engine.embedded.workload import Row, TokenSink, Workload
 from areal_agent.engine.wire import EngineStats

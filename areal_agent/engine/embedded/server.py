@@ -19,8 +19,8 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from areal_agent.engine import wire
-from areal_agent.engine.embedded.grammar import Grammars, Matcher
 from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.sampler import Grammars, Matcher
 from areal_agent.engine.embedded.scheduler import ModelWeights, Scheduler, TokenStream
 from areal_agent.engine.embedded.weights import read_weights
 from areal_agent.engine.pushes import PUSH_TIMEOUT_S, Pushes

@@ -30,9 +30,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_agent.engine.embedded.decoder import Piece, StepGivenUp
-from areal_agent.engine.embedded.grammar import Matcher
 from areal_agent.engine.embedded.model import ModelRunner
-from areal_agent.engine.embedded.sampler import Adjustments, Draws, History, SamplingRows, sample
+from areal_agent.engine.embedded.sampler import Draws, Matcher, Penalties, SamplingRows, biases_of, sample
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TopLogprobs, VersionSpan, WeightVersion
 
@@ -143,40 +142,43 @@ class SamplingBatch:
     """The sampling of these rows, in this order: adjust the logits, then draw. Make a new one when the rows change."""
 
     def __init__(self, rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> None:
-        params = [row.request.sampling for row in rows]
-        histories = [History(prompt_ids=row.request.input_ids, token_ids=row.token_ids) for row in rows]
+        requests = [row.request for row in rows]
         self._rows = rows
         self._vocab_size = vocab_size
-        self._is_constrained = any(row.matcher is not None for row in rows)
-        self._adjustments = Adjustments.of(params, histories, vocab_size=vocab_size, device=device)
+        self._penalties = Penalties.of(requests, [row.token_ids for row in rows], vocab_size=vocab_size, device=device)
+        self._biases = biases_of(requests, device)
+        self._matchers = [row.matcher for row in rows]
+        self._is_constrained = any(self._matchers)
         self._sampling = SamplingRows.of(
-            params,
+            [request.sampling for request in requests],
             [row.seed for row in rows],
-            [row.request.num_top_logprobs for row in rows],
+            [request.num_top_logprobs for request in requests],
             vocab_size=vocab_size,
             device=device,
         )
 
     @torch.inference_mode()
     def sample(self, logits: Tensor) -> Draws:
-        """Sample the next token of every row from logits `[n, V]`."""
-        adjusted = logits if self._adjustments is None else self._adjustments.apply(logits)
+        """Sample the next token of every row from logits `[n, V]`, which this changes."""
+        if self._penalties is not None:
+            self._penalties.apply(logits)
+        if self._biases is not None:
+            *places, values = self._biases
+            logits.index_put_(places, values, accumulate=True)
         if self._is_constrained:
-            adjusted = adjusted.masked_fill(self._forbidden().to(logits.device), float("-inf"))
-        draws = sample(adjusted, self._sampling, [row.num_tokens for row in self._rows])
-        if self._adjustments is not None:
-            self._adjustments.follow(draws.token_ids)
-        for row, token_id in zip(self._rows, draws.token_ids, strict=True) if self._is_constrained else ():
-            if row.matcher is not None:
-                row.matcher.follow([token_id])
+            logits.masked_fill_(self._forbidden().to(logits.device), float("-inf"))
+        draws = sample(logits, self._sampling, [row.num_tokens for row in self._rows])
+        if self._penalties is not None:
+            self._penalties.follow(draws.token_ids)
+        for matcher, token_id in zip(self._matchers, draws.token_ids, strict=True):
+            if matcher is not None:
+                matcher.follow(token_id)
         return draws
 
     def _forbidden(self) -> Tensor:
         """A mask `[n, V]` of the tokens that the rows' grammars do not allow next."""
         free = np.ones(self._vocab_size, dtype=np.bool_)
-        return torch.from_numpy(
-            ~np.stack([free if row.matcher is None else row.matcher.allowed() for row in self._rows])
-        )
+        return torch.from_numpy(~np.stack([free if one is None else one.allowed() for one in self._matchers]))
 
 
 BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
