@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(config.threads)
     torch.set_num_interop_threads(1)
     disable_progress_bar()  # its output is a log
-    runner = ModelRunner.load(
+    runner = ModelRunner(
         options.model,
         device=config.device,
         num_slots=config.max_running_requests,

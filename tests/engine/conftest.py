@@ -176,7 +176,7 @@ def serve() -> Serve:
         push_timeout_s: float = DEADLINE_S,
         grammars: Grammars | None = None,
     ):
-        gate = Gate(ModelRunner.load(str(folder), device="cpu", num_slots=num_slots, max_context_tokens=max_context))
+        gate = Gate(ModelRunner(str(folder), device="cpu", num_slots=num_slots, max_context_tokens=max_context))
         server = await EngineServer.start(
             gate, version=WeightVersion(step=7), push_timeout_s=push_timeout_s, grammars=grammars
         )
@@ -198,7 +198,7 @@ def schedule():
 
     @contextmanager
     def scheduling(folder: Path, *, num_slots: int = 8, kv_tokens: int | None = None):
-        runner = ModelRunner.load(
+        runner = ModelRunner(
             str(folder), device="cpu", num_slots=num_slots, max_context_tokens=MAX_CONTEXT, kv_tokens=kv_tokens
         )
         gate = Gate(runner)

@@ -54,7 +54,7 @@ def hold(tiny):
 
     @contextmanager
     def holding(held_step: int):
-        held = Held(ModelRunner.load(str(tiny), device="cpu", num_slots=8, max_context_tokens=MAX_CONTEXT), held_step)
+        held = Held(ModelRunner(str(tiny), device="cpu", num_slots=8, max_context_tokens=MAX_CONTEXT), held_step)
         scheduler = Scheduler(held, version=OLD, on_failure=lambda: None)
         try:
             yield scheduler, held

@@ -145,10 +145,10 @@ def test_rows_without_room_are_retracted_and_stay_in_the_grammar(spelling, ask):
     pattern = "(ab|cd){20,25}"
     answers: list[list[tuple[int, ...]]] = []
     for kv_tokens in (None, 128):
-        runner = ModelRunner.load(str(folder), device="cpu", num_slots=4, max_context_tokens=128, kv_tokens=kv_tokens)
+        runner = ModelRunner(str(folder), device="cpu", num_slots=4, max_context_tokens=128, kv_tokens=kv_tokens)
         work = Workload(runner, WeightVersion())
         requests = [ask(number, regex=pattern, max_tokens=80) for number in range(6)]
-        rows = [Row.of(request, None, grammars.matcher("regex", pattern)) for request in requests]
+        rows = [Row(request=request, matcher=grammars.matcher("regex", pattern)) for request in requests]
         for row in rows:
             work.add(row)
         while work.has_work():

@@ -132,14 +132,14 @@ class Short:
 
 
 def test_where_the_memory_is_not_there_it_may_be_tried_again(tiny, ask):
-    runner = Short(ModelRunner.load(str(tiny), device="cpu", num_slots=2, max_context_tokens=MAX_CONTEXT))
+    runner = Short(ModelRunner(str(tiny), device="cpu", num_slots=2, max_context_tokens=MAX_CONTEXT))
     scheduler = Scheduler(runner, version=OLD, on_failure=lambda: None)
     try:
         scheduler.release_memory()
         answer = scheduler.submit(ask(1))
         with pytest.raises(EngineRejected, match="no memory"):
             scheduler.resume_memory().result(DEADLINE_S)
-        assert scheduler.is_alive and not answer.done()
+        assert not scheduler.is_closed and not answer.done()
         runner.is_taken = False
         scheduler.resume_memory()
         assert len(answer.result(DEADLINE_S).token_ids) == 12
@@ -148,7 +148,7 @@ def test_where_the_memory_is_not_there_it_may_be_tried_again(tiny, ask):
 
 
 def test_memory_that_is_not_there_is_refused_in_words(tiny, monkeypatch):
-    runner = ModelRunner.load(str(tiny), device="cpu", num_slots=2, max_context_tokens=MAX_CONTEXT)
+    runner = ModelRunner(str(tiny), device="cpu", num_slots=2, max_context_tokens=MAX_CONTEXT)
     runner.release_memory()
 
     def short() -> None:

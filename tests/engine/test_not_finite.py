@@ -67,7 +67,7 @@ class Overflowing:
 @pytest.mark.parametrize("slot", [0, 2, 3])
 def test_one_row_is_answered_with_an_error_and_the_others_go_on(slot, tiny, ask, truth):
     work = Workload(Overflowing(load(tiny), slot), WeightVersion())
-    rows = [Row.of(ask(number, max_tokens=25)) for number in range(4)]
+    rows = [Row(request=ask(number, max_tokens=25)) for number in range(4)]
     for row in rows:
         work.add(row)
     to_the_end(work)
@@ -112,19 +112,19 @@ async def test_under_the_next_weights_nothing_is_left(tiny, overflowing, serve, 
 
 def test_a_long_prompt_leaves_nothing_in_the_middle(make_model, overflowing, ask, truth):
     folder = make_model(seed=0, max_position_embeddings=4 * MAX_CONTEXT)
-    runner = ModelRunner.load(str(folder), device="cpu", num_slots=2, max_context_tokens=4 * MAX_CONTEXT)
+    runner = ModelRunner(str(folder), device="cpu", num_slots=2, max_context_tokens=4 * MAX_CONTEXT)
     work = Workload(runner, WeightVersion(step=8))
     right = {
         name: tensor.clone() for name, tensor in read_weights(DiskWeights(path=str(folder)), runner.layout).items()
     }
     work.swap(read_weights(overflowing, runner.layout), WeightVersion(step=8), flush_cache=True)
-    long = Row.of(ask(9, prompt_length=3 * MAX_CONTEXT))
+    long = Row(request=ask(9, prompt_length=3 * MAX_CONTEXT))
     work.add(long)
     work.step()
     work.abort(long.request.request_id)
     assert "after 512 tokens" in str(long.answer.exception(0))
     work.swap(right, WeightVersion(step=9), flush_cache=True)
-    rows = [Row.of(ask(number, prompt_length=10 + 300 * number, max_tokens=20)) for number in range(2)]
+    rows = [Row(request=ask(number, prompt_length=10 + 300 * number, max_tokens=20)) for number in range(2)]
     for row in rows:
         work.add(row)
     to_the_end(work)

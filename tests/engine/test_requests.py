@@ -199,7 +199,7 @@ async def test_a_model_thread_that_dies_answers_everyone(tiny, serve, ask):
 
 
 def load(folder, max_context: int = 128) -> ModelRunner:
-    return ModelRunner.load(str(folder), device="cpu", num_slots=2, max_context_tokens=max_context)
+    return ModelRunner(str(folder), device="cpu", num_slots=2, max_context_tokens=max_context)
 
 
 async def test_a_port_in_use(tiny, serve):

@@ -43,9 +43,7 @@ class Noted:
 
 def load(folder, *, num_slots: int = 8, max_context: int = 512, kv_tokens: int | None = None) -> Noted:
     return Noted(
-        ModelRunner.load(
-            str(folder), device="cpu", num_slots=num_slots, max_context_tokens=max_context, kv_tokens=kv_tokens
-        )
+        ModelRunner(str(folder), device="cpu", num_slots=num_slots, max_context_tokens=max_context, kv_tokens=kv_tokens)
     )
 
 
@@ -53,7 +51,7 @@ def to_the_end(work: Workload) -> None:
     while work.has_work():
         work.step()
         # The last token of a row has no keys yet.
-        assert work.num_used_tokens + work.num_cached_tokens <= work.kv_tokens + work.num_running
+        assert sum(work.lengths()) + work.kv.prefixes.num_tokens <= work.kv.num_tokens + len(work.slots)
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +63,11 @@ def test_a_long_prompt_is_prefilled_in_chunks_between_decode_steps(long, truth):
     runner = load(long, max_context=8192)
     work = Workload(runner, WeightVersion())
     sampling = SamplingParams(max_tokens=20, seed=1)
-    short = Row.of(GenerateRequest(request_id="a", input_ids=(5, 6, 7), sampling=sampling))
+    short = Row(request=GenerateRequest(request_id="a", input_ids=(5, 6, 7), sampling=sampling))
     work.add(short)
     work.step()
     ids = tuple(torch.randint(97, (2300,), generator=torch.Generator().manual_seed(1)).tolist())
-    row = Row.of(GenerateRequest(request_id="b", input_ids=ids, sampling=sampling))
+    row = Row(request=GenerateRequest(request_id="b", input_ids=ids, sampling=sampling))
     work.add(row)
     runner.steps.clear()
     to_the_end(work)
@@ -92,7 +90,7 @@ class OnGpu(Noted):
 def test_chunks_of_a_gpu_are_longer(long):
     runner = OnGpu(load(long, max_context=8192))
     work = Workload(runner, WeightVersion())
-    work.add(Row.of(GenerateRequest(request_id="a", input_ids=(5,) * 3000, sampling=SamplingParams())))
+    work.add(Row(request=GenerateRequest(request_id="a", input_ids=(5,) * 3000, sampling=SamplingParams())))
     work.step()
     assert runner.steps == [[GPU_CHUNK_TOKENS]] and GPU_CHUNK_TOKENS > CHUNK_TOKENS
 
@@ -100,7 +98,7 @@ def test_chunks_of_a_gpu_are_longer(long):
 def test_rows_that_outgrow_the_room_are_retracted_and_lose_nothing(tiny, ask, truth):
     runner = load(tiny, max_context=128, kv_tokens=200)
     work = Workload(runner, WeightVersion())
-    rows = [Row.of(ask(number, prompt_length=10 + number, max_tokens=90)) for number in range(6)]
+    rows = [Row(request=ask(number, prompt_length=10 + number, max_tokens=90)) for number in range(6)]
     for row in rows:
         work.add(row)
     to_the_end(work)
@@ -114,7 +112,7 @@ def test_rows_that_outgrow_the_room_are_retracted_and_lose_nothing(tiny, ask, tr
 
 def test_a_prompt_counts_once_however_often_it_is_prefilled(long):
     work = Workload(load(long, max_context=8192), WeightVersion())
-    row = Row.of(GenerateRequest(request_id="a", input_ids=(3,) * 1200, sampling=SamplingParams(max_tokens=2)))
+    row = Row(request=GenerateRequest(request_id="a", input_ids=(3,) * 1200, sampling=SamplingParams(max_tokens=2)))
     work.add(row)
     work.step()
     work.retract()
@@ -125,11 +123,11 @@ def test_a_prompt_counts_once_however_often_it_is_prefilled(long):
 
 def test_an_abort_in_the_middle_of_a_prefill_leaves_the_others_right(long, ask, truth):
     work = Workload(load(long, max_context=8192), WeightVersion())
-    others = [Row.of(ask(number, max_tokens=30)) for number in (1, 2)]
+    others = [Row(request=ask(number, max_tokens=30)) for number in (1, 2)]
     for row in others:
         work.add(row)
     work.step()
-    half = Row.of(GenerateRequest(request_id="half", input_ids=(3,) * 3000, sampling=SamplingParams(max_tokens=5)))
+    half = Row(request=GenerateRequest(request_id="half", input_ids=(3,) * 3000, sampling=SamplingParams(max_tokens=5)))
     work.add(half)
     work.step()
     work.abort("half")
@@ -200,7 +198,7 @@ def test_room_for_less_than_one_context_is_refused(kv_tokens, token_bytes, remed
 
 def test_two_thousand_rows_are_all_answered(tiny, ask):
     work = Workload(load(tiny, num_slots=64, kv_tokens=2000), WeightVersion())
-    rows = [Row.of(ask(number, max_tokens=2)) for number in range(2000)]
+    rows = [Row(request=ask(number, max_tokens=2)) for number in range(2000)]
     for row in rows:
         work.add(row)
     to_the_end(work)
@@ -237,9 +235,9 @@ def test_the_prefix_cache_has_what_slots_leave(tiny, ask):
     runner.kv = SlotStore(runner.kv.cache, as_on_a_gpu, max_context_tokens=128)
     work = Workload(runner, WeightVersion())
     for number in range(4):
-        work.add(Row.of(ask(number, prompt_length=10 + number, max_tokens=20)))
+        work.add(Row(request=ask(number, prompt_length=10 + number, max_tokens=20)))
     held: list[int] = []
     while work.has_work():
         work.step()
-        held.append(work.num_cached_tokens)
+        held.append(work.kv.prefixes.num_tokens)
     assert 0 < max(held) <= 300 - 2 * 128

@@ -2,7 +2,7 @@
 when nothing was sampled or no time has passed.
 """
 
-from areal_agent.engine.embedded.metrics import WINDOW_S, Throughput
+from areal_agent.engine.embedded.scheduler import WINDOW_S, Throughput
 
 
 class Clock:

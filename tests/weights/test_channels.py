@@ -43,12 +43,12 @@ def channel(tmp_path: Path):
 
 def as_read(weights: SharedMemoryWeights) -> dict[str, torch.Tensor]:
     """By the engine's own reader, which checks sizes and the checksum."""
-    return {name: tensor.clone() for name, tensor in read_weights(weights, WeightLayout.of(Tied(0))).items()}
+    return {name: tensor.clone() for name, tensor in read_weights(weights, WeightLayout(Tied(0))).items()}
 
 
 def as_taken(weights: DiskWeights) -> dict[str, torch.Tensor]:
     """Read by the engine's own reader, which checks every digest."""
-    return dict(take_weights(weights, WeightLayout.of(Tied(0)), torch.device("cpu")))
+    return dict(take_weights(weights, WeightLayout(Tied(0)), torch.device("cpu")))
 
 
 def shared_memory(folder: Path, dtype: torch.dtype = torch.float32) -> SharedMemoryChannel:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from areal_agent.engine.embedded.transfer import BLOCK_BYTES, Request, ask, checksum, connect, next_request, open_store
-from areal_agent.engine.embedded.weights import WeightLayout, take_distributed_weights
+from areal_agent.engine.embedded.weights import WeightLayout, take_weights
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import DistributedWeights
 from areal_agent.weights.channels import DistributedChannel, layout
@@ -45,7 +45,7 @@ def channel() -> Iterator[DistributedChannel]:
 
 
 def as_taken(weights: DistributedWeights) -> dict[str, Tensor]:
-    return dict(take_distributed_weights(weights, WeightLayout.of(Tied(0)), torch.device("cpu")))
+    return dict(take_weights(weights, WeightLayout(Tied(0)), torch.device("cpu")))
 
 
 def is_of(taken: dict[str, Tensor], seed: int, dtype: torch.dtype = torch.float32) -> bool:

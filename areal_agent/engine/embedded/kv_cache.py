@@ -87,7 +87,8 @@ class KVCache:
 
     def _hold(self, size: Sequence[int]) -> None:
         num_bytes = math.prod(size) * self.dtype.itemsize
-        self._memory = _Memory(num_bytes) if num_bytes and _can_release(self.device) else None
+        can_release = self.device.type == "cpu" and sys.platform == "linux"
+        self._memory = _Memory(num_bytes) if num_bytes and can_release else None
         # Zeros, because a masked position weighs 0, and 0 times a stray NaN would be NaN.
         self._tensor = (
             torch.zeros(size, device=self.device, dtype=self.dtype)
@@ -161,10 +162,6 @@ class _Memory:
         last = (start + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if first < last:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
-
-
-def _can_release(device: torch.device) -> bool:
-    return device.type == "cpu" and sys.platform == "linux"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,14 +9,14 @@ import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self, cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from areal_agent.engine.embedded.decoder import Decoder, Piece, Step, decode_step, prefill_step
+from areal_agent.engine.embedded.decoder import Decoder, Piece, decode_step, prefill_step
 from areal_agent.engine.embedded.kv_cache import KVCache, SlotStore, plan_room
 from areal_agent.engine.embedded.weights import WeightLayout, not_finite
 from areal_agent.errors import ConfigError, EngineRejected
@@ -31,13 +31,16 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that depend only on a token's own position; others would change keys that are already cached."""
 
 
-def load_model(model_path: str, *, device: Literal["auto", "cpu", "cuda"], max_context_tokens: int) -> PreTrainedModel:
-    """Load a model on its device: float32 on a CPU, bfloat16 on a GPU. Raises ConfigError."""
-    place = _place(device)
+def load_model(model_path: str, place: torch.device, dtype: torch.dtype, *, max_context_tokens: int) -> PreTrainedModel:
+    """Load a model on its device. Raises ConfigError."""
     _check_there(model_path)
     try:
-        model, missing = _read(
-            model_path, max_context_tokens, torch.bfloat16 if place.type == "cuda" else torch.float32
+        _check_supported(AutoConfig.from_pretrained(model_path), max_context_tokens)
+        model, loaded = cast(
+            tuple[PreTrainedModel, Mapping[str, Collection[str]]],
+            AutoModelForCausalLM.from_pretrained(
+                model_path, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            ),
         )
         model = model.to(place)  # pyright: ignore[reportArgumentType]
     except ConfigError:
@@ -48,7 +51,7 @@ def load_model(model_path: str, *, device: Literal["auto", "cpu", "cuda"], max_c
             f"cannot load the model {model_path!r}: {cause}; it must be a Hugging Face folder or a hub name, with "
             "weights as safetensors"
         ) from error
-    if missing:  # transformers would use random numbers in their place
+    if missing := loaded["missing_keys"]:  # transformers would use random numbers in their place
         raise ConfigError(
             f"cannot load the model {model_path!r}: its files lack {len(missing)} weights, {sorted(missing)[:3]}; it "
             "must be a whole causal language model"
@@ -93,18 +96,6 @@ def _place(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
 
 
-def _read(model_path: str, max_context_tokens: int, dtype: torch.dtype) -> tuple[PreTrainedModel, Collection[str]]:
-    """Return the model, and the names of weights that its files lack."""
-    _check_supported(AutoConfig.from_pretrained(model_path), max_context_tokens)
-    model, loaded = cast(
-        tuple[PreTrainedModel, Mapping[str, Collection[str]]],
-        AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-        ),
-    )
-    return model, loaded["missing_keys"]
-
-
 def _check_supported(config: PretrainedConfig, max_context_tokens: int) -> None:
     if config.model_type not in MODEL_TYPES:
         raise ConfigError(
@@ -130,10 +121,6 @@ def _check_supported(config: PretrainedConfig, max_context_tokens: int) -> None:
             f"the model attends over a sliding window of {window} tokens, which the embedded engine does not serve "
             f"beyond the window; set max_context_tokens to at most {window}"
         )
-    _check_rotations(config)
-
-
-def _check_rotations(config: PretrainedConfig) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") not in ROPE_TYPES:
         raise ConfigError(
@@ -148,63 +135,49 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        *,
         model_path: str,
+        *,
+        device: Literal["auto", "cpu", "cuda"],
+        dtype: torch.dtype | None = None,
         num_slots: int,
         max_context_tokens: int,
         kv_tokens: int | None = None,
         leave_bytes: int | None = None,
         num_sharing: int = 1,
     ) -> None:
-        """Allocate the KV cache. Raises ConfigError when there is no room for one context."""
+        """Load a Hugging Face folder, by default in float32 on a CPU and bfloat16 on a GPU, and allocate the KV cache.
+
+        Raises ConfigError, also when there is no room for one context.
+        """
+        place = _place(device)
+        dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+        model = load_model(model_path, place, dtype, max_context_tokens=max_context_tokens)
         self.model_path = model_path
         self.max_context_tokens = max_context_tokens
         self.vocab_size: int = model.config.vocab_size
         self.eos_token_ids = eos_token_ids(model)
-        self.device = model.device
-        self.layout = WeightLayout.of(model)
+        self.device = model.device  # with its index
+        self.layout = WeightLayout(model)
         self.unneeded = threading.Event()  # when set, `prefill` and `decode` raise StepGivenUp between two layers
         self._decoder = Decoder(model, max_positions=max_context_tokens)
-        shape = self._decoder.kv_shape
         room = plan_room(
             num_slots=num_slots,
             max_context_tokens=max_context_tokens,
             kv_tokens=kv_tokens,
             leave_bytes=leave_bytes,
             num_sharing=num_sharing,
-            token_bytes=shape.num_bytes(model.dtype),
-            device=model.device,
+            token_bytes=self._decoder.kv_shape.num_bytes(dtype),
+            device=self.device,
         )
         self.num_slots = room.num_slots
         cache = KVCache(
-            shape, num_slots=room.num_slots, num_positions=max_context_tokens, device=model.device, dtype=model.dtype
+            self._decoder.kv_shape,
+            num_slots=room.num_slots,
+            num_positions=max_context_tokens,
+            device=self.device,
+            dtype=dtype,
         )
         self.kv = SlotStore(cache, room, max_context_tokens=max_context_tokens)
-
-    @classmethod
-    def load(
-        cls,
-        model_path: str,
-        *,
-        device: Literal["auto", "cpu", "cuda"],
-        num_slots: int,
-        max_context_tokens: int,
-        kv_tokens: int | None = None,
-        leave_bytes: int | None = None,
-        num_sharing: int = 1,
-    ) -> Self:
-        """Load a Hugging Face folder: float32 on a CPU, bfloat16 on a GPU. Raises ConfigError."""
-        model = load_model(model_path, device=device, max_context_tokens=max_context_tokens)
-        return cls(
-            model,
-            model_path=model_path,
-            num_slots=num_slots,
-            max_context_tokens=max_context_tokens,
-            kv_tokens=kv_tokens,
-            leave_bytes=leave_bytes,
-            num_sharing=num_sharing,
-        )
 
     @torch.inference_mode()
     def prefill(self, pieces: Sequence[Piece]) -> Tensor:
@@ -212,7 +185,7 @@ class ModelRunner:
         ids = torch.from_numpy(np.concatenate([piece.ids for piece in pieces])).to(self.device)
         positions = np.concatenate([np.arange(piece.begin, piece.begin + len(piece.ids)) for piece in pieces])
         step = prefill_step(self.kv.cache, pieces, in_parts=self.device.type == "cpu")
-        hidden = self._hidden(ids, torch.from_numpy(positions).to(self.device), step)
+        hidden = self._decoder.hidden(ids, torch.from_numpy(positions).to(self.device), step, unneeded=self.unneeded)
         last = np.cumsum([len(piece.ids) for piece in pieces]) - 1
         return self._decoder.logits(hidden[torch.from_numpy(last).to(self.device)])
 
@@ -221,7 +194,7 @@ class ModelRunner:
         """Compute one more token in each of the first n slots, counted by `lengths`; return its logits, `[n, V]`."""
         step = decode_step(self.kv.cache, lengths)
         ids = torch.tensor(last_ids, device=self.device)
-        return self._decoder.logits(self._hidden(ids, step.positions, step))
+        return self._decoder.logits(self._decoder.hidden(ids, step.positions, step, unneeded=self.unneeded))
 
     def release_memory(self) -> None:
         """Free the memory of all keys and values. Nothing can be computed until `resume_memory`."""
@@ -238,6 +211,3 @@ class ModelRunner:
                 f"there is no memory for the keys and values of {self.kv.num_tokens} tokens in the slots of "
                 f"{self.num_slots} requests: {str(error)[:200]}; let the trainer free its memory, and resume again"
             ) from error
-
-    def _hidden(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
-        return self._decoder.hidden(ids, positions, step, unneeded=self.unneeded)

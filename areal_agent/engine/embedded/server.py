@@ -9,14 +9,15 @@ import asyncio
 import contextlib
 import logging
 from array import array
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import orjson
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from areal_agent.engine import wire
 from areal_agent.engine.embedded.model import ModelRunner
@@ -47,6 +48,14 @@ SHUTDOWN_GRACE_S = 2.0
 STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Preparation:
+    """A request that the server prepares before the scheduler has it. An abort has to reach it, too."""
+
+    request_id: str
+    is_aborted: bool = False
+
+
 class EngineServer:
     """One model, served on one port. Make it with `start`, end it with `aclose`."""
 
@@ -67,7 +76,7 @@ class EngineServer:
         )
         self._weights = ModelWeights(self._scheduler, runner.layout, runner.device)
         self._pushes = Pushes(self._weights, timeout_s=push_timeout_s)
-        self._preparations = Preparations()
+        self._preparations: list[_Preparation] = []
         self._is_draining = False
         self._web: web.AppRunner | None = None
         self.base_url = ""
@@ -87,12 +96,10 @@ class EngineServer:
 
         Raises ConfigError when the address cannot be bound.
         """
-        server = cls(
-            runner,
-            version=version or WeightVersion(),
-            push_timeout_s=push_timeout_s,
-            grammars=grammars or _grammars_of(runner),
+        grammars = grammars or Grammars.of(
+            Path(runner.model_path), vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids
         )
+        server = cls(runner, version=version or WeightVersion(), push_timeout_s=push_timeout_s, grammars=grammars)
         try:
             await server._listen(host, port)
         except BaseException:
@@ -134,8 +141,8 @@ class EngineServer:
         app.router.add_post(wire.CONTINUE_GENERATION, self._continue)
         app.router.add_post(wire.RELEASE_MEMORY, self._release_memory)
         app.router.add_post(wire.RESUME_MEMORY, self._resume_memory)
-        app.router.add_post(wire.UPDATE_FROM_DISK, self._update_from_disk)
-        app.router.add_post(wire.UPDATE_FROM_SHARED_MEMORY, self._update_from_shared_memory)
+        app.router.add_post(wire.UPDATE_FROM_DISK, partial(self._update, wire.decode_disk_update))
+        app.router.add_post(wire.UPDATE_FROM_SHARED_MEMORY, partial(self._update, wire.decode_shared_memory_update))
         app.router.add_post(wire.BEGIN_PUSH, self._begin_push)
         app.router.add_post(wire.SEND_PUSH, self._send_push)
         app.router.add_post(wire.COMMIT_PUSH, self._commit_push)
@@ -155,8 +162,12 @@ class EngineServer:
         # Thousands may wait, and a packed prompt takes a ninth of the memory of Python integers.
         request = replace(call.request, input_ids=array("i", call.request.input_ids))
         tokens = TokenStream() if call.is_streamed else None
-        with self._preparations.begin(request.request_id) as preparation:
+        preparation = _Preparation(request_id=request.request_id)
+        self._preparations.append(preparation)
+        try:
             matcher = await self._matcher(request.sampling.grammar)
+        finally:
+            self._preparations.remove(preparation)
         answer = self._scheduler.submit(request, tokens and tokens.put, matcher)
         if preparation.is_aborted:
             self._scheduler.abort(request.request_id)
@@ -178,7 +189,8 @@ class EngineServer:
 
     async def _abort(self, http: web.Request) -> web.Response:
         request_id = wire.decode_abort(await _json(http))
-        self._preparations.abort(request_id)
+        for preparation in self._preparations:
+            preparation.is_aborted |= request_id in (None, preparation.request_id)
         await asyncio.wrap_future(self._scheduler.abort(request_id))
         return _success("aborted, if it was in flight")
 
@@ -203,14 +215,9 @@ class EngineServer:
         await asyncio.wrap_future(self._scheduler.resume_memory())
         return _success("generation goes on")
 
-    async def _update_from_disk(self, http: web.Request) -> web.Response:
-        return await self._update(wire.decode_disk_update(await _json(http)))
-
-    async def _update_from_shared_memory(self, http: web.Request) -> web.Response:
-        return await self._update(wire.decode_shared_memory_update(await _json(http)))
-
-    async def _update(self, update: WeightUpdate) -> web.Response:
+    async def _update(self, decode: Callable[[object], WeightUpdate], http: web.Request) -> web.Response:
         """Update in one call. Reading and proving run beside the model thread; only the copy runs in it."""
+        update = decode(await _json(http))
         self._check_serves()
         async with self._pushes.swapping:
             weights = await asyncio.to_thread(read_weights, update.weights, self._runner.layout)
@@ -245,11 +252,13 @@ class EngineServer:
         return _answer(wire.encode_info(self._info(), self._scheduler.stats()))
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._scheduler.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(
+            body=generate_latest(self._scheduler.metrics), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
 
     def _check_serves(self) -> None:
         """Raises EngineUnreachable when the engine does not serve, so that a fleet goes elsewhere."""
-        if not self._scheduler.is_alive:
+        if self._scheduler.is_closed:
             raise EngineUnreachable("the model thread has ended; see the engine's log")
         if self._is_draining:
             raise EngineUnreachable("the engine is ending and takes no further requests; start another one")
@@ -264,46 +273,12 @@ class EngineServer:
         )
 
 
-def _grammars_of(runner: ModelRunner) -> Grammars | None:
-    return Grammars.of(Path(runner.model_path), vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids)
-
-
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     """The error for an address that cannot be bound."""
     return ConfigError(
         f"the engine cannot listen on {host}:{port}: {error.strerror or error}; "
         "choose another port, or 0 for any free one"
     )
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Preparation:
-    """A request that the server prepares before the scheduler has it."""
-
-    request_id: str
-    is_aborted: bool = False
-
-
-class Preparations:
-    """All requests under preparation, so that an abort reaches them, too. Use it from one event loop."""
-
-    def __init__(self) -> None:
-        self._under_way: set[Preparation] = set()
-
-    @contextlib.contextmanager
-    def begin(self, request_id: str) -> Generator[Preparation]:
-        """Remember an abort of this request that comes inside the block."""
-        one = Preparation(request_id=request_id)
-        self._under_way.add(one)
-        try:
-            yield one
-        finally:
-            self._under_way.remove(one)
-
-    def abort(self, request_id: str | None) -> None:
-        """Abort one request, or all of them (None). An unknown id is no error."""
-        for one in self._under_way:
-            one.is_aborted |= request_id in (None, one.request_id)
 
 
 async def _stream_answer(
@@ -351,19 +326,14 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except EngineUnreachable as error:
         return _failure(str(error), 503)
     except web.HTTPException as error:
-        return _failure(_not_served(request, error), error.status)
+        remedy = "; an engine takes token ids (/generate): put python -m areal_agent.gateway before it for /v1"
+        message = f"{request.method} {request.path}: {error.reason}{remedy * request.path.startswith('/v1')}"
+        return _failure(message, error.status)
     except ConnectionError:
         return _failure("the client is gone", 499)  # nobody reads it, but aiohttp would log a raised error as a failure
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
         return _failure(f"the engine failed: {error!r}; see its log", 500)
-
-
-def _not_served(request: web.Request, error: web.HTTPException) -> str:
-    message = f"{request.method} {request.path}: {error.reason}"
-    if request.path.startswith("/v1"):
-        return f"{message}; an engine takes token ids (/generate): put python -m areal_agent.gateway before it for /v1"
-    return message
 
 
 async def _json(http: web.Request) -> object:

@@ -6,20 +6,19 @@ thread.
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load
 from torch import Tensor, nn
 
-from areal_agent.engine.embedded.transfer import BLOCK_BYTES, Request, checksum, receive
+from areal_agent.engine.embedded.transfer import BLOCK_BYTES, Request, checksum, receive, tensors_over
 from areal_agent.engine.pushes import check_places, take_folder, take_shared_memory, weight_files
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry
+from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry, Weights
 
 DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
@@ -32,18 +31,11 @@ DTYPES: Mapping[str, torch.dtype] = {
 class WeightLayout:
     """The weights of a model: exactly the names and shapes of `model.named_parameters()`."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
-        self._parameters = parameters
-        self._aliases = aliases  # other names of tied parameters
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "WeightLayout":
-        """The layout of a model. Tied parameters count once, under their first name."""
-        parameters = dict(model.named_parameters())
-        name_of = {id(parameter): name for name, parameter in parameters.items()}
-        every_name = model.named_parameters(remove_duplicate=False)
-        aliases = {name: name_of[id(parameter)] for name, parameter in every_name if name not in parameters}
-        return cls(parameters, aliases)
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = dict(model.named_parameters())  # tied ones once, under their first name
+        first = {id(parameter): name for name, parameter in self._parameters.items()}
+        every = model.named_parameters(remove_duplicate=False)
+        self._aliases = {name: first[id(one)] for name, one in every if name not in self._parameters}
 
     def prove(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the weights by parameter name if they fit. Raises WeightUpdateError; nothing is copied."""
@@ -54,7 +46,12 @@ class WeightLayout:
                     "publish the model that the engine loaded"
                 )
         proved = {name: tensor for name, tensor in weights.items() if name not in self._aliases}
-        self._check_names(proved)
+        missing, unknown = sorted(self._parameters.keys() - proved), sorted(proved.keys() - self._parameters)
+        if missing or unknown:
+            raise WeightUpdateError(
+                f"the new weights lack {len(missing)} tensors {missing[:3]} and have {len(unknown)} that the "
+                f"engine's model does not know {unknown[:3]}; publish the model that the engine loaded"
+            )
         for name, tensor in proved.items():
             expected = self._parameters[name]
             if tensor.shape != expected.shape:
@@ -79,15 +76,6 @@ class WeightLayout:
         """Return whether the model has these values, compared in the narrower of the two float types."""
         return all(_is_same(self._parameters[name], tensor) for name, tensor in proved.items())
 
-    def _check_names(self, weights: Mapping[str, Tensor]) -> None:
-        missing = sorted(set(self._parameters) - set(weights))
-        unknown = sorted(set(weights) - set(self._parameters))
-        if missing or unknown:
-            raise WeightUpdateError(
-                f"the new weights lack {len(missing)} tensors {missing[:3]} and have {len(unknown)} that the "
-                f"engine's model does not know {unknown[:3]}; publish the model that the engine loaded"
-            )
-
 
 def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
     """The names of weights with NaN or infinity. Both survive a sum, which costs one reading."""
@@ -106,14 +94,19 @@ def read_weights(source: SharedMemoryWeights | DiskWeights, layout: WeightLayout
     return layout.prove(weights)
 
 
-def take_weights(
-    source: SharedMemoryWeights | DiskWeights, layout: WeightLayout, device: torch.device
-) -> Mapping[str, Tensor]:
-    """Read and prove a set of weights into memory of our own, which cannot change afterwards. A folder needs its
-    manifest.
+def take_weights(source: Weights, layout: WeightLayout, device: torch.device) -> Mapping[str, Tensor]:
+    """Read or receive a set of weights into memory of our own, which cannot change afterwards, and prove it.
+
+    A folder needs its manifest. Raises WeightUpdateError.
     """
-    weights = _take_folder(source) if isinstance(source, DiskWeights) else _read_shared_memory(source)
-    return layout.prove(_beside_the_model(weights, device))
+    match source:
+        case DistributedWeights():
+            weights = _receive(source, device)
+        case DiskWeights():
+            weights = _beside_the_model(_take_folder(source), device)
+        case SharedMemoryWeights():
+            weights = _beside_the_model(_read_shared_memory(source), device)
+    return layout.prove(weights)
 
 
 def _beside_the_model(weights: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -124,26 +117,27 @@ def _beside_the_model(weights: dict[str, Tensor], device: torch.device) -> dict[
     return {name: tensor.to(device) for name, tensor in weights.items()}
 
 
-def take_distributed_weights(
-    source: DistributedWeights, layout: WeightLayout, device: torch.device
-) -> Mapping[str, Tensor]:
-    """Receive weights from the trainer, in a process group of the two, into the memory of `device`, and prove them."""
-    _check_parts(source.entries, source.num_bytes)
+def _receive(source: DistributedWeights, device: torch.device) -> dict[str, Tensor]:
+    """Receive weights from the trainer, in a process group of the two, into the memory of `device`."""
+    for entry in source.entries:
+        _check_entry(entry)
+    check_places(source.entries)
+    end = max(entry.offset + entry.num_bytes for entry in source.entries)
+    is_aligned = all(entry.offset % DTYPES[entry.dtype].itemsize == 0 for entry in source.entries)
+    if source.num_bytes % BLOCK_BYTES or end > source.num_bytes or not is_aligned:
+        raise WeightUpdateError(
+            f"the weights do not lie within the {source.num_bytes} bytes sent; the manifest is damaged"
+        )
     data = torch.empty(source.num_bytes, dtype=torch.uint8, device=device)
     request = Request(what=source.name, group=secrets.token_hex(8), num_members=1)
+    host, port = source.host, source.port
     try:
         receive(
-            source.host,
-            source.port,
-            request,
-            data,
-            bucket_bytes=source.bucket_bytes,
-            device=data.device,
-            timeout_s=source.timeout_s,
+            host, port, request, data, bucket_bytes=source.bucket_bytes, device=data.device, timeout_s=source.timeout_s
         )
     except (RuntimeError, ValueError) as error:
         raise WeightUpdateError(
-            f"the trainer at {source.host}:{source.port} did not send the weights: {error}; is it running?"
+            f"the trainer at {host}:{port} did not send the weights: {error}; is it running?"
         ) from error
     found = checksum(data)
     if found != source.checksum:
@@ -151,7 +145,7 @@ def take_distributed_weights(
             f"the weights that came have checksum {found:#010x} and their record says {source.checksum:#010x}; they "
             "were damaged on their way: publish them again"
         )
-    return layout.prove(_parts(source.entries, data))
+    return dict(tensors_over(data, [asdict(entry) for entry in source.entries]))
 
 
 def _take_folder(source: DiskWeights) -> dict[str, Tensor]:
@@ -185,10 +179,16 @@ def _checked(name: str, tensor: Tensor) -> Tensor:
 
 
 def _read_shared_memory(weights: SharedMemoryWeights) -> dict[str, Tensor]:
+    """Tensors over the bytes, which they keep alive."""
     for entry in weights.entries:
         _check_entry(entry)
     data = take_shared_memory(weights)
-    return {entry.name: _view(entry, data) for entry in weights.entries}
+    return {
+        entry.name: torch.frombuffer(
+            data.data, dtype=DTYPES[entry.dtype], count=math.prod(entry.shape), offset=entry.offset
+        ).view(entry.shape)
+        for entry in weights.entries
+    }
 
 
 def _check_entry(entry: TensorEntry) -> None:
@@ -201,28 +201,3 @@ def _check_entry(entry: TensorEntry) -> None:
             f"{entry.name!r} says {entry.num_bytes} bytes for shape {entry.shape} of {entry.dtype}, "
             f"which take {expected}; the manifest is damaged"
         )
-
-
-def _view(entry: TensorEntry, data: NDArray[np.uint8]) -> Tensor:
-    """A tensor over these bytes, which it keeps alive."""
-    flat = torch.frombuffer(data.data, dtype=DTYPES[entry.dtype], count=math.prod(entry.shape), offset=entry.offset)
-    return flat.view(entry.shape)
-
-
-def _check_parts(entries: Sequence[TensorEntry], num_bytes: int) -> None:
-    """Raises WeightUpdateError unless the entries lie within `num_bytes` bytes, which are whole blocks."""
-    for entry in entries:
-        _check_entry(entry)
-    check_places(entries)
-    end = max(entry.offset + entry.num_bytes for entry in entries)
-    is_aligned = all(entry.offset % DTYPES[entry.dtype].itemsize == 0 for entry in entries)
-    if num_bytes % BLOCK_BYTES or end > num_bytes or not is_aligned:
-        raise WeightUpdateError(f"the weights do not lie within the {num_bytes} bytes sent; the manifest is damaged")
-
-
-def _parts(entries: Sequence[TensorEntry], data: Tensor) -> dict[str, Tensor]:
-    """Tensors over one piece of memory, which may be on a GPU."""
-    return {
-        entry.name: data[entry.offset : entry.offset + entry.num_bytes].view(DTYPES[entry.dtype]).view(entry.shape)
-        for entry in entries
-    }
