@@ -271,7 +271,7 @@ def attend_under_mask(queries: Tensor, keys: Tensor, values: Tensor, mask: Tenso
 
 
 def prefill_step(cache: KVCache, pieces: Sequence[Piece], *, in_parts: bool) -> PrefillStep:
-    """Prepare the prefill of pieces, packed in this order. Those with a past attend `in_parts` (CPU only) or by mask."""
+    """Prepare a prefill of pieces, packed in this order. Those with a past attend `in_parts` (CPU only) or by mask."""
     masks = [
         None if in_parts or not piece.begin else causal_mask(len(piece.ids), piece.begin, cache.device)
         for piece in pieces
