@@ -89,18 +89,14 @@ def next_request(store: Store, number: int) -> Request | None:
     """Wait for request `number`, counted from 1, without a time limit. Raises ValueError for an invalid one."""
     key = f"request/{number}"
     store.set(NEXT, str(number))
-    while not _comes(store, key, LONG):
-        pass
+    while True:
+        try:
+            store.wait([key], LONG)
+            break
+        except c10d.DistStoreError:  # a time limit that nobody set
+            continue
     told = json.loads(store.get(key))
     return None if told is None else Request(**told)
-
-
-def _comes(store: Store, key: str, within: timedelta) -> bool:
-    try:
-        store.wait([key], within)
-    except c10d.DistStoreError:
-        return False
-    return True
 
 
 def refuse(store: Store, request: Request, why: str) -> None:
