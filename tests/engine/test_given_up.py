@@ -11,9 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.model import ModelRunner, read_weights
 from areal_agent.engine.embedded.scheduler import Scheduler
-from areal_agent.engine.embedded.weights import read_weights
 from areal_agent.types import DiskWeights, FinishReason, PauseMode, WeightVersion
 from tests.engine.conftest import DEADLINE_S, MAX_CONTEXT
 

@@ -12,9 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.model import ModelRunner, read_weights
 from areal_agent.engine.embedded.sampler import SamplingRows, sample
-from areal_agent.engine.embedded.weights import read_weights
 from areal_agent.engine.embedded.workload import Row, Workload
 from areal_agent.errors import EngineUnreachable
 from areal_agent.types import DiskWeights, SamplingParams, WeightVersion
@@ -68,9 +67,7 @@ class Overflowing:
 def test_one_row_is_answered_with_an_error_and_the_others_go_on(slot, tiny, ask, truth):
     work = Workload(Overflowing(load(tiny), slot), WeightVersion())
     rows = [Row(request=ask(number, max_tokens=25)) for number in range(4)]
-    for row in rows:
-        work.add(row)
-    to_the_end(work)
+    to_the_end(work, *rows)
     failed = [row for row in rows if row.answer.exception() is not None]
     assert failed == [rows[slot]]
     assert isinstance(failed[0].answer.exception(), EngineUnreachable)
@@ -125,9 +122,7 @@ def test_a_long_prompt_leaves_nothing_in_the_middle(make_model, overflowing, ask
     assert "after 512 tokens" in str(long.answer.exception(0))
     work.swap(right, WeightVersion(step=9), flush_cache=True)
     rows = [Row(request=ask(number, prompt_length=10 + 300 * number, max_tokens=20)) for number in range(2)]
-    for row in rows:
-        work.add(row)
-    to_the_end(work)
+    to_the_end(work, *rows)
     for row in rows:
         expected = truth(folder).logprobs(row.request.input_ids, row.answer.result().token_ids)
         assert row.answer.result().logprobs == pytest.approx(expected, abs=TOLERANCE)

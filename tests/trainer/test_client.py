@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.engine.embedded.weights import WeightLayout, read_weights, take_weights
+from areal_agent.engine.embedded.model import WeightLayout, read_weights, take_weights
 from areal_agent.errors import ConfigError, ProcessDied, TrainerError
 from areal_agent.process import ManagedProcess
 from areal_agent.trainer.client import TrainerClient

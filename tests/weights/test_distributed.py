@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from areal_agent.engine.embedded.model import WeightLayout, take_weights
 from areal_agent.engine.embedded.transfer import BLOCK_BYTES, Request, ask, checksum, connect, next_request, open_store
-from areal_agent.engine.embedded.weights import WeightLayout, take_weights
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import DistributedWeights
 from areal_agent.weights.channels import DistributedChannel, layout

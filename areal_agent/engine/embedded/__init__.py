@@ -6,11 +6,11 @@
     scheduler.py    the model thread: obeys commands between steps; its numbers for Prometheus
        ▼
     workload.py     the rows and their steps: admit, prefill in chunks, decode, stamp weight versions
-       ├─▶ model.py      checks and loads a model folder; token ids to logits
+       ├─▶ model.py      checks and loads a model folder; token ids to logits; proves new weights, copies them in place
        │      decoder.py     the forward pass and its attention
        │      kv_cache.py    slots of keys and values, the prefix cache, and the room that they share
-       ├─▶ sampler.py    penalties, biases and grammars; logits to tokens and log-probabilities
-       └─▶ weights.py    reads and proves a new set of weights, then copies it in place; transfer.py receives it
+       │      transfer.py    weights as bytes over torch.distributed
+       └─▶ sampler.py    penalties, biases and grammars; logits to tokens and log-probabilities
 
 One thread owns the model, the KV cache and all rows; everything else talks to it through its queue.
 """

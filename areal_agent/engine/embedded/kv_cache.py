@@ -251,8 +251,12 @@ class PrefixCache:
     """A radix tree of computed sequences. `shrink` bounds it. Use it from one thread."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop everything: it belongs to old weights."""
         self.num_tokens = 0
-        self._root = _new_root()
+        self._root = _Node(ids=np.empty(0, dtype=np.int32), kv=None, parent=None)
         # In order of use. A node counts as used whenever one below it is, and after it: the oldest is always a leaf.
         self._by_use: OrderedDict[_Node, None] = OrderedDict()
 
@@ -285,12 +289,6 @@ class PrefixCache:
             del node.parent.children[int(node.ids[0])]
             self.num_tokens -= len(node.ids)
 
-    def clear(self) -> None:
-        """Drop everything: it belongs to old weights."""
-        self.num_tokens = 0
-        self._root = _new_root()
-        self._by_use.clear()
-
     def _walk(self, ids: Ids) -> tuple[list[_Node], int]:
         """The nodes along `ids`, the last one perhaps matched in part, and the number of ids matched."""
         node, path, position = self._root, list[_Node](), 0
@@ -322,10 +320,6 @@ class PrefixCache:
         node.ids, node.kv, node.parent = node.ids[num_tokens:].copy(), node.kv[:, :, num_tokens:].clone(), upper
         upper.children[int(node.ids[0])] = node
         return upper
-
-
-def _new_root() -> _Node:
-    return _Node(ids=np.empty(0, dtype=np.int32), kv=None, parent=None)
 
 
 def _num_shared(a: Ids, b: Ids) -> int:

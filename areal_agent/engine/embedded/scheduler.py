@@ -40,9 +40,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from torch import Tensor
 
-from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.model import ModelRunner, WeightLayout, take_weights
 from areal_agent.engine.embedded.sampler import Matcher
-from areal_agent.engine.embedded.weights import WeightLayout, take_weights
 from areal_agent.engine.embedded.workload import Row, TokenSink, Workload, new_future
 from areal_agent.engine.wire import EngineStats
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
@@ -292,11 +291,12 @@ class TokenStream:
         self._arrived.clear()
         self._is_announced = False  # cleared first, so that a token that comes from now on is announced
         tokens = [self._tokens.popleft() for _ in range(len(self._tokens))]
+        token_ids, logprobs, tops, versions = zip(*tokens, strict=True) if tokens else ((), (), (), ())
         return TokenChunk(
-            token_ids=tuple(token_id for token_id, _, _, _ in tokens),
-            logprobs=tuple(logprob for _, logprob, _, _ in tokens),
-            top_logprobs=tuple(top for _, _, top, _ in tokens) if any(top for _, _, top, _ in tokens) else (),
-            versions=VersionSpan.of_tokens(version for _, _, _, version in tokens),
+            token_ids=token_ids,
+            logprobs=logprobs,
+            top_logprobs=tops if any(tops) else (),
+            versions=VersionSpan.of_tokens(versions),
         )
 
 
@@ -373,11 +373,7 @@ class Metrics(Collector):
             ("sglang:token_usage", "Their share of the room for keys and values", used / work.kv.num_tokens),
             ("sglang:max_total_num_tokens", "Room for keys and values, in tokens", work.kv.num_tokens),
             ("sglang:cache_hit_rate", "Share of prompt tokens that the prefix cache had", hit_rate),
-            (
-                "sglang:gen_throughput",
-                "Sampled tokens a second, since last asked, or over 10 s if longer",
-                rate,
-            ),
+            ("sglang:gen_throughput", "Sampled tokens a second, since last asked, or over 10 s if longer", rate),
             ("areal_agent:prefix_cache_tokens", "Tokens that the prefix cache holds", work.kv.prefixes.num_tokens),
         ):
             gauge = GaugeMetricFamily(name, what, labels=["model_name"])

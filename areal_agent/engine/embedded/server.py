@@ -20,10 +20,9 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from areal_agent.engine import wire
-from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.model import ModelRunner, read_weights
 from areal_agent.engine.embedded.sampler import Grammars, Matcher
 from areal_agent.engine.embedded.scheduler import ModelWeights, Scheduler, TokenStream
-from areal_agent.engine.embedded.weights import read_weights
 from areal_agent.engine.pushes import PUSH_TIMEOUT_S, Pushes
 from areal_agent.engine.wire import WeightUpdate
 from areal_agent.engine.wire.fields import WireError, decode_json
@@ -60,12 +59,7 @@ class EngineServer:
     """One model, served on one port. Make it with `start`, end it with `aclose`."""
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        *,
-        version: WeightVersion,
-        push_timeout_s: float,
-        grammars: Grammars | None,
+        self, runner: ModelRunner, *, version: WeightVersion, push_timeout_s: float, grammars: Grammars | None
     ) -> None:
         self._runner = runner
         self._grammars = grammars

@@ -136,8 +136,8 @@ class Row:
 class SamplingBatch:
     """The sampling of these rows, in this order: adjust the logits, then draw. Make a new one when the rows change."""
 
-    def __init__(self, rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> None:
-        requests = [row.request for row in rows]
+    def __init__(self, rows: Sequence[Row], runner: ModelRunner) -> None:
+        requests, vocab_size, device = [row.request for row in rows], runner.vocab_size, runner.device
         self._rows = rows
         self._vocab_size = vocab_size
         self._penalties = Penalties.of(requests, [row.token_ids for row in rows], vocab_size=vocab_size, device=device)
@@ -158,8 +158,8 @@ class SamplingBatch:
         if self._penalties is not None:
             self._penalties.apply(logits)
         if self._biases is not None:
-            *places, values = self._biases
-            logits.index_put_(places, values, accumulate=True)
+            rows, tokens, values = self._biases
+            logits.index_put_((rows, tokens), values, accumulate=True)
         if self._is_constrained:
             logits.masked_fill_(self._forbidden().to(logits.device), float("-inf"))
         draws = sample(logits, self._sampling, [row.num_tokens for row in self._rows])
@@ -374,7 +374,7 @@ class Workload:
         self._num_decoding += len(complete)
         self._sampling = None
         if complete:
-            self._sample(complete, logits[: len(complete)], self._gather(complete))
+            self._sample(complete, logits[: len(complete)], SamplingBatch(complete, self._runner))
         if len(self.slots) > self._num_decoding:
             self._check_filling(self.slots[-1], logits[-1])
 
@@ -391,11 +391,8 @@ class Workload:
             self.counts.retracted_requests += 1
         rows = self.slots[: self._num_decoding]
         logits = self._runner.decode([row.token_ids[-1] for row in rows], [row.num_tokens for row in rows])
-        self._sampling = self._sampling or self._gather(rows)
+        self._sampling = self._sampling or SamplingBatch(rows, self._runner)
         self._sample(rows, logits, self._sampling)
-
-    def _gather(self, rows: Sequence[Row]) -> SamplingBatch:
-        return SamplingBatch(rows, vocab_size=self._runner.vocab_size, device=self._runner.device)
 
     def _sample(self, rows: Sequence[Row], logits: Tensor, sampling: SamplingBatch) -> None:
         """Give each row its next token, and answer the rows that end with it."""
