@@ -6,14 +6,8 @@ calls `step`, so a weight swap can fall between any two tokens. With a `clock` (
 gets a token each `token_s` virtual seconds. A streamed request gets one chunk for each `step`; without `is_stepped`,
 one chunk for each token.
 
-The failures of real engines can be planned, once each:
-    fail_next(operation, error)   the next such call raises
-    hang_next(operation)          the next such call never ends, until it is cancelled or `recover` is called
-    die_after(num_tokens)         in the middle of a turn, requests in flight and all later calls find no engine, until
-                                  `recover`
-    garble_next(garbage)          the next answer breaks one promise of `GenerateResult`
-    corrupt_next_push()           a bit of the next weights is flipped in transit: the digests reveal it, the push is
-                                  refused, and the old version keeps serving
+The failures of real engines can be planned, once each: `fail_next`, `hang_next`, `die_after`, `garble_next` and
+`corrupt_next_push`.
 
 >>> import asyncio
 >>> from areal_agent.types import DiskWeights
@@ -466,21 +460,17 @@ class FakeEngine:
 
     def _advance(self) -> None:
         """Sample everything, a token at a time, unless the test or the clock does it."""
-        if self._clock is not None:
-            self._tick_later(self._clock)
-        else:
+        if self._clock is None:
             while not self._is_stepped and self.step():
                 pass
-
-    def _tick_later(self, clock: VirtualClock) -> None:
-        if not self._is_ticking:
+        elif not self._is_ticking:
             self._is_ticking = True
-            clock.call_later(self._token_s, lambda: self._tick(clock))
+            self._clock.call_later(self._token_s, self._tick)
 
-    def _tick(self, clock: VirtualClock) -> None:
+    def _tick(self) -> None:
         self._is_ticking = False
         if self.step():
-            self._tick_later(clock)
+            self._advance()
 
 
 def _nobody_there() -> EngineUnreachable:

@@ -15,6 +15,7 @@ Versions only go up. The current version may be pushed again with the same weigh
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 import zlib
@@ -175,13 +176,16 @@ class Pushes(Generic[T]):
         )
 
 
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""The dtypes of stored weights, with the bytes of a number. Copying casts them to the model's own dtype."""
+
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
 def take_shared_memory(weights: SharedMemoryWeights) -> Bytes:
     """Read the whole file and verify its checksum. Raises WeightUpdateError."""
-    check_places(weights.entries)
+    check_layout(weights.entries)
     num_bytes = max(entry.offset + entry.num_bytes for entry in weights.entries)
     try:
         with Path(weights.path).open("rb") as file:
@@ -205,7 +209,7 @@ def take_shared_memory(weights: SharedMemoryWeights) -> Bytes:
     return data
 
 
-def check_places(entries: Sequence[TensorEntry]) -> None:
+def check_layout(entries: Sequence[TensorEntry]) -> None:
     """Raise WeightUpdateError if this layout is impossible."""
     if not entries:
         raise WeightUpdateError("the new weights have no tensors; publish the model that the engine loaded")
@@ -214,10 +218,19 @@ def check_places(entries: Sequence[TensorEntry]) -> None:
         twice = next(name for name in names if names.count(name) > 1)
         raise WeightUpdateError(f"{twice!r} is listed twice: the manifest is damaged; publish the weights again")
     for entry in entries:
-        if entry.offset < 0 or entry.num_bytes <= 0:
+        if entry.dtype not in DTYPE_BYTES:
             raise WeightUpdateError(
-                f"{entry.name!r} lies at byte {entry.offset} and has {entry.num_bytes} bytes: the manifest is damaged; "
-                "publish the weights again"
+                f"{entry.name!r} has dtype {entry.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}"
+            )
+        expected = math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]
+        if entry.num_bytes != expected or min(entry.shape, default=1) <= 0:
+            raise WeightUpdateError(
+                f"{entry.name!r} says {entry.num_bytes} bytes for shape {entry.shape} of {entry.dtype}, "
+                f"which take {expected}; the manifest is damaged"
+            )
+        if entry.offset < 0 or entry.offset % DTYPE_BYTES[entry.dtype]:
+            raise WeightUpdateError(
+                f"{entry.name!r} lies at byte {entry.offset}: the manifest is damaged; publish the weights again"
             )
 
 

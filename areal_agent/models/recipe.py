@@ -84,22 +84,16 @@ def demonstrations_of(model: str) -> str | None:
     return path if colon else DEMONSTRATIONS
 
 
-def cache_root() -> Path:
-    """Return `$AREAL_AGENT_CACHE`, else `areal_agent` in the user's cache folder (XDG)."""
-    own = os.environ.get("AREAL_AGENT_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal_agent"
-
-
 def model_folder(recipe: Recipe, seed: int, demonstrations: str) -> Path:
-    """Return the folder in the cache for this model, which need not exist.
+    """Return the folder for this model, which need not exist, in the cache: `$AREAL_AGENT_CACHE`, else XDG's.
 
     `demonstrations` is `package.module:name`; the source of the module's package is part of the folder's name.
     """
     parts = [orjson.dumps(asdict(recipe)), demonstrations.encode(), *_sources(demonstrations.partition(":")[0])]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
-    return cache_root() / f"tiny-{digest[:16]}-seed{seed}"
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(os.environ.get("AREAL_AGENT_CACHE") or users / "areal_agent")
+    return root / f"tiny-{digest[:16]}-seed{seed}"
 
 
 def _sources(module: str) -> list[bytes]:

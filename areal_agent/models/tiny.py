@@ -85,7 +85,8 @@ def build(
     Raises ConfigError when `out` exists and is not an empty folder, or when `demonstrations` cannot be loaded.
     """
     started_s = time.monotonic()
-    _check_free(out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"out: {str(out)!r} exists already; remove it, or name another folder")
     conversations = load_demonstrations(demonstrations)(seed)
     with _torch_settings(seed, threads):
         texts = map(render, islice(conversations, recipe.num_tokenizer_conversations))
@@ -137,13 +138,6 @@ def _torch_settings(seed: int, threads: int) -> Generator[None]:
             yield
     finally:
         torch.set_num_threads(threads_before)
-
-
-def _check_free(out: Path) -> None:
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if out.exists():
-        raise ConfigError(f"out: {str(out)!r} exists already; remove it, or name another folder")
 
 
 def _publish(out: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, report: TinyReport) -> None:

@@ -16,11 +16,19 @@ from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.sampler import Grammars
 from areal_agent.engine.embedded.scheduler import Scheduler
 from areal_agent.engine.embedded.server import EngineServer
-from areal_agent.types import GenerateRequest, SamplingParams, SharedMemoryWeights, TensorEntry, WeightVersion
+from areal_agent.types import (
+    GenerateRequest,
+    GenerateResult,
+    SamplingParams,
+    SharedMemoryWeights,
+    TensorEntry,
+    WeightVersion,
+)
 
 VOCAB_SIZE = 97
 MAX_CONTEXT = 512
 DEADLINE_S = 120.0  # only a hang is longer
+TOLERANCE = 1e-4  # of log-probabilities
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -91,6 +99,10 @@ class Truth:
         rows = self.distribution([*prompt, *sampled], temperature)[len(prompt) - 1 : -1]
         return rows.gather(1, torch.tensor(list(sampled))[:, None])[:, 0].tolist()
 
+    def check(self, request: GenerateRequest, result: GenerateResult) -> None:
+        """Check that these weights sampled the whole answer."""
+        assert result.logprobs == pytest.approx(self.logprobs(request.input_ids, result.token_ids), abs=TOLERANCE)
+
 
 @pytest.fixture(scope="session")
 def truth() -> Callable[[Path], Truth]:
@@ -154,6 +166,13 @@ class Served:
         self.engine = engine
         self.server = server
         self.gate = gate
+
+    async def under_way(self, request: GenerateRequest, num_steps: int = 5) -> "asyncio.Task[GenerateResult]":
+        """Begin a request, and stop the model thread after so many decode steps."""
+        self.gate.shut()
+        answer = asyncio.create_task(self.engine.generate(request))
+        await self.gate.steps(num_steps)
+        return answer
 
     async def until(self, is_so: Callable[[object], bool]) -> None:
         """Wait until the engine's stats say so."""

@@ -69,9 +69,7 @@ async def test_a_retraction_goes_on_in_the_grammar(spelling, serve, ask):
     request = ask(1, json_schema=SCHEMA, max_tokens=80)
     async with serve(folder) as served:
         undisturbed = await served.engine.generate(request)
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request))
-        await served.gate.steps(5)
+        answer = await served.under_way(request)
         await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
         served.gate.open()
         await served.engine.resume()
@@ -124,9 +122,7 @@ async def test_a_swap_of_weights_goes_on_in_the_grammar(mode, spelling, make_mod
     folder, tokenizer = spelling
     others = share(make_model(seed=6, vocab_size=264, eos_token_id=END))
     async with serve(folder) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(ask(1, json_schema=SCHEMA, max_tokens=80)))
-        await served.gate.steps(8)
+        answer = await served.under_way(ask(1, json_schema=SCHEMA, max_tokens=80), num_steps=8)
         if mode is not None:
             await served.gate.meanwhile(served.engine.pause(mode))
         await served.gate.meanwhile(served.engine.update_weights(others, WeightVersion(step=8)))

@@ -53,9 +53,7 @@ def test_a_release_gives_the_memory_back():
 async def test_requests_wait_and_lose_nothing(tiny, serve, ask, truth):
     request, late = ask(1, max_tokens=40), ask(2)
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request))
-        await served.gate.steps(5)
+        answer = await served.under_way(request)
         await served.gate.meanwhile(served.engine.release_memory())
         served.gate.open()
         second = asyncio.create_task(served.engine.generate(late))
@@ -67,15 +65,13 @@ async def test_requests_wait_and_lose_nothing(tiny, serve, ask, truth):
         undisturbed = await served.engine.generate(request)
     assert result.token_ids == undisturbed.token_ids
     assert result.versions == (VersionSpan(version=OLD, start=0, end=40),)
-    assert result.logprobs == pytest.approx(truth(tiny).logprobs(request.input_ids, result.token_ids), abs=TOLERANCE)
+    truth(tiny).check(request, result)
 
 
 async def test_they_go_on_under_the_weights_that_came_meanwhile(tiny, other, serve, ask, truth, share):
     request = ask(1, max_tokens=40)
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request))
-        await served.gate.steps(5)
+        answer = await served.under_way(request)
         await served.gate.meanwhile(served.engine.release_memory())
         served.gate.open()
         await served.engine.update_weights(share(other), NEW)
@@ -89,9 +85,7 @@ async def test_they_go_on_under_the_weights_that_came_meanwhile(tiny, other, ser
 
 async def test_an_abort_meanwhile_answers_with_what_was_sampled(tiny, serve, ask):
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=40)))
-        await served.gate.steps(5)
+        answer = await served.under_way(ask(1, max_tokens=40))
         await served.gate.meanwhile(served.engine.release_memory())
         served.gate.open()
         await served.engine.abort(ask(1).request_id)

@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.engine.embedded.model import WeightLayout, read_weights, take_weights
+from areal_agent.engine.embedded.model import WeightLayout, take_weights
 from areal_agent.errors import ConfigError, ProcessDied, TrainerError
 from areal_agent.process import ManagedProcess
 from areal_agent.trainer.client import TrainerClient
@@ -68,7 +68,8 @@ async def ready(client, model_folder, tmp_path):
 def as_read(weights: SharedMemoryWeights, model_folder: Path) -> dict[str, torch.Tensor]:
     """By the engine's own reader."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    return {name: tensor.clone() for name, tensor in read_weights(weights, WeightLayout(model)).items()}
+    taken = take_weights(weights, WeightLayout(model), torch.device("cpu"), needs_manifest=False)
+    return {name: tensor.clone() for name, tensor in taken.items()}
 
 
 async def test_init_tells_what_was_loaded(client, model_folder, tmp_path):

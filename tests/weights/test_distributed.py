@@ -96,7 +96,7 @@ def misplaced(weights: DistributedWeights) -> DistributedWeights:
         (damaged, "checksum"),
         (too_short, "do not lie within"),
         (half_a_block, "do not lie within"),
-        (misplaced, "do not lie within"),
+        (misplaced, "lies at byte 2: the manifest is damaged"),
         (lacking_a_tensor, "lack 1 tensors"),
     ],
 )

@@ -18,7 +18,7 @@ D head dimension, W width, P past tokens.
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +30,6 @@ from areal_agent.engine.embedded.kv_cache import Ids, KVCache, KVShape
 
 class StepGivenUp(Exception):
     """Raised when a forward pass was told to stop: the keys and values of its tokens are incomplete."""
-
-
-class Step(Protocol):
-    """The attention of one forward pass."""
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Store the new tokens' keys and values `[N, H, D]` and attend with queries `[N, Q, D]`; the result is `[N, Q *
-        D]`.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +124,9 @@ class Decoder:
         self._head: Tensor = cast(Any, model).lm_head.weight
         self._cos, self._sin = _rotations(inner.rotary_emb, max_positions, like=self._embedding)
 
-    def hidden(self, ids: Tensor, positions: Tensor, step: Step, *, unneeded: threading.Event) -> Tensor:
+    def hidden(
+        self, ids: Tensor, positions: Tensor, step: "PrefillStep | DecodeStep", *, unneeded: threading.Event
+    ) -> Tensor:
         """The last hidden states `[N, E]` of tokens `[N]` at `positions` `[N]` of their sequences.
 
         Raises StepGivenUp, between two layers, once `unneeded` is set.
@@ -212,7 +204,7 @@ class PrefillStep:
     masks: Sequence[Tensor | None]  # which positions each token of a piece sees, [T, begin + T]; None: needs none
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend with `[N, heads, D]`; the result is `[N, Q * D]`."""
+        """Store keys and values of the new tokens and attend, with `[N, heads, D]`; the result is `[N, Q * D]`."""
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         stop = 0
         for piece, mask in zip(self.pieces, self.masks, strict=True):
@@ -310,7 +302,7 @@ class DecodeStep:
     buckets: Sequence[Bucket]
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend with `[n, heads, D]`; the result is `[n, Q * D]`."""
+        """Store keys and values of the new tokens and attend, with `[n, heads, D]`; the result is `[n, Q * D]`."""
         self.cache.append(layer, self.positions, keys, values)
         num_rows, num_kv_heads, head_dim = keys.shape
         grouped = queries.view(num_rows, num_kv_heads, -1, head_dim)  # [n, H, G, D]

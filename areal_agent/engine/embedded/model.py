@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from areal_agent.engine.embedded.decoder import Decoder, Piece, decode_step, prefill_step
 from areal_agent.engine.embedded.kv_cache import KVCache, SlotStore, plan_room
 from areal_agent.engine.embedded.transfer import BLOCK_BYTES, Request, checksum, receive, tensors_over
-from areal_agent.engine.pushes import check_places, take_folder, take_shared_memory, weight_files
+from areal_agent.engine.pushes import DTYPE_BYTES, check_layout, take_folder, take_shared_memory, weight_files
 from areal_agent.errors import ConfigError, EngineRejected, WeightUpdateError
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry, Weights
 
@@ -225,9 +225,6 @@ class ModelRunner:
 
 # --------------------------------------------------------------------------------------------- new weights
 
-DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""The dtypes of stored weights; copying casts them to the model's own dtype."""
-
 
 class WeightLayout:
     """The weights of a model: exactly the names and shapes of `model.named_parameters()`."""
@@ -289,26 +286,21 @@ def _is_same(held: Tensor, new: Tensor) -> bool:
     return torch.equal(held.to(narrow), new.to(device=held.device, dtype=narrow))
 
 
-def read_weights(source: SharedMemoryWeights | DiskWeights, layout: WeightLayout) -> Mapping[str, Tensor]:
-    """Read and prove a set of weights; a folder may come from anywhere. Raises WeightUpdateError."""
-    if isinstance(source, DiskWeights):
-        return layout.prove(_read_folder(source, is_verified=False))
-    return layout.prove(_read_shared_memory(source))
-
-
-def take_weights(source: Weights, layout: WeightLayout, device: torch.device) -> Mapping[str, Tensor]:
+def take_weights(
+    source: Weights, layout: WeightLayout, device: torch.device, *, needs_manifest: bool = True
+) -> Mapping[str, Tensor]:
     """Read or receive a set of weights into memory of our own, which cannot change afterwards, and prove it.
 
-    A folder needs its manifest. Raises WeightUpdateError.
+    A folder is verified by its manifest if `needs_manifest`. Raises WeightUpdateError.
     """
     match source:
         case DistributedWeights():
-            weights = _receive(source, device)
+            return layout.prove(_receive(source, device))
         case DiskWeights():
-            weights = _beside_the_model(_read_folder(source, is_verified=True), device)
+            weights = _read_folder(source, needs_manifest=needs_manifest)
         case SharedMemoryWeights():
-            weights = _beside_the_model(_read_shared_memory(source), device)
-    return layout.prove(weights)
+            weights = _tensors(torch.from_numpy(take_shared_memory(source)), source.entries)
+    return layout.prove(_beside_the_model(weights, device))
 
 
 def _beside_the_model(weights: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -321,12 +313,9 @@ def _beside_the_model(weights: dict[str, Tensor], device: torch.device) -> dict[
 
 def _receive(source: DistributedWeights, device: torch.device) -> dict[str, Tensor]:
     """Receive weights from the trainer, in a process group of the two, into the memory of `device`."""
-    for entry in source.entries:
-        _check_entry(entry)
-    check_places(source.entries)
+    check_layout(source.entries)
     end = max(entry.offset + entry.num_bytes for entry in source.entries)
-    is_aligned = all(entry.offset % DTYPES[entry.dtype].itemsize == 0 for entry in source.entries)
-    if source.num_bytes % BLOCK_BYTES or end > source.num_bytes or not is_aligned:
+    if source.num_bytes % BLOCK_BYTES or end > source.num_bytes:
         raise WeightUpdateError(
             f"the weights do not lie within the {source.num_bytes} bytes sent; the manifest is damaged"
         )
@@ -347,16 +336,15 @@ def _receive(source: DistributedWeights, device: torch.device) -> dict[str, Tens
             f"the weights that came have checksum {found:#010x} and their record says {source.checksum:#010x}; they "
             "were damaged on their way: publish them again"
         )
-    return dict(tensors_over(data, [asdict(entry) for entry in source.entries]))
+    return _tensors(data, source.entries)
 
 
-def _read_folder(source: DiskWeights, *, is_verified: bool) -> dict[str, Tensor]:
-    """Read a folder; if `is_verified`, its bytes have to match its manifest."""
+def _read_folder(source: DiskWeights, *, needs_manifest: bool) -> dict[str, Tensor]:
     folder = Path(source.path)
     try:
         files = (
             take_folder(source).values()
-            if is_verified
+            if needs_manifest
             else ((folder / name).read_bytes() for name in weight_files(folder))
         )
         return {name: _checked(name, tensor) for data in files for name, tensor in load(data).items()}
@@ -367,31 +355,11 @@ def _read_folder(source: DiskWeights, *, is_verified: bool) -> dict[str, Tensor]
 
 
 def _checked(name: str, tensor: Tensor) -> Tensor:
-    if tensor.dtype not in DTYPES.values():
-        raise ValueError(f"{name!r} is stored as {tensor.dtype}, and weights must be one of {', '.join(DTYPES)}")
+    if str(tensor.dtype).removeprefix("torch.") not in DTYPE_BYTES:
+        raise ValueError(f"{name!r} is stored as {tensor.dtype}, and weights must be one of {', '.join(DTYPE_BYTES)}")
     return tensor
 
 
-def _read_shared_memory(weights: SharedMemoryWeights) -> dict[str, Tensor]:
+def _tensors(data: Tensor, entries: Sequence[TensorEntry]) -> dict[str, Tensor]:
     """Tensors over the bytes, which they keep alive."""
-    for entry in weights.entries:
-        _check_entry(entry)
-    data = take_shared_memory(weights)
-    return {
-        entry.name: torch.frombuffer(
-            data.data, dtype=DTYPES[entry.dtype], count=math.prod(entry.shape), offset=entry.offset
-        ).view(entry.shape)
-        for entry in weights.entries
-    }
-
-
-def _check_entry(entry: TensorEntry) -> None:
-    dtype = DTYPES.get(entry.dtype)
-    if dtype is None:
-        raise WeightUpdateError(f"{entry.name!r} has dtype {entry.dtype!r}; it must be one of {', '.join(DTYPES)}")
-    expected = math.prod(entry.shape) * dtype.itemsize
-    if entry.num_bytes != expected or min(entry.shape, default=1) <= 0:
-        raise WeightUpdateError(
-            f"{entry.name!r} says {entry.num_bytes} bytes for shape {entry.shape} of {entry.dtype}, "
-            f"which take {expected}; the manifest is damaged"
-        )
+    return dict(tensors_over(data, [asdict(entry) for entry in entries]))

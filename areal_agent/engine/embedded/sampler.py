@@ -28,6 +28,7 @@ import logging
 from array import array
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -74,10 +75,7 @@ class SamplingRows:
         top_p = [p.top_p for p in params]
         min_p = [p.min_p for p in params]
         is_filtered = any(k < vocab_size for k in top_k) or any(p < 1 for p in top_p)
-
-        def column(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, device=device)[:, None]
-
+        column = partial(_column, device=device)
         return cls(
             seeds=np.array(seeds, dtype=np.uint64),
             temperatures=column(temperatures) if any(t != 1 for t in temperatures) else None,
@@ -87,6 +85,10 @@ class SamplingRows:
             min_p=column(min_p) if any(min_p) else None,
             num_top=num_top if any(num_top) else (),
         )
+
+
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)[:, None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +106,7 @@ def sample(logits: Tensor, rows: SamplingRows, positions: Sequence[int]) -> Draw
     scaled = logits if rows.temperatures is None else logits / rows.temperatures
     probabilities = torch.softmax(scaled, dim=-1)
     uniforms = torch.from_numpy(uniform(rows.seeds, np.array(positions, dtype=np.uint64))).to(logits.device)
-    tokens = _draw(_filter_min_p(_filter(probabilities, rows), rows), uniforms)
+    tokens = _draw(_filter(probabilities, rows), uniforms)
     if rows.is_greedy is not None:
         tokens = torch.where(rows.is_greedy, logits.argmax(dim=-1), tokens)
     return Draws(
@@ -128,23 +130,18 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _filter(probabilities: Tensor, rows: SamplingRows) -> Tensor:
-    """Zero what top-k and then top-p cut; the most probable token always stays. `[n, V]`"""
-    if rows.top_k is None or rows.top_p is None:
-        return probabilities
-    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(ordered.shape[-1], device=ordered.device)
-    ordered = ordered.masked_fill(rank >= rows.top_k, 0.0)
-    mass_before = ordered.cumsum(dim=-1) - ordered
-    is_cut = (mass_before >= rows.top_p * ordered.sum(dim=-1, keepdim=True)) & (rows.top_p < 1) & (rank > 0)
-    return torch.zeros_like(probabilities).scatter_(1, order, ordered.masked_fill(is_cut, 0.0))
-
-
-def _filter_min_p(probabilities: Tensor, rows: SamplingRows) -> Tensor:
-    """Zero what is less likely than min-p times the most probable token. `[n, V]`"""
-    if rows.min_p is None:
-        return probabilities
-    best = probabilities.amax(dim=-1, keepdim=True)
-    return probabilities.masked_fill(probabilities < rows.min_p * best, 0.0)
+    """Zero what top-k, then top-p and then min-p cut; the most probable token always stays. `[n, V]`"""
+    kept = probabilities
+    if rows.top_k is not None and rows.top_p is not None:
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(ordered.shape[-1], device=ordered.device)
+        ordered = ordered.masked_fill(rank >= rows.top_k, 0.0)
+        mass_before = ordered.cumsum(dim=-1) - ordered
+        is_cut = (mass_before >= rows.top_p * ordered.sum(dim=-1, keepdim=True)) & (rows.top_p < 1) & (rank > 0)
+        kept = torch.zeros_like(probabilities).scatter_(1, order, ordered.masked_fill(is_cut, 0.0))
+    if rows.min_p is not None:
+        kept = kept.masked_fill(kept < rows.min_p * kept.amax(dim=-1, keepdim=True), 0.0)
+    return kept
 
 
 def _likeliest(scaled: Tensor, num_top: Sequence[int]) -> list[TopLogprobs]:
@@ -165,7 +162,9 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     sums are float64: a GPU adds in trees, so over a token of weight 0 they may differ in the last digit, and no uniform
     number falls into a gap of that size.
     """
-    blocks = _in_blocks(weights)  # [n, V / K, K]
+    num_beyond = -weights.shape[-1] % _BLOCK_TOKENS
+    padded = torch.nn.functional.pad(weights, (0, num_beyond)) if num_beyond else weights
+    blocks = padded.view(len(weights), -1, _BLOCK_TOKENS)  # [n, V / K, K]
     running = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     targets = uniforms[:, None] * running[:, -1:]
     block = _first_beyond(running, targets)
@@ -173,12 +172,6 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     rows = torch.arange(len(weights), device=weights.device)
     token = _first_beyond(blocks[rows, block[:, 0]].cumsum(dim=-1, dtype=torch.float64), targets - before)
     return (block * _BLOCK_TOKENS + token)[:, 0].clamp_(max=weights.shape[-1] - 1)
-
-
-def _in_blocks(weights: Tensor) -> Tensor:
-    num_beyond = -weights.shape[-1] % _BLOCK_TOKENS
-    padded = torch.nn.functional.pad(weights, (0, num_beyond)) if num_beyond else weights
-    return padded.view(len(weights), -1, _BLOCK_TOKENS)
 
 
 def _first_beyond(running: Tensor, targets: Tensor) -> Tensor:
@@ -223,10 +216,7 @@ class Penalties:
         ]
         if not rows:
             return None
-
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, device=device, dtype=torch.float32)[:, None]
-
+        column = partial(_column, device=device)
         counts = _counts([generated[row] for row in rows], vocab_size).to(device)
         prompts = _counts([requests[row].input_ids for row in rows], vocab_size).to(device)
         return cls(

@@ -20,7 +20,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from areal_agent.engine import wire
-from areal_agent.engine.embedded.model import ModelRunner, read_weights
+from areal_agent.engine.embedded.model import ModelRunner, take_weights
 from areal_agent.engine.embedded.sampler import Grammars, Matcher
 from areal_agent.engine.embedded.scheduler import ModelWeights, Scheduler, TokenStream
 from areal_agent.engine.pushes import PUSH_TIMEOUT_S, Pushes
@@ -156,12 +156,14 @@ class EngineServer:
         # Thousands may wait, and a packed prompt takes a ninth of the memory of Python integers.
         request = replace(call.request, input_ids=array("i", call.request.input_ids))
         tokens = TokenStream() if call.is_streamed else None
+        matcher: Matcher | None = None
         preparation = _Preparation(request_id=request.request_id)
-        self._preparations.append(preparation)
-        try:
-            matcher = await self._matcher(request.sampling.grammar)
-        finally:
-            self._preparations.remove(preparation)
+        if self._grammars is not None and (grammar := request.sampling.grammar) is not None:
+            self._preparations.append(preparation)
+            try:  # in a thread, because a large grammar takes a while
+                matcher = await asyncio.to_thread(self._grammars.matcher, *grammar)
+            finally:
+                self._preparations.remove(preparation)
         answer = self._scheduler.submit(request, tokens and tokens.put, matcher)
         if preparation.is_aborted:
             self._scheduler.abort(request.request_id)
@@ -174,12 +176,6 @@ class EngineServer:
                 self._scheduler.abandon(request.request_id, answer)
             raise
         return _answer(wire.encode_result(request, result))
-
-    async def _matcher(self, grammar: tuple[str, str] | None) -> Matcher | None:
-        """Compile the grammar in a thread, because a large one takes a while."""
-        if self._grammars is None or grammar is None:
-            return None
-        return await asyncio.to_thread(self._grammars.matcher, *grammar)
 
     async def _abort(self, http: web.Request) -> web.Response:
         request_id = wire.decode_abort(await _json(http))
@@ -214,7 +210,9 @@ class EngineServer:
         update = decode(await _json(http))
         self._check_serves()
         async with self._pushes.swapping:
-            weights = await asyncio.to_thread(read_weights, update.weights, self._runner.layout)
+            weights = await asyncio.to_thread(
+                take_weights, update.weights, self._runner.layout, self._runner.device, needs_manifest=False
+            )
             await self._weights.swap(weights, update.version, flush_cache=update.flush_cache)
         return _success(f"serving weight version {update.version}")
 

@@ -375,13 +375,10 @@ class Workload:
         self._sampling = None
         if complete:
             self._sample(complete, logits[: len(complete)], SamplingBatch(complete, self._runner))
-        if len(self.slots) > self._num_decoding:
-            self._check_filling(self.slots[-1], logits[-1])
-
-    def _check_filling(self, row: Row, logits: Tensor) -> None:
-        """Refuse a long prompt whose first chunk has no finite logits, before its memory is left to other rows."""
-        if not math.isfinite(logits.max().item()):
-            self._refuse(row, self._not_finite(row, row.num_computed))
+        # A long prompt without finite logits is refused at once, before its memory is left to other rows.
+        if len(self.slots) > self._num_decoding and not math.isfinite(logits[-1].max().item()):
+            filling = self.slots[-1]
+            self._refuse(filling, self._not_finite(filling, filling.num_computed))
             self._start_over()
 
     def _decode(self) -> None:
