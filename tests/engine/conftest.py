@@ -167,10 +167,10 @@ class Served:
         self.server = server
         self.gate = gate
 
-    async def under_way(self, request: GenerateRequest, num_steps: int = 5) -> "asyncio.Task[GenerateResult]":
+    async def under_way(self, request: GenerateRequest, *on_chunk, num_steps: int = 5) -> asyncio.Task:
         """Begin a request, and stop the model thread after so many decode steps."""
         self.gate.shut()
-        answer = asyncio.create_task(self.engine.generate(request))
+        answer = asyncio.create_task(self.engine.generate(request, *on_chunk))
         await self.gate.steps(num_steps)
         return answer
 
