@@ -14,9 +14,9 @@ import os
 import resource
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 
 from areal_agent.errors import ProcessDied
 
@@ -197,7 +197,7 @@ class ManagedProcess:
             self._lifeline = None
 
 
-async def uninterrupted(work: Coroutine[Any, Any, Result]) -> Result:
+async def uninterrupted(work: Awaitable[Result]) -> Result:
     """Await `work` to its end even when cancelled meanwhile; the cancellation is raised afterwards."""
     task = asyncio.ensure_future(work)
     try:

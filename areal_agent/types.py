@@ -9,9 +9,10 @@ How they nest::
                            └─▶ TokenRecord (what the trainer reads: one a branch)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import groupby
 from typing import Any, Self
 
 import numpy as np
@@ -46,11 +47,25 @@ class WeightVersion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VersionSpan:
-    """Tokens `[start, end)` of one completion were sampled under `version`."""
+    """Tokens `[start, end)` of one completion were sampled under `version`.
+
+    >>> VersionSpan.of_tokens([WeightVersion(step=7)] * 2)
+    (VersionSpan(version=WeightVersion(incarnation=0, step=7), start=0, end=2),)
+    """
 
     version: WeightVersion
     start: int
     end: int
+
+    @classmethod
+    def of_tokens(cls, versions: Iterable[WeightVersion]) -> "tuple[VersionSpan, ...]":
+        """Return the spans of tokens of which each was sampled under its entry of `versions`."""
+        spans: list[VersionSpan] = []
+        end = 0
+        for version, of_one in groupby(versions):
+            start, end = end, end + len(list(of_one))
+            spans.append(cls(version=version, start=start, end=end))
+        return tuple(spans)
 
 
 class FinishReason(StrEnum):

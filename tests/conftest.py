@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from areal_agent.models.tokenizer import train_tokenizer
+from areal_agent.models.recipe import train_tokenizer
 
 # How long an example takes depends on what else the machine does: no time is asserted.
 settings.register_profile("shared_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -22,6 +22,7 @@ from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, Report, State, attempt, examined, gib
 from areal_agent.engine.config import may_be_on
 from areal_agent.engine.fleet.member import ServedEngine
+from areal_agent.engine.pushes import size_of
 from areal_agent.errors import ConfigError
 from areal_agent.protocols import Engine, MemoryHolder, Sampler
 from areal_agent.run.sources import connect_engine, memory_lent
@@ -32,7 +33,6 @@ from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.wire import StepReport, TrainerInfo
 from areal_agent.types import (
     Completion,
-    DiskWeights,
     EngineInfo,
     GenerateRequest,
     GenerateResult,
@@ -282,13 +282,6 @@ def spans_finding(answer: GenerateResult, old: WeightVersion, new: WeightVersion
         found = f"{found}: it ended before the new weights served, so nothing was seen"
         return Finding("spans", State.WARN, found)
     return Finding("spans", State.FAIL, f"{found}, where {old}, then {new} was expected", "see the engine's log")
-
-
-def size_of(weights: Weights) -> int:
-    """Return the bytes of one set of weights on its way."""
-    if isinstance(weights, DiskWeights):
-        return sum(path.stat().st_size for path in Path(weights.path).iterdir())
-    return sum(entry.num_bytes for entry in weights.entries)
 
 
 GROUP = "doctor"

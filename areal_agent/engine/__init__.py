@@ -3,7 +3,6 @@
 ::
 
     config.py     the config section `engine`, and how servers share GPUs and memory
-    limits.py     the limits of a request, checked before it is sent and again before it runs
     wire/         our records as SGLang's JSON and back; client and servers share it
     client.py     `HttpEngine`, the client of a server that speaks this wire
     transport.py  HTTP to one server

@@ -37,8 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     exit_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     options = _parser().parse_args(None if argv is None else list(argv))
-    config = _config(options)
-    version = _weight_version(options.weight_version)
+    config, version = _config(options), _weight_version(options.weight_version)
     if not 0 <= options.drain < float("inf"):
         raise ConfigError(f"--drain is {options.drain}; it must be 0 or more seconds")
     if options.sharing < 1:
@@ -48,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(config.threads)
     torch.set_num_interop_threads(1)
     disable_progress_bar()  # its output is a log
-    runner = ModelRunner.load(
+    runner = ModelRunner(
         options.model,
         device=config.device,
         num_slots=config.max_running_requests,
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         leave_bytes=None if config.leave_gib is None else int(config.leave_gib * 2**30),
         num_sharing=options.sharing,
     )
-    asyncio.run(_serve(runner, options.host, config.port, version, options.announce, options.drain))
+    asyncio.run(_serve(runner, options, version))
     return 0
 
 
@@ -67,40 +66,38 @@ def _parser() -> Parser:
         prog="python -m areal_agent.engine",
         description="Serve a Hugging Face model on SGLang's wire: continuous batching, interruption, weight updates.",
     )
-    parser.add_argument("--model", required=True, metavar="PATH", help="a Hugging Face folder, or a name on the hub")
-    parser.add_argument("--port", type=int, default=fields.port, help="0 picks a free one (default)")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to bind (default 127.0.0.1); there is no access key"
+    add = parser.add_argument
+    add("--model", required=True, metavar="PATH", help="a Hugging Face folder, or a name on the hub")
+    add("--port", type=int, default=fields.port, help="0 picks a free one (default)")
+    add("--host", default="127.0.0.1", help="address to bind (default 127.0.0.1); there is no access key")
+    add("--device", choices=("auto", "cpu", "cuda"), default=fields.device)
+    add("--threads", type=int, default=fields.threads, help="CPU threads (default %(default)s)")
+    add(
+        "--max-running",
+        dest="max_running_requests",
+        type=int,
+        default=fields.max_running_requests,
+        help="requests at once (default %(default)s)",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default=fields.device)
-    parser.add_argument("--threads", type=int, default=fields.threads, help="CPU threads (default %(default)s)")
-    parser.add_argument(
-        "--max-running", type=int, default=fields.max_running_requests, help="requests at once (default %(default)s)"
-    )
-    parser.add_argument(
+    add(
         "--max-context",
+        dest="max_context_tokens",
         type=int,
         default=fields.max_context_tokens,
         help="tokens of one request, prompt and answer (default %(default)s)",
     )
-    parser.add_argument(
-        "--kv-tokens", type=int, help="tokens whose keys and values are kept (default: depends on the memory)"
-    )
-    parser.add_argument(
-        "--leave-gib",
-        type=float,
-        metavar="GIB",
-        help="memory that keys and values leave free, for example for a trainer",
-    )
-    parser.add_argument(
+    add("--kv-tokens", type=int, help="tokens whose keys and values are kept (default: depends on the memory)")
+    help_of_leave = "memory that keys and values leave free, for example for a trainer"
+    add("--leave-gib", type=float, metavar="GIB", help=help_of_leave)
+    add(
         "--sharing",
         type=int,
         default=1,
         metavar="N",
         help="engines that share the memory, including this one; without --kv-tokens each takes its part (default 1)",
     )
-    parser.add_argument("--weight-version", default="0:0", help="label of the weights it starts with (default 0:0)")
-    parser.add_argument(
+    add("--weight-version", default="0:0", help="label of the weights it starts with (default 0:0)")
+    add(
         "--drain",
         type=float,
         default=DRAIN_S,
@@ -108,22 +105,15 @@ def _parser() -> Parser:
         help="on SIGTERM, let requests in flight finish for this long, or until a second SIGTERM, then answer them "
         "with the tokens so far (default %(default)s)",
     )
-    parser.add_argument("--announce", type=Path, metavar="FILE", help="file to write the base URL to once it serves")
+    add("--announce", type=Path, metavar="FILE", help="file to write the base URL to once it serves")
     return parser
 
 
 def _config(options: Namespace) -> EngineConfig:
     """Validate the options with the config section."""
+    shared = vars(options).keys() & EngineConfig.model_fields.keys()
     try:
-        return EngineConfig(
-            port=options.port,
-            device=options.device,
-            threads=options.threads,
-            max_running_requests=options.max_running,
-            max_context_tokens=options.max_context,
-            kv_tokens=options.kv_tokens,
-            leave_gib=options.leave_gib,
-        )
+        return EngineConfig(**{name: getattr(options, name) for name in shared})
     except ValidationError as error:
         fault = error.errors()[0]
         where = f"{fault['loc'][0]} is {fault['input']!r}; " if fault["loc"] else ""
@@ -137,36 +127,34 @@ def _weight_version(text: str) -> WeightVersion:
         raise ConfigError(f"--weight-version: {error}") from None
 
 
-async def _serve(
-    runner: ModelRunner, host: str, port: int, version: WeightVersion, announce: Path | None, drain_s: float
-) -> None:
+async def _serve(runner: ModelRunner, options: Namespace, version: WeightVersion) -> None:
     stopped, hurried = asyncio.Event(), asyncio.Event()  # set by the first SIGTERM, and by the second
     asyncio.get_running_loop().add_signal_handler(
         signal.SIGTERM, lambda: hurried.set() if stopped.is_set() else stopped.set()
     )
-    server = await EngineServer.start(runner, host=host, port=port, version=version)
+    server = await EngineServer.start(runner, host=options.host, port=options.port, version=version)
     try:
-        if announce is not None:
-            _write_whole(announce, server.base_url)
+        if options.announce is not None:
+            _write_whole(options.announce, server.base_url)
         print(f"engine ready at {server.base_url}", flush=True)
-        has_failed = await _first_to_end(stopped.wait(), server.failed()) == 1
-        if drain_s and not has_failed:
+        await _until_one_ends(stopped.wait(), server.failed.wait())
+        if options.drain and not server.failed.is_set():
             logger.info(
-                "SIGTERM: requests in flight may finish within %g s (--drain); a second SIGTERM ends them now", drain_s
+                "SIGTERM: requests in flight may finish within %g s (--drain); a second SIGTERM ends them now",
+                options.drain,
             )
-            await _first_to_end(server.drain(drain_s), hurried.wait())
+            await _until_one_ends(server.drain(options.drain), hurried.wait())
     finally:
         await server.aclose()
-    if has_failed:
+    if server.failed.is_set():
         raise EngineError("the model thread died; its traceback is above")
 
 
-async def _first_to_end(*waits: Coroutine[Any, Any, object]) -> int:
-    """Return the index of the first to end; cancel the others."""
+async def _until_one_ends(*waits: Coroutine[Any, Any, object]) -> None:
+    """Wait for the first to end; cancel the others."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return next(number for number, task in enumerate(tasks) if task.done())
     finally:
         for task in tasks:
             task.cancel()

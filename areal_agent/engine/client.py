@@ -9,12 +9,12 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from areal_agent.engine.limits import check_request
 from areal_agent.engine.pushes import size_of
 from areal_agent.engine.transport import CONTROL_TIMEOUT_S, Transport, wait_until_healthy
 from areal_agent.engine.wire import control, generate
 from areal_agent.engine.wire.control import EngineStats
 from areal_agent.engine.wire.fields import Message
+from areal_agent.engine.wire.generate import check_request
 from areal_agent.errors import EngineError, WeightUpdateError
 from areal_agent.types import (
     DiskWeights,

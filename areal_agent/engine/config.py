@@ -84,8 +84,7 @@ class EngineConfig(Section):
     @model_validator(mode="after")
     def _fits_its_backend(self) -> Self:
         if self.backend == "embedded":
-            self._refuse(_OF_FOREIGN, "only applies to engine.backend sglang and vllm")
-            self._require_places()
+            self._refuse(("python", "server_args", "urls"), "only applies to engine.backend sglang and vllm")
             if self.kv_tokens is not None and self.leave_gib is not None:
                 raise ValueError(
                     f"engine.kv_tokens is {self.kv_tokens} and engine.leave_gib {self.leave_gib:g}, but each alone "
@@ -96,13 +95,27 @@ class EngineConfig(Section):
                     f"engine.leave_gib is {self.leave_gib:g}, but engine.num_servers is {self.num_servers}: the "
                     "first would leave nothing for the others; set engine.kv_tokens for each"
                 )
-            return self
+        else:
+            self._fits_a_foreign_server()
+        if self.first_gpu and self.device != "cuda":
+            raise ValueError(
+                f"engine.first_gpu is {self.first_gpu}, but engine.device is {self.device!r}; set that to 'cuda'"
+            )
+        if self.port and self.num_servers > 1:
+            raise ValueError(
+                f"engine.port is {self.port}, but engine.num_servers is {self.num_servers}; leave port out"
+            )
+        return self
+
+    def _fits_a_foreign_server(self) -> None:
         self._refuse(("leave_gib", "release_kv"), "only applies to the embedded engine")
         if self.url is not None:
             self._refuse(("urls",), "names the servers of a run, but engine.url the engine behind a gateway")
         elif self.urls:
+            started = ("python", "num_servers", "first_gpu", "server_args", "port", "device", "threads")
             self._refuse(
-                _OF_STARTED_SERVERS, "only applies to servers that the run starts, but those of engine.urls run already"
+                (*started, "max_running_requests", "kv_tokens"),
+                "only applies to servers that the run starts, but those of engine.urls run already",
             )
         elif self.python is None:
             raise ValueError(
@@ -115,18 +128,6 @@ class EngineConfig(Section):
             raise ValueError("engine.first_gpu and --base-gpu-id in engine.server_args are the same; leave one out")
         if len(set(self.urls)) < len(self.urls):
             raise ValueError(f"engine.urls names a server twice: {', '.join(self.urls)}")
-        self._require_places()
-        return self
-
-    def _require_places(self) -> None:
-        if self.first_gpu and self.device != "cuda":
-            raise ValueError(
-                f"engine.first_gpu is {self.first_gpu}, but engine.device is {self.device!r}; set that to 'cuda'"
-            )
-        if self.port and self.num_servers > 1:
-            raise ValueError(
-                f"engine.port is {self.port}, but engine.num_servers is {self.num_servers}; leave port out"
-            )
 
     def _refuse(self, names: tuple[str, ...], why: str) -> None:
         """Refuse options that would have no effect."""
@@ -135,30 +136,12 @@ class EngineConfig(Section):
                 raise ValueError(f"engine.{name} {why}; leave it out")
 
 
-_OF_FOREIGN = ("python", "server_args", "urls")
-
-_OF_STARTED_SERVERS = (
-    "python",
-    "num_servers",
-    "first_gpu",
-    "server_args",
-    "port",
-    "device",
-    "threads",
-    "max_running_requests",
-    "kv_tokens",
-)
-
-
 DEFAULT_FRACTION = 0.9
 """The fraction of a GPU's memory that SGLang and vLLM take, about, if the config does not set it."""
 
-FRACTION_OF_ALL = ("--gpu-memory-utilization",)
+FRACTION_OF_ALL = "--gpu-memory-utilization"
 """vLLM's fraction includes everything, SGLang's only weights and keys."""
-FRACTION = ("--mem-fraction-static", *FRACTION_OF_ALL)
-SHARDS = ("--tp-size", "--tp", "--tensor-parallel-size", "-tp")
-REPLICAS = ("--dp-size", "--dp", "--data-parallel-size", "-dp")
-FIRST_GPU = ("--base-gpu-id",)
+
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
@@ -184,13 +167,13 @@ class EnginePlan:
     def of(cls, config: EngineConfig) -> Self:
         given = read_arguments(config.server_args)
         return cls(
-            first_gpu=int(_first(given, FIRST_GPU, config.first_gpu)),
-            num_shards=max(1, int(_first(given, SHARDS, 1))),
-            num_replicas=max(1, int(_first(given, REPLICAS, 1))),
+            first_gpu=int(_first(given, config.first_gpu, "--base-gpu-id")),
+            num_shards=max(1, int(_first(given, 1, "--tp-size", "--tp", "--tensor-parallel-size", "-tp"))),
+            num_replicas=max(1, int(_first(given, 1, "--dp-size", "--dp", "--data-parallel-size", "-dp"))),
             num_servers=config.num_servers,
             is_spread=config.device == "cuda" and config.num_servers > 1,
-            memory_fraction=_first(given, FRACTION, DEFAULT_FRACTION),
-            is_share_of_all=any(name in given for name in FRACTION_OF_ALL),
+            memory_fraction=_first(given, DEFAULT_FRACTION, "--mem-fraction-static", FRACTION_OF_ALL),
+            is_share_of_all=FRACTION_OF_ALL in given,
         )
 
     @property
@@ -203,14 +186,12 @@ class EnginePlan:
         """The number of GPUs of one server."""
         return self.num_shards * self.num_replicas
 
+    def first_gpu_of(self, server: int) -> int:
+        return self.first_gpu + (server * self.num_gpus if self.is_spread else 0)
+
     def gpus_of(self, server: int) -> range:
-        """Return the GPUs of a server."""
         first = self.first_gpu_of(server)
         return range(first, first + self.num_gpus)
-
-    def first_gpu_of(self, server: int) -> int:
-        """Return the first GPU of a server."""
-        return self.first_gpu + (server * self.num_gpus if self.is_spread else 0)
 
     def num_servers_on(self, gpu: int) -> int:
         """Return the number of servers with a shard on this GPU."""
@@ -268,7 +249,7 @@ def read_arguments(words: Sequence[str]) -> Mapping[str, str]:
     return given
 
 
-def _first(given: Mapping[str, str], names: Sequence[str], default: float) -> float:
+def _first(given: Mapping[str, str], default: float, *names: str) -> float:
     value = next((given[name] for name in names if name in given), None)
     return float(value) if value is not None and _is_number(value) else default
 

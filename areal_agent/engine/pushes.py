@@ -15,10 +15,11 @@ Versions only go up. The current version may be pushed again with the same weigh
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import time
 import zlib
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -32,19 +33,17 @@ from areal_agent.files import read_manifest
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry, Weights, WeightVersion
 
 T = TypeVar("T")
+Bytes = NDArray[np.uint8]
 logger = logging.getLogger(__name__)
-
 
 PUSH_TIMEOUT_S = 60.0
 
 
 class PushTarget(Protocol[T]):
-    """An engine that takes pushed weights. A `T` is a set of them that has been read and verified."""
+    """An engine that serves `version` and takes pushed weights. A `T` is a set that has been read and verified."""
 
     @property
-    def version(self) -> WeightVersion:
-        """The version that serves."""
-        ...
+    def version(self) -> WeightVersion: ...
 
     async def take(self, weights: Weights) -> T:
         """Read and verify a set of weights while the engine works. Raises WeightUpdateError."""
@@ -77,7 +76,7 @@ class Pushes(Generic[T]):
         self._timeout_s = timeout_s
         self._open: _Push[T] | None = None
         self._committing: set[_Push[T]] = set()
-        self._swapping = asyncio.Lock()  # one change of weights at a time
+        self.swapping = asyncio.Lock()  # one change of weights at a time; also for a change that is not a push
 
     def begin(self, push_id: str) -> None:
         """Open a push. Raises PushConflict while another push is open whose sender may be alive."""
@@ -91,8 +90,12 @@ class Pushes(Generic[T]):
         if push.is_sending or push.taken is not None:
             raise PushConflict(f"push {push_id!r} has been sent its weights already; commit it, or begin another one")
         push.is_sending = True
-        async with self._ended_by_failure(push):
+        try:
             push.taken = await self._target.take(weights)
+        except BaseException:
+            if self._open is push:
+                self._open = None
+            raise
         push.is_sending, push.heard_s = False, time.monotonic()
 
     async def commit(self, push_id: str, version: WeightVersion, *, flush_cache: bool) -> None:
@@ -103,7 +106,7 @@ class Pushes(Generic[T]):
         self._open = None
         self._committing.add(push)
         try:
-            async with self._swapping:
+            async with self.swapping:
                 if not await self._is_repeated(push.taken, version):
                     await self._target.swap(push.taken, version, flush_cache=flush_cache)
         finally:
@@ -141,12 +144,6 @@ class Pushes(Generic[T]):
         if self._open is not None and self._open.id == push_id:
             self._open = None
 
-    @contextlib.asynccontextmanager
-    async def exclusive(self) -> AsyncGenerator[None]:
-        """Prevent commits inside, for a change of weights that is not a push."""
-        async with self._swapping:
-            yield
-
     def _give_up_if_dead(self, push: _Push[T]) -> None:
         left_s = push.heard_s + self._timeout_s - time.monotonic()
         if push.is_sending or push.is_pausing or left_s > 0:
@@ -166,15 +163,6 @@ class Pushes(Generic[T]):
         self._open.heard_s = time.monotonic()
         return self._open
 
-    @contextlib.asynccontextmanager
-    async def _ended_by_failure(self, push: _Push[T]) -> AsyncGenerator[None]:
-        try:
-            yield
-        except BaseException:
-            if self._open is push:
-                self._open = None
-            raise
-
     async def _is_repeated(self, taken: T, version: WeightVersion) -> bool:
         """Return whether they serve already. Raises WeightUpdateError for a version that is not later."""
         serving = self._target.version
@@ -188,18 +176,16 @@ class Pushes(Generic[T]):
         )
 
 
-Bytes = NDArray[np.uint8]
-
-Spoil = Callable[[bytearray], None]
-"""Changes bytes between storage and verification, so that a test can damage a transfer."""
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""The dtypes of stored weights, with the bytes of a number. Copying casts them to the model's own dtype."""
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 
-def take_shared_memory(weights: SharedMemoryWeights, spoil: Spoil | None = None) -> Bytes:
+def take_shared_memory(weights: SharedMemoryWeights) -> Bytes:
     """Read the whole file and verify its checksum. Raises WeightUpdateError."""
-    check_places(weights.entries)
+    check_layout(weights.entries)
     num_bytes = max(entry.offset + entry.num_bytes for entry in weights.entries)
     try:
         with Path(weights.path).open("rb") as file:
@@ -212,31 +198,6 @@ def take_shared_memory(weights: SharedMemoryWeights, spoil: Spoil | None = None)
         raise WeightUpdateError(
             f"cannot read the weight file {weights.path!r}: {error}; engine and trainer must share a host"
         ) from error
-    if spoil is not None:
-        spoiled = bytearray(data)
-        spoil(spoiled)
-        data = np.frombuffer(spoiled, dtype=np.uint8)
-    _check_crc32(weights, data)
-    return data
-
-
-def check_places(entries: Sequence[TensorEntry]) -> None:
-    """Raise WeightUpdateError if this layout is impossible."""
-    if not entries:
-        raise WeightUpdateError("the new weights have no tensors; publish the model that the engine loaded")
-    names = [entry.name for entry in entries]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise WeightUpdateError(f"{twice!r} is listed twice: the manifest is damaged; publish the weights again")
-    for entry in entries:
-        if entry.offset < 0 or entry.num_bytes <= 0:
-            raise WeightUpdateError(
-                f"{entry.name!r} lies at byte {entry.offset} and has {entry.num_bytes} bytes: the manifest is damaged; "
-                "publish the weights again"
-            )
-
-
-def _check_crc32(weights: SharedMemoryWeights, data: Bytes) -> None:
     crc32 = 0
     for entry in weights.entries:
         crc32 = zlib.crc32(data[entry.offset : entry.offset + entry.num_bytes].data, crc32)
@@ -245,9 +206,35 @@ def _check_crc32(weights: SharedMemoryWeights, data: Bytes) -> None:
             f"the weights in {weights.path!r} have checksum {crc32:#010x} and the manifest says "
             f"{weights.crc32:#010x}; they were damaged or overwritten while being read: publish them again"
         )
+    return data
 
 
-def take_folder(weights: DiskWeights, spoil: Spoil | None = None) -> Mapping[str, bytes]:
+def check_layout(entries: Sequence[TensorEntry]) -> None:
+    """Raise WeightUpdateError if this layout is impossible."""
+    if not entries:
+        raise WeightUpdateError("the new weights have no tensors; publish the model that the engine loaded")
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise WeightUpdateError(f"{twice!r} is listed twice: the manifest is damaged; publish the weights again")
+    for entry in entries:
+        if entry.dtype not in DTYPE_BYTES:
+            raise WeightUpdateError(
+                f"{entry.name!r} has dtype {entry.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}"
+            )
+        expected = math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]
+        if entry.num_bytes != expected or min(entry.shape, default=1) <= 0:
+            raise WeightUpdateError(
+                f"{entry.name!r} says {entry.num_bytes} bytes for shape {entry.shape} of {entry.dtype}, "
+                f"which take {expected}; the manifest is damaged"
+            )
+        if entry.offset < 0 or entry.offset % DTYPE_BYTES[entry.dtype]:
+            raise WeightUpdateError(
+                f"{entry.name!r} lies at byte {entry.offset}: the manifest is damaged; publish the weights again"
+            )
+
+
+def take_folder(weights: DiskWeights) -> Mapping[str, bytes]:
     """Read the safetensors files of a folder, verified by its manifest. Raises WeightUpdateError.
 
     The manifest's other files only need to have their full size, so that an incomplete folder is refused.
@@ -261,9 +248,6 @@ def take_folder(weights: DiskWeights, spoil: Spoil | None = None) -> Mapping[str
         taken: dict[str, bytes] = {}
         for name in weight_files(folder):
             data = (folder / name).read_bytes()
-            if spoil is not None:
-                spoil(spoiled := bytearray(data))
-                data = bytes(spoiled)
             if not digests[name].is_of(data):
                 raise ValueError(f"{name} is not what was written: its SHA-256 differs from the manifest's")
             taken[name] = data

@@ -1,21 +1,36 @@
-"""The tiny model's recipe: its shape and warm start, its demonstrations, and its folder in the cache. Imports no torch.
+"""The tiny model's recipe and tokenizer, its demonstrations, and its folder in the cache. Imports no torch.
 
 A cached model is named by everything that determines it: the recipe, the demonstrations and the seed.
+
+The tokenizer is trained on conversations, with a chat template of ChatML and Hermes tool calls: a byte-level BPE. A
+digit is always a token of its own, and between digits the text is split only at line ends, so that what the
+demonstrations repeat (`{"name": "python", "arguments": ... print(`) becomes one token. A number is then always at the
+same distance from its copy, which is what a small model learns first. The text of a conversation is a prefix of the
+text of every continuation of it.
 """
 
 import hashlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import orjson
+from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from areal_agent.errors import ConfigError
-from areal_agent.models.tokenizer import Conversation
+
+Conversation = list[dict[str, Any]]
+"""Messages in OpenAI's format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,22 +84,16 @@ def demonstrations_of(model: str) -> str | None:
     return path if colon else DEMONSTRATIONS
 
 
-def cache_root() -> Path:
-    """Return `$AREAL_AGENT_CACHE`, else `areal_agent` in the user's cache folder (XDG)."""
-    own = os.environ.get("AREAL_AGENT_CACHE")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal_agent"
-
-
 def model_folder(recipe: Recipe, seed: int, demonstrations: str) -> Path:
-    """Return the folder in the cache for this model, which need not exist.
+    """Return the folder for this model, which need not exist, in the cache: `$AREAL_AGENT_CACHE`, else XDG's.
 
     `demonstrations` is `package.module:name`; the source of the module's package is part of the folder's name.
     """
     parts = [orjson.dumps(asdict(recipe)), demonstrations.encode(), *_sources(demonstrations.partition(":")[0])]
     digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
-    return cache_root() / f"tiny-{digest[:16]}-seed{seed}"
+    users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(os.environ.get("AREAL_AGENT_CACHE") or users / "areal_agent")
+    return root / f"tiny-{digest[:16]}-seed{seed}"
 
 
 def _sources(module: str) -> list[bytes]:
@@ -113,3 +122,76 @@ def load_demonstrations(path: str) -> Demonstrations:
     if not callable(found):
         raise ConfigError(f"demonstrations: {module_name!r} has no function {name!r}")
     return cast(Demonstrations, found)
+
+
+CHAT_TEMPLATE = r"""
+{#- Tool definitions are not printed: the model knows its one tool by training, and short prompts keep it fast. -#}
+{%- for message in messages -%}
+    {{- '<|im_start|>' + message.role + '\n' -}}
+    {%- if message.content is string -%}
+        {{- message.content -}}
+    {%- elif message.content -%}
+        {%- for part in message.content -%}
+            {{- part.text -}}
+        {%- endfor -%}
+    {%- endif -%}
+    {%- for call in message.tool_calls or [] -%}
+        {%- set arguments = call.function.arguments -%}
+        {{- '<tool_call>{"name": ' + call.function.name | tojson + ', "arguments": ' -}}
+        {{- arguments if arguments is string else arguments | tojson -}}
+        {{- '}</tool_call>' -}}
+    {%- endfor -%}
+    {{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- '<|im_start|>assistant\n' -}}
+{%- endif -%}
+""".strip()
+
+PAD = "<|endoftext|>"
+START = "<|im_start|>"
+END = "<|im_end|>"
+TOOL_CALL_TAGS = ("<tool_call>", "</tool_call>")  # part of an answer, so not special: decoding keeps them
+ASSISTANT = "assistant\n"  # follows START where the model speaks; a single token, because text is split at line ends
+
+MIN_FREQUENCY = 8
+_PIECES = Regex(r"\d|[^\d\n]*\n|[^\d\n]+")
+
+
+def render(conversation: Conversation) -> str:
+    """Return the text of a whole conversation."""
+    texts, _ = render_jinja_template([conversation], chat_template=CHAT_TEMPLATE)
+    return texts[0]
+
+
+def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a tokenizer of at most `vocab_size` tokens on rendered conversations. It has the chat template."""
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer = Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+        [Split(_PIECES, behavior="isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = ByteLevelDecoder()  # pyright: ignore[reportAttributeAccessIssue]
+    special = [PAD, START, END]
+    backend.add_special_tokens(special)
+    backend.add_tokens([AddedToken(tag, normalized=False) for tag in TOOL_CALL_TAGS])
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=MIN_FREQUENCY,
+        special_tokens=special,
+        initial_alphabet=ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=CHAT_TEMPLATE,
+        pad_token=PAD,
+        eos_token=END,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def token_id(tokenizer: PreTrainedTokenizerFast, token: str) -> int:
+    """Return the id of `token`, which has to be a single token."""
+    (found,) = tokenizer.encode(token, add_special_tokens=False)
+    return found

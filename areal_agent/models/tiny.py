@@ -1,6 +1,9 @@
 """Builds the quickstart's model: tokenizer, model and warm start, put into a Hugging Face folder in one move.
 
-On one machine, the same seed gives the same model.
+The warm start is supervised training on demonstrations until the model copies numbers. Reinforcement learning cannot
+teach that later: it strengthens habits, and a model that garbles every long number has no right answer to strengthen.
+So the learning rate stays up until digits are copied well, and only then decays. On one machine, the same seed gives
+the same model.
 
     python -m areal_agent.models.tiny --out DIR [--seed S] [--threads N] [--demonstrations MODULE:FUNCTION]
 """
@@ -10,21 +13,34 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
 
 import orjson
 import torch
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from areal_agent.command import Parser, run_command
 from areal_agent.errors import ConfigError
-from areal_agent.models.recipe import DEMONSTRATIONS, RECIPE, Recipe, load_demonstrations, model_folder
-from areal_agent.models.tokenizer import END, PAD, render, token_id, train_tokenizer
-from areal_agent.models.warm_start import WarmStart, WarmStartProgress
+from areal_agent.models.recipe import (
+    ASSISTANT,
+    DEMONSTRATIONS,
+    END,
+    PAD,
+    RECIPE,
+    START,
+    Conversation,
+    Recipe,
+    load_demonstrations,
+    render,
+    token_id,
+    train_tokenizer,
+)
 from areal_agent.process import exit_with_parent
 
 REPORT_NAME = "warm_start.json"
@@ -44,6 +60,17 @@ class TinyReport:
     wall_s: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WarmStartProgress:
+    """The progress of the warm start. `fraction` is an estimate until the decay starts."""
+
+    fraction: float
+    step: int
+    num_tokens: int
+    loss: float
+    copy_accuracy: float
+
+
 def build(
     out: Path,
     *,
@@ -58,40 +85,26 @@ def build(
     Raises ConfigError when `out` exists and is not an empty folder, or when `demonstrations` cannot be loaded.
     """
     started_s = time.monotonic()
-    _check_free(out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"out: {str(out)!r} exists already; remove it, or name another folder")
     conversations = load_demonstrations(demonstrations)(seed)
     with _torch_settings(seed, threads):
         texts = map(render, islice(conversations, recipe.num_tokenizer_conversations))
         tokenizer = train_tokenizer(texts, vocab_size=recipe.vocab_size)
         model = make_model(tokenizer, recipe)
-        result = WarmStart(model, tokenizer, conversations, recipe, on_progress).run()
+        end = WarmStart(model, tokenizer, conversations, recipe, on_progress).run()
     report = TinyReport(
         seed=seed,
         num_parameters=model.num_parameters(),
         vocab_size=len(tokenizer),
-        steps=result.steps,
-        num_tokens=result.num_tokens,
-        loss=result.loss,
-        copy_accuracy=result.copy_accuracy,
+        steps=end.step,
+        num_tokens=end.num_tokens,
+        loss=end.loss,
+        copy_accuracy=end.copy_accuracy,
         wall_s=time.monotonic() - started_s,
     )
     _publish(out, model, tokenizer, report)
     return report
-
-
-def cached(
-    *,
-    seed: int,
-    demonstrations: str = DEMONSTRATIONS,
-    recipe: Recipe = RECIPE,
-    threads: int = 2,
-    on_progress: Callable[[WarmStartProgress], None] | None = None,
-) -> Path:
-    """Return the folder of this model in the cache, and build the model if it is missing."""
-    folder = model_folder(recipe, seed, demonstrations)
-    if not (folder / "config.json").is_file():
-        build(folder, seed=seed, demonstrations=demonstrations, recipe=recipe, threads=threads, on_progress=on_progress)
-    return folder
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Qwen3ForCausalLM:
@@ -127,13 +140,6 @@ def _torch_settings(seed: int, threads: int) -> Generator[None]:
         torch.set_num_threads(threads_before)
 
 
-def _check_free(out: Path) -> None:
-    if out.is_dir() and not any(out.iterdir()):
-        return
-    if out.exists():
-        raise ConfigError(f"out: {str(out)!r} exists already; remove it, or name another folder")
-
-
 def _publish(out: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, report: TinyReport) -> None:
     """Write beside `out`, then rename, so that nobody ever sees half a model.
 
@@ -150,6 +156,139 @@ def _publish(out: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerF
                 os.rename(folder, out)
     except OSError as error:
         raise ConfigError(f"out: cannot write {str(out)!r}: {error.strerror}") from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Batch:
+    """Conversations, padded on the right: with a causal mask no real token sees the padding."""
+
+    inputs: Tensor  # [B, T] token ids
+    targets: Tensor  # [B, T] the next token where the model speaks, else -100
+    is_digit: Tensor  # [B, T] where the target is a digit
+    num_tokens: int
+
+
+class ConversationEncoder:
+    """Turns conversations into batches with the loss on what the assistant says."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._tokenizer = tokenizer
+        self._pad, self._start, self._end, self._assistant = (
+            token_id(tokenizer, token) for token in (PAD, START, END, ASSISTANT)
+        )
+        self._digits = torch.tensor([token_id(tokenizer, digit) for digit in "0123456789"])
+
+    def batch(self, conversations: Sequence[Conversation]) -> _Batch:
+        texts = [render(conversation) for conversation in conversations]
+        encodings = self._tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+        rows = [encoding.ids for encoding in encodings]
+        longest = max(map(len, rows))
+        ids = torch.tensor([row + [self._pad] * (longest - len(row)) for row in rows])
+        spoken = torch.tensor([self.spoken(row) + [False] * (longest - len(row)) for row in rows])
+        targets = ids[:, 1:].masked_fill(~spoken[:, 1:], -100)
+        return _Batch(
+            inputs=ids[:, :-1],
+            targets=targets,
+            is_digit=torch.isin(targets, self._digits),
+            num_tokens=sum(map(len, rows)),
+        )
+
+    def spoken(self, ids: Sequence[int]) -> list[bool]:
+        """Mark the tokens that the model says: from after the opening of an assistant message to its end token."""
+        marks: list[bool] = []
+        speaks = False
+        for index, token in enumerate(ids):
+            marks.append(speaks)
+            if token == self._end:
+                speaks = False
+            elif index and token == self._assistant and ids[index - 1] == self._start:
+                speaks = True
+        return marks
+
+
+class WarmStart:
+    """One warm start of one model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        demonstrations: Iterator[Conversation],
+        recipe: Recipe,
+        on_progress: Callable[[WarmStartProgress], None] | None = None,
+    ) -> None:
+        self._model = model
+        self._encoder = ConversationEncoder(tokenizer)
+        self._demonstrations = demonstrations
+        self._recipe = recipe
+        self._on_progress = on_progress
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
+        )
+        self._check = self._draw(recipe.num_check_conversations)
+        self._decay_starts = recipe.max_gate_steps  # earlier when the gate opens
+        self._num_tokens = 0
+
+    def run(self) -> WarmStartProgress:
+        """Train at full learning rate until the gate opens, then through the decay."""
+        recipe = self._recipe
+        step, loss = 0, float("nan")
+        while step < self._decay_starts + recipe.num_decay_steps:
+            loss = self._train(self._rate(step))
+            step += 1
+            if step % recipe.check_every == 0:
+                copying = self.copy_accuracy()
+                if copying >= recipe.copy_gate:
+                    self._decay_starts = min(self._decay_starts, step)
+                if self._on_progress:
+                    self._on_progress(self._progress(step, loss, copying))
+        return self._progress(step, loss, self.copy_accuracy())
+
+    @torch.no_grad()
+    def copy_accuracy(self) -> float:
+        """Return the probability that all digits of a conversation are copied, averaged over conversations."""
+        logprobs = -self._losses(self._check)  # [B, T]
+        by_conversation = torch.where(self._check.is_digit, logprobs, 0.0).sum(dim=1).exp()
+        return by_conversation[self._check.is_digit.any(dim=1)].mean().item()
+
+    def _train(self, rate: float) -> float:
+        batch = self._draw(self._recipe.batch_size)
+        loss = self._losses(batch).sum() / (batch.targets != -100).sum()
+        self._optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._recipe.max_grad_norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self._num_tokens += batch.num_tokens
+        return loss.item()
+
+    def _losses(self, batch: _Batch) -> Tensor:
+        """Return the negative log-likelihood of each spoken token, 0 elsewhere, [B, T]."""
+        logits = self._model(input_ids=batch.inputs, use_cache=False).logits  # [B, T, V]
+        losses = functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
+        return losses.view_as(batch.targets)
+
+    def _rate(self, step: int) -> float:
+        """Return the learning rate: linear warm-up, constant, linear decay to a fiftieth."""
+        recipe = self._recipe
+        warmup = min(1.0, (step + 1) / recipe.num_warmup_steps)
+        decay = max(0.02, 1.0 - max(0, step - self._decay_starts) / recipe.num_decay_steps)
+        return recipe.learning_rate * warmup * decay
+
+    def _draw(self, num: int) -> _Batch:
+        return self._encoder.batch([next(self._demonstrations) for _ in range(num)])
+
+    def _progress(self, step: int, loss: float, copying: float) -> WarmStartProgress:
+        is_decaying = step >= self._decay_starts
+        full_rate_steps = self._decay_starts if is_decaying else max(step, self._recipe.typical_gate_steps)
+        return WarmStartProgress(
+            fraction=min(1.0, step / (full_rate_steps + self._recipe.num_decay_steps)),
+            step=step,
+            num_tokens=self._num_tokens,
+            loss=loss,
+            copy_accuracy=copying,
+        )
 
 
 def main() -> int:

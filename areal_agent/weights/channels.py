@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -81,11 +81,10 @@ class SharedMemoryChannel:
     def __init__(self, directory: Path, entries: tuple[TensorEntry, ...]) -> None:
         """Make the slots in `directory` (on /dev/shm nothing reaches a disk), each large enough for `entries`."""
         self._entries = entries
-        self._slots: list[_Slot] = []
-        self._next = 0
+        self._slots: list[tuple[Path, Tensor]] = []  # the next one to be written first
         try:
             for _ in range(NUM_SLOTS):
-                self._slots.append(_Slot(directory, entries[-1].offset + entries[-1].num_bytes))
+                self._slots.append(_mapped_file(directory, entries[-1].offset + entries[-1].num_bytes))
         except OSError:
             self.close()
             raise
@@ -96,17 +95,17 @@ class SharedMemoryChannel:
         Raises ValueError when their names or shapes are not those of the layout.
         """
         check_parameters(self._entries, parameters)
-        slot = self._slots[self._next]
-        self._next = (self._next + 1) % NUM_SLOTS
+        path, data = self._slots.pop(0)
+        self._slots.append((path, data))
         crc32 = 0
         for entry in self._entries:
-            crc32 = slot.write(entry, parameters[entry.name], crc32)
-        return SharedMemoryWeights(path=str(slot.path), entries=self._entries, crc32=crc32)
+            crc32 = zlib.crc32(_store(data, entry, parameters[entry.name]).numpy().data, crc32)
+        return SharedMemoryWeights(path=str(path), entries=self._entries, crc32=crc32)
 
     def close(self) -> None:
         """Remove the files. An engine that has one mapped keeps the memory until it unmaps it."""
-        for slot in self._slots:
-            slot.close()
+        for path, _ in self._slots:
+            path.unlink(missing_ok=True)
 
 
 def check_parameters(entries: Iterable[TensorEntry], parameters: Mapping[str, Tensor]) -> None:
@@ -120,46 +119,26 @@ def check_parameters(entries: Iterable[TensorEntry], parameters: Mapping[str, Te
         )
 
 
-class _Slot:
-    """One memory-mapped file."""
-
-    def __init__(self, directory: Path, num_bytes: int) -> None:
-        fd, path = tempfile.mkstemp(prefix="weights-", suffix=".bin", dir=directory)  # mode 0600
-        self.path = Path(path)
-        try:
-            os.truncate(fd, num_bytes)
-            if sys.platform == "linux":  # report a full /dev/shm here, not as a SIGBUS at the first write
-                os.posix_fallocate(fd, 0, num_bytes)
-            self._memory = mmap.mmap(fd, num_bytes)
-        except OSError:
-            self.path.unlink()
-            raise
-        finally:
-            os.close(fd)
-        self._tensor = torch.frombuffer(self._memory, dtype=torch.uint8)
-
-    def write(self, entry: TensorEntry, parameter: Tensor, crc32: int) -> int:
-        """Copy one tensor and return the checksum continued over its bytes."""
-        place = self._tensor[entry.offset : entry.offset + entry.num_bytes]
-        place.view(getattr(torch, entry.dtype)).view(entry.shape).copy_(parameter.detach())
-        return zlib.crc32(place.numpy().data, crc32)
-
-    def close(self) -> None:
-        self.path.unlink(missing_ok=True)
+def _mapped_file(directory: Path, num_bytes: int) -> tuple[Path, Tensor]:
+    """Make a file with mode 0600 and return its bytes, uint8 [n]."""
+    fd, name = tempfile.mkstemp(prefix="weights-", suffix=".bin", dir=directory)
+    try:
+        os.truncate(fd, num_bytes)
+        if sys.platform == "linux":  # report a full /dev/shm here, not as a SIGBUS at the first write
+            os.posix_fallocate(fd, 0, num_bytes)
+        return Path(name), torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
+    except OSError:
+        os.unlink(name)
+        raise
+    finally:
+        os.close(fd)
 
 
-def num_flat_bytes(entries: Sequence[TensorEntry]) -> int:
-    """Return the number of bytes that `flat_copy` produces."""
-    return whole_blocks(entries[-1].offset + entries[-1].num_bytes)
-
-
-def flat_copy(entries: Sequence[TensorEntry], parameters: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """Copy the parameters to where `entries` (from `layout`) place them: uint8 [n], padded to whole blocks."""
-    data = torch.zeros(num_flat_bytes(entries), dtype=torch.uint8, device=device)
-    for entry in entries:
-        place = data[entry.offset : entry.offset + entry.num_bytes].view(getattr(torch, entry.dtype))
-        place.view(entry.shape).copy_(parameters[entry.name].detach())
-    return data
+def _store(data: Tensor, entry: TensorEntry, parameter: Tensor) -> Tensor:
+    """Copy a tensor to its place in `data`, and return the bytes there."""
+    place = data[entry.offset : entry.offset + entry.num_bytes]
+    place.view(getattr(torch, entry.dtype)).view(entry.shape).copy_(parameter.detach())
+    return place
 
 
 def write_adapter(folder: Path, matrices: Mapping[str, Tensor], form: AdapterForm) -> None:
@@ -268,7 +247,10 @@ class DistributedChannel:
         """Copy the parameters and offer the copy from now on. Raises ValueError if they do not fit the layout."""
         check_parameters(self._entries, parameters)
         self._held = None  # freed before the same amount is allocated again
-        data = flat_copy(self._entries, parameters, self._device)
+        num_bytes = whole_blocks(self._entries[-1].offset + self._entries[-1].num_bytes)
+        data = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        for entry in self._entries:
+            _store(data, entry, parameters[entry.name])
         name = secrets.token_hex(8)
         digest = checksum(data)  # waits until the copy is complete
         self._held = (name, data)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from areal_agent.errors import EngineError, EnginesGone, WeightUpdateError
+from areal_agent.process import uninterrupted
 from areal_agent.protocols import WeightReceiver
 from areal_agent.types import PauseMode, Weights, WeightVersion
 
@@ -38,18 +39,6 @@ class PushReport:
     transfer_s: float
     resume_s: float
     stall_s: float
-
-
-def new_push_id() -> str:
-    return secrets.token_hex(8)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Failure:
-    """The failure of one receiver at one step."""
-
-    text: str
-    is_gone: bool
 
 
 async def push(
@@ -68,7 +57,7 @@ async def push(
     commit was reached. Raises EnginesGone if every receiver that failed was gone; the push may then be repeated. All
     receivers have been told to resume by then, even when this call is cancelled.
     """
-    push_id = push_id or new_push_id()
+    push_id = push_id or secrets.token_hex(8)
     started_s = time.perf_counter()
     try:
         failures = await _failures("begin", [receiver.begin_push(push_id) for receiver in receivers])
@@ -79,7 +68,7 @@ async def push(
         return await _swap(receivers, push_id, version, mode, started_s=started_s, sent_s=sent_s)
     except BaseException:
         # If this fails too, the receiver is gone, or it forgets the push when the next one begins.
-        await _to_the_end(_failures("abort", [receiver.abort_push(push_id) for receiver in receivers]))
+        await uninterrupted(_failures("abort", [receiver.abort_push(push_id) for receiver in receivers]))
         raise
 
 
@@ -93,7 +82,7 @@ async def _swap(
     sent_s: float,
 ) -> PushReport:
     paused_s = committed_s = sent_s
-    failures: list[_Failure] = []
+    failures: list[WeightUpdateError] = []
     try:
         failures += await _failures("pause", [receiver.pause(mode) for receiver in receivers])
         paused_s = committed_s = time.perf_counter()
@@ -101,7 +90,7 @@ async def _swap(
             failures += await _failures("commit", [receiver.commit_push(push_id, version) for receiver in receivers])
             committed_s = time.perf_counter()
     finally:
-        failures += await _to_the_end(_failures("resume", [receiver.resume() for receiver in receivers]))
+        failures += await uninterrupted(_failures("resume", [receiver.resume() for receiver in receivers]))
     resumed_s = time.perf_counter()
     if failures:
         raise _failed(version, receivers, failures)
@@ -116,36 +105,22 @@ async def _swap(
 
 
 def _failed(
-    version: WeightVersion, receivers: Sequence[WeightReceiver], failures: Sequence[_Failure]
+    version: WeightVersion, receivers: Sequence[WeightReceiver], failures: Sequence[WeightUpdateError]
 ) -> WeightUpdateError:
-    kind = EnginesGone if all(failure.is_gone for failure in failures) else WeightUpdateError
-    causes = "; ".join(failure.text for failure in failures)
-    return kind(f"the push of version {version} to {len(receivers)} engine(s): {causes}")
+    kind = EnginesGone if all(isinstance(failure, EnginesGone) for failure in failures) else WeightUpdateError
+    return kind(f"the push of version {version} to {len(receivers)} engine(s): {'; '.join(map(str, failures))}")
 
 
-async def _failures(what: str, calls: Sequence[Coroutine[Any, Any, None]]) -> list[_Failure]:
+async def _failures(what: str, calls: Sequence[Coroutine[Any, Any, None]]) -> list[WeightUpdateError]:
     """Await all calls, one for each receiver, and return which failed. Errors other than EngineError are raised."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException) and not isinstance(result, EngineError):
+    failures: list[WeightUpdateError] = []
+    for index, result in enumerate(await asyncio.gather(*calls, return_exceptions=True)):
+        if isinstance(result, EngineError):
+            kind = EnginesGone if isinstance(result, EnginesGone) else WeightUpdateError
+            failures.append(kind(f"engine {index}: {what} failed: {result}"))
+        elif result is not None:
             raise result
-    return [
-        _Failure(text=f"engine {index}: {what} failed: {result}", is_gone=isinstance(result, EnginesGone))
-        for index, result in enumerate(results)
-        if result is not None
-    ]
-
-
-async def _to_the_end(work: Coroutine[Any, Any, list[_Failure]]) -> list[_Failure]:
-    """Await `work` to its end, even when this call is cancelled; the cancellation is raised after it."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
-    finally:
-        task.cancel()  # harmless when done; otherwise a second cancellation came, and nobody waits for the result
+    return failures
 
 
 MAX_ATTEMPTS = 3
@@ -169,7 +144,7 @@ async def push_under(
     """
     async with drained() if policy == "drain" else contextlib.nullcontext():
         mode = PauseMode.RETRACT if policy == "interrupt" else PauseMode.WAIT
-        push_id = new_push_id()
+        push_id = secrets.token_hex(8)
         for _ in range(MAX_ATTEMPTS - 1):
             with contextlib.suppress(EnginesGone):
                 return await push(receivers, weights, version, mode, push_id=push_id)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from areal_agent.models.tokenizer import CHAT_TEMPLATE
+from areal_agent.models.recipe import CHAT_TEMPLATE
 
 VOCAB_SIZE = 8192
 NUM_FILES = 60

@@ -169,7 +169,7 @@ class Runner:
 
 @pytest_asyncio.fixture
 async def lent(small_model: Path) -> AsyncGenerator[tuple[MemoryHolder, Runner]]:
-    runner = Runner(ModelRunner.load(str(small_model), device="cpu", num_slots=2, max_context_tokens=64))
+    runner = Runner(ModelRunner(str(small_model), device="cpu", num_slots=2, max_context_tokens=64))
     async with AsyncExitStack() as stack:
         server = await EngineServer.start(runner)  # type: ignore[arg-type]
         stack.push_async_callback(server.aclose)

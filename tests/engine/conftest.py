@@ -12,15 +12,23 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from areal_agent.engine.client import HttpEngine
-from areal_agent.engine.embedded.grammar import Grammars
 from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.sampler import Grammars
 from areal_agent.engine.embedded.scheduler import Scheduler
 from areal_agent.engine.embedded.server import EngineServer
-from areal_agent.types import GenerateRequest, SamplingParams, SharedMemoryWeights, TensorEntry, WeightVersion
+from areal_agent.types import (
+    GenerateRequest,
+    GenerateResult,
+    SamplingParams,
+    SharedMemoryWeights,
+    TensorEntry,
+    WeightVersion,
+)
 
 VOCAB_SIZE = 97
 MAX_CONTEXT = 512
 DEADLINE_S = 120.0  # only a hang is longer
+TOLERANCE = 1e-4  # of log-probabilities
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -91,6 +99,10 @@ class Truth:
         rows = self.distribution([*prompt, *sampled], temperature)[len(prompt) - 1 : -1]
         return rows.gather(1, torch.tensor(list(sampled))[:, None])[:, 0].tolist()
 
+    def check(self, request: GenerateRequest, result: GenerateResult) -> None:
+        """Check that these weights sampled the whole answer."""
+        assert result.logprobs == pytest.approx(self.logprobs(request.input_ids, result.token_ids), abs=TOLERANCE)
+
 
 @pytest.fixture(scope="session")
 def truth() -> Callable[[Path], Truth]:
@@ -155,6 +167,13 @@ class Served:
         self.server = server
         self.gate = gate
 
+    async def under_way(self, request: GenerateRequest, *on_chunk, num_steps: int = 5) -> asyncio.Task:
+        """Begin a request, and stop the model thread after so many decode steps."""
+        self.gate.shut()
+        answer = asyncio.create_task(self.engine.generate(request, *on_chunk))
+        await self.gate.steps(num_steps)
+        return answer
+
     async def until(self, is_so: Callable[[object], bool]) -> None:
         """Wait until the engine's stats say so."""
         async with asyncio.timeout(DEADLINE_S):
@@ -176,7 +195,7 @@ def serve() -> Serve:
         push_timeout_s: float = DEADLINE_S,
         grammars: Grammars | None = None,
     ):
-        gate = Gate(ModelRunner.load(str(folder), device="cpu", num_slots=num_slots, max_context_tokens=max_context))
+        gate = Gate(ModelRunner(str(folder), device="cpu", num_slots=num_slots, max_context_tokens=max_context))
         server = await EngineServer.start(
             gate, version=WeightVersion(step=7), push_timeout_s=push_timeout_s, grammars=grammars
         )
@@ -198,7 +217,7 @@ def schedule():
 
     @contextmanager
     def scheduling(folder: Path, *, num_slots: int = 8, kv_tokens: int | None = None):
-        runner = ModelRunner.load(
+        runner = ModelRunner(
             str(folder), device="cpu", num_slots=num_slots, max_context_tokens=MAX_CONTEXT, kv_tokens=kv_tokens
         )
         gate = Gate(runner)

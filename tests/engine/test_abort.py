@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from areal_agent.engine.embedded.grammar import Grammars
+from areal_agent.engine.embedded.sampler import Grammars
 from areal_agent.engine.wire import control, generate
 from areal_agent.errors import EngineRejected
 from areal_agent.types import FinishReason, PauseMode
@@ -23,9 +23,7 @@ from areal_agent.types import FinishReason, PauseMode
 async def test_of_a_running_request(tiny, serve, ask, truth):
     request = ask(1, max_tokens=400)
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request))
-        await served.gate.steps(6)
+        answer = await served.under_way(request, num_steps=6)
         await served.gate.meanwhile(served.engine.abort(request.request_id))
         result = await answer
         assert (await served.engine.stats()).num_running == 0
@@ -52,9 +50,7 @@ async def test_of_a_queued_request(tiny, serve, ask):
 async def test_of_an_interrupted_request_while_paused(mode, tiny, serve, ask):
     request = ask(1, max_tokens=400)
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request))
-        await served.gate.steps(6)
+        answer = await served.under_way(request, num_steps=6)
         await served.gate.meanwhile(served.engine.pause(mode))
         await served.engine.abort(request.request_id)
         result = await answer  # answered although still paused
@@ -111,9 +107,7 @@ async def test_while_its_grammar_is_compiled(is_of_all, is_streamed, tiny, serve
 
 async def test_by_cancelling_generate_frees_the_slot(tiny, serve, ask):
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=400)))
-        await served.gate.steps(3)
+        answer = await served.under_way(ask(1, max_tokens=400), num_steps=3)
         answer.cancel()
         with pytest.raises(asyncio.CancelledError):
             await answer

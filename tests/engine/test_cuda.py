@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.sampler import SamplingRows, sample
@@ -30,10 +29,10 @@ BFLOAT16_TOLERANCE = 0.05  # of the mean, over peaked distributions; a single on
 
 
 def work_on(folder: Path, *, dtype: torch.dtype = torch.float32, max_context_tokens: int = 512) -> Workload:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to("cuda").requires_grad_(False).eval()
     runner = ModelRunner(
-        model,
-        model_path=str(folder),
+        str(folder),
+        device="cuda",
+        dtype=dtype,
         num_slots=8,
         max_context_tokens=max_context_tokens,
         kv_tokens=16 * max_context_tokens,
@@ -42,7 +41,7 @@ def work_on(folder: Path, *, dtype: torch.dtype = torch.float32, max_context_tok
 
 
 def answers(work: Workload, *requests: GenerateRequest) -> Sequence[GenerateResult]:
-    rows = [Row.of(request) for request in requests]
+    rows = [Row(request=request) for request in requests]
     for row in rows:
         work.add(row)
     while work.has_work():

@@ -18,7 +18,7 @@ from tests.engine.conftest import DEADLINE_S
 
 @pytest.fixture
 def runner(tiny) -> ModelRunner:
-    return ModelRunner.load(str(tiny), device="cpu", num_slots=4, max_context_tokens=128)
+    return ModelRunner(str(tiny), device="cpu", num_slots=4, max_context_tokens=128)
 
 
 class Dying:
@@ -78,7 +78,7 @@ class Full:
 def test_a_row_that_was_being_answered_is_told(runner, ask):
     full = Full(runner)
     work = Workload(full, WeightVersion())
-    row = Row.of(ask(1, max_tokens=3))
+    row = Row(request=ask(1, max_tokens=3))
     work.add(row)
     work.step()
     full.is_full = True

@@ -14,8 +14,8 @@ import re
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from areal_agent.engine.embedded.grammar import Grammars
 from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.sampler import Grammars
 from areal_agent.engine.embedded.workload import Row, Workload
 from areal_agent.errors import EngineRejected
 from areal_agent.types import FinishReason, PauseMode, TokenChunk, WeightVersion
@@ -69,9 +69,7 @@ async def test_a_retraction_goes_on_in_the_grammar(spelling, serve, ask):
     request = ask(1, json_schema=SCHEMA, max_tokens=80)
     async with serve(folder) as served:
         undisturbed = await served.engine.generate(request)
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request))
-        await served.gate.steps(5)
+        answer = await served.under_way(request)
         await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
         served.gate.open()
         await served.engine.resume()
@@ -124,9 +122,7 @@ async def test_a_swap_of_weights_goes_on_in_the_grammar(mode, spelling, make_mod
     folder, tokenizer = spelling
     others = share(make_model(seed=6, vocab_size=264, eos_token_id=END))
     async with serve(folder) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(ask(1, json_schema=SCHEMA, max_tokens=80)))
-        await served.gate.steps(8)
+        answer = await served.under_way(ask(1, json_schema=SCHEMA, max_tokens=80), num_steps=8)
         if mode is not None:
             await served.gate.meanwhile(served.engine.pause(mode))
         await served.gate.meanwhile(served.engine.update_weights(others, WeightVersion(step=8)))
@@ -145,10 +141,10 @@ def test_rows_without_room_are_retracted_and_stay_in_the_grammar(spelling, ask):
     pattern = "(ab|cd){20,25}"
     answers: list[list[tuple[int, ...]]] = []
     for kv_tokens in (None, 128):
-        runner = ModelRunner.load(str(folder), device="cpu", num_slots=4, max_context_tokens=128, kv_tokens=kv_tokens)
+        runner = ModelRunner(str(folder), device="cpu", num_slots=4, max_context_tokens=128, kv_tokens=kv_tokens)
         work = Workload(runner, WeightVersion())
         requests = [ask(number, regex=pattern, max_tokens=80) for number in range(6)]
-        rows = [Row.of(request, None, grammars.matcher("regex", pattern)) for request in requests]
+        rows = [Row(request=request, matcher=grammars.matcher("regex", pattern)) for request in requests]
         for row in rows:
             work.add(row)
         while work.has_work():
@@ -185,5 +181,5 @@ def test_where_nothing_can_follow_the_answer_ends(spelling):
     grammars = Grammars.of(spelling[0], vocab_size=264, eos_token_ids={END})
     assert grammars is not None
     matcher = grammars.matcher("json_schema", '{"const": 7}')
-    matcher.follow([sorted(pre_tokenizers.ByteLevel.alphabet()).index("x")])
+    matcher.follow(sorted(pre_tokenizers.ByteLevel.alphabet()).index("x"))
     assert matcher.allowed().nonzero()[0].tolist() == [END]

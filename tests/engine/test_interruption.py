@@ -58,9 +58,7 @@ async def test_retract_goes_on_under_the_new_weights(tiny, other, serve, ask, tr
 async def test_an_update_without_a_pause_recomputes(tiny, other, serve, ask, truth, new_weights):
     request = ask(1, max_tokens=200)
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request))
-        await served.gate.steps(5)
+        answer = await served.under_way(request)
         await served.gate.meanwhile(served.engine.update_weights(new_weights, NEW))
         served.gate.open()
         result = await answer
@@ -85,9 +83,7 @@ async def test_two_swaps_three_spans(tiny, other, serve, ask, share):
 async def test_in_place_keeps_the_old_keys_and_values(tiny, other, serve, ask, truth, share):
     request = ask(1, max_tokens=60)
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request))
-        await served.gate.steps(12)
+        answer = await served.under_way(request, num_steps=12)
         await served.gate.meanwhile(served.engine.pause(PauseMode.IN_PLACE))
         await served.engine.update_weights(share(other), NEW)
         served.gate.open()
@@ -99,46 +95,28 @@ async def test_in_place_keeps_the_old_keys_and_values(tiny, other, serve, ask, t
     assert result.logprobs[split:] != pytest.approx(new[split:], abs=0.05)
 
 
-async def test_in_place_without_a_swap_changes_nothing(tiny, serve, ask, truth):
+@pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
+async def test_a_pause_without_a_swap_changes_nothing(mode, tiny, serve, ask):
     request = ask(1, max_tokens=40)
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request))
-        await served.gate.steps(5)
-        await served.gate.meanwhile(served.engine.pause(PauseMode.IN_PLACE))
+        answer = await served.under_way(request)
+        await served.gate.meanwhile(served.engine.pause(mode))
         served.gate.open()
         await served.engine.resume()
-        result = await answer
-        undisturbed = await served.engine.generate(ask(1, max_tokens=40))
-    assert result.token_ids == undisturbed.token_ids
-    assert result.versions == spans(40)
-
-
-async def test_retract_without_a_swap_changes_nothing(tiny, serve, ask):
-    async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=40)))
-        await served.gate.steps(5)
-        await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
-        served.gate.open()
-        await served.engine.resume()
-        result = await answer
-        undisturbed = await served.engine.generate(ask(1, max_tokens=40))
-    assert result.token_ids == undisturbed.token_ids
+        result, undisturbed = await answer, await served.engine.generate(request)
+    assert (result.token_ids, result.versions) == (undisturbed.token_ids, spans(40))
     assert result.logprobs == pytest.approx(undisturbed.logprobs, abs=TOLERANCE)
 
 
 async def test_pause_abort_returns_partials(tiny, serve, ask, truth):
     request = ask(1, max_tokens=400)
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request))
-        await served.gate.steps(8)
+        answer = await served.under_way(request, num_steps=8)
         await served.gate.meanwhile(served.engine.pause(PauseMode.ABORT))
         result = await answer
     assert result.finish_reason is FinishReason.ABORT
     assert 8 <= len(result.token_ids) < 400
-    assert result.logprobs == pytest.approx(truth(tiny).logprobs(request.input_ids, result.token_ids), abs=TOLERANCE)
+    truth(tiny).check(request, result)
 
 
 async def test_wait_lets_answers_end_and_none_begin(tiny, schedule, ask):
@@ -234,9 +212,7 @@ async def test_version_is_told_after_an_update(tiny, other, serve, share):
 async def test_a_failed_update_while_paused_lets_the_old_version_go_on(tiny, serve, ask, truth):
     request = ask(1, max_tokens=40)
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request))
-        await served.gate.steps(5)
+        answer = await served.under_way(request)
         await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
         with pytest.raises(WeightUpdateError, match="no_such_folder"):
             await served.engine.update_weights(DiskWeights(path="no_such_folder"), NEW)
@@ -244,7 +220,7 @@ async def test_a_failed_update_while_paused_lets_the_old_version_go_on(tiny, ser
         await served.engine.resume()
         result = await answer
     assert result.versions == spans(40)
-    assert result.logprobs == pytest.approx(truth(tiny).logprobs(request.input_ids, result.token_ids), abs=TOLERANCE)
+    truth(tiny).check(request, result)
 
 
 @pytest.mark.parametrize("push_id", [None, "p"])

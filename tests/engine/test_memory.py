@@ -54,9 +54,7 @@ def test_a_release_gives_the_memory_back():
 async def test_requests_wait_and_lose_nothing(tiny, serve, ask, truth):
     request, late = ask(1, max_tokens=40), ask(2)
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request))
-        await served.gate.steps(5)
+        answer = await served.under_way(request)
         await served.gate.meanwhile(served.engine.release_memory())
         served.gate.open()
         second = asyncio.create_task(served.engine.generate(late))
@@ -68,15 +66,13 @@ async def test_requests_wait_and_lose_nothing(tiny, serve, ask, truth):
         undisturbed = await served.engine.generate(request)
     assert result.token_ids == undisturbed.token_ids
     assert result.versions == (VersionSpan(version=OLD, start=0, end=40),)
-    assert result.logprobs == pytest.approx(truth(tiny).logprobs(request.input_ids, result.token_ids), abs=TOLERANCE)
+    truth(tiny).check(request, result)
 
 
 async def test_they_go_on_under_the_weights_that_came_meanwhile(tiny, other, serve, ask, truth, share):
     request = ask(1, max_tokens=40)
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request))
-        await served.gate.steps(5)
+        answer = await served.under_way(request)
         await served.gate.meanwhile(served.engine.release_memory())
         served.gate.open()
         await served.engine.update_weights(share(other), NEW)
@@ -90,9 +86,7 @@ async def test_they_go_on_under_the_weights_that_came_meanwhile(tiny, other, ser
 
 async def test_an_abort_meanwhile_answers_with_what_was_sampled(tiny, serve, ask):
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=40)))
-        await served.gate.steps(5)
+        answer = await served.under_way(ask(1, max_tokens=40))
         await served.gate.meanwhile(served.engine.release_memory())
         served.gate.open()
         await served.engine.abort(ask(1).request_id)
@@ -133,14 +127,14 @@ class Short:
 
 
 def test_where_the_memory_is_not_there_it_may_be_tried_again(tiny, ask):
-    runner = Short(ModelRunner.load(str(tiny), device="cpu", num_slots=2, max_context_tokens=MAX_CONTEXT))
+    runner = Short(ModelRunner(str(tiny), device="cpu", num_slots=2, max_context_tokens=MAX_CONTEXT))
     scheduler = Scheduler(runner, version=OLD, on_failure=lambda: None)
     try:
         scheduler.release_memory()
         answer = scheduler.submit(ask(1))
         with pytest.raises(EngineRejected, match="no memory"):
             scheduler.resume_memory().result(DEADLINE_S)
-        assert scheduler.is_alive and not answer.done()
+        assert not scheduler.is_closed and not answer.done()
         runner.is_taken = False
         scheduler.resume_memory()
         assert len(answer.result(DEADLINE_S).token_ids) == 12
@@ -149,7 +143,7 @@ def test_where_the_memory_is_not_there_it_may_be_tried_again(tiny, ask):
 
 
 def test_memory_that_is_not_there_is_refused_in_words(tiny, monkeypatch):
-    runner = ModelRunner.load(str(tiny), device="cpu", num_slots=2, max_context_tokens=MAX_CONTEXT)
+    runner = ModelRunner(str(tiny), device="cpu", num_slots=2, max_context_tokens=MAX_CONTEXT)
     runner.release_memory()
 
     def short() -> None:

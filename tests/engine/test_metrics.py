@@ -1,5 +1,8 @@
 """`GET /metrics` reports under SGLang's names: running and waiting requests, the room, the prefix cache, sampled tokens
 and their rate, latencies.
+
+The rate is measured since the start at first, then since the last reading, and over at least the window; it is 0 when
+nothing was sampled or no time has passed.
 """
 
 import asyncio
@@ -7,6 +10,7 @@ import asyncio
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
+from areal_agent.engine.embedded.scheduler import WINDOW_S, Throughput
 from areal_agent.engine.wire import control
 from areal_agent.types import PauseMode
 
@@ -41,3 +45,35 @@ async def test_work_done_and_waiting(tiny, serve, ask):
         assert told[f"{latency}_sum"] > 0
     assert told["areal_agent:prefix_cache_tokens"] == 20 + 4
     assert (told["sglang:num_aborted_requests_total"], later["sglang:num_aborted_requests_total"]) == (0, 1)
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def rates(*steps: tuple[float, int]) -> list[float]:
+    """The rates read after so many seconds each, when so many more tokens were sampled."""
+    clock, num_tokens, told = Clock(), 0, list[float]()
+    throughput = Throughput(clock)
+    for seconds, more in steps:
+        clock.now_s += seconds
+        num_tokens += more
+        told.append(throughput.rate(num_tokens))
+    return told
+
+
+def test_since_the_last_question() -> None:
+    assert rates((20, 100), (50, 50), (15, 0)) == [5.0, 1.0, 0.0]
+
+
+def test_over_the_window_when_asked_often() -> None:
+    second = WINDOW_S / 10
+    assert rates(*[(second, 10)] * 10)[-1] == 10 / second
+    assert rates(*[(second, 10)] * 10, *[(second, 0)] * 5)[-1] == 50 / WINDOW_S
+
+
+def test_when_no_time_has_passed() -> None:
+    assert rates((0, 0), (0, 5)) == [0.0, 0.0]

@@ -17,7 +17,7 @@ from areal_agent.errors import ConfigError
 
 
 def load(folder, max_context: int = 128) -> ModelRunner:
-    return ModelRunner.load(str(folder), device="cpu", num_slots=2, max_context_tokens=max_context)
+    return ModelRunner(str(folder), device="cpu", num_slots=2, max_context_tokens=max_context)
 
 
 @pytest.fixture

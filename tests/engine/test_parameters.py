@@ -122,9 +122,7 @@ async def test_whoever_else_is_in_the_batch(tiny, serve, ask):
 async def test_penalties_remember_what_was_sampled_before_an_interruption(tiny, serve, ask, truth):
     request = ask(6, max_tokens=40, **PARAMETERS["all, and a temperature"])
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request))
-        await served.gate.steps(12)
+        answer = await served.under_way(request, num_steps=12)
         await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
         served.gate.open()
         await served.engine.resume()

@@ -18,8 +18,8 @@ import pytest
 from areal_agent.engine.__main__ import main
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
-from areal_agent.engine.limits import check_request
 from areal_agent.engine.wire import control, generate
+from areal_agent.engine.wire.generate import check_request
 from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable
 from areal_agent.types import EngineInfo, GenerateRequest, PauseMode, SamplingParams, WeightVersion
 
@@ -197,14 +197,14 @@ async def test_a_model_thread_that_dies_answers_everyone(tiny, serve, ask):
         results = await asyncio.gather(*(served.engine.generate(ask(i)) for i in range(3)), return_exceptions=True)
         assert [type(result) for result in results] == [EngineUnreachable] * 3
         assert "out of memory" in str(results[0])
-        await served.server.failed()
+        await served.server.failed.wait()
         assert not await served.engine.health()
         with pytest.raises(EngineUnreachable, match="has ended"):
             await served.engine.generate(ask(4))
 
 
 def load(folder, max_context: int = 128) -> ModelRunner:
-    return ModelRunner.load(str(folder), device="cpu", num_slots=2, max_context_tokens=max_context)
+    return ModelRunner(str(folder), device="cpu", num_slots=2, max_context_tokens=max_context)
 
 
 async def test_a_port_in_use(tiny, serve):

@@ -67,9 +67,7 @@ async def test_streamed_is_not_streamed(number, tiny, serve, ask):
 async def test_over_an_interruption(tiny, other, serve, ask, share, truth):
     request, collected = ask(1, max_tokens=40), Collected()
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request, collected.add))
-        await served.gate.steps(8)
+        answer = await served.under_way(request, collected.add, num_steps=8)
         await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
         await served.engine.update_weights(share(other), WeightVersion(step=8))
         served.gate.open()
@@ -110,9 +108,7 @@ async def test_a_stop_token_ends_a_stream(tiny, serve, ask):
 async def test_an_abort_ends_a_stream_with_what_there_is(tiny, serve, ask, truth):
     request, collected = ask(1, max_tokens=400), Collected()
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(request, collected.add))
-        await served.gate.steps(6)
+        answer = await served.under_way(request, collected.add, num_steps=6)
         await served.gate.meanwhile(served.engine.abort(request.request_id))
         result = await answer
     collected.assert_make(result)

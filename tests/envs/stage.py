@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
-from areal_agent.models.tokenizer import render, train_tokenizer
+from areal_agent.models.recipe import render, train_tokenizer
 from areal_agent.rollout.context import SharedResources
 from areal_agent.rollout.runner import RolloutRunner, RolloutSpec, open_clients
 from areal_agent.tokens.renderer import Renderer

@@ -65,7 +65,7 @@ async def embedded(small_model: Path, open_world: OpenWorld, ledger: Ledger) -> 
 
 @asynccontextmanager
 async def serving(folder: Path) -> AsyncIterator[HttpEngine]:
-    runner = ModelRunner.load(str(folder), device="cpu", num_slots=8, max_context_tokens=512)
+    runner = ModelRunner(str(folder), device="cpu", num_slots=8, max_context_tokens=512)
     server = await EngineServer.start(runner, version=WeightVersion(step=3))
     engine = HttpEngine(server.base_url)
     yield engine

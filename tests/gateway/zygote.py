@@ -17,7 +17,7 @@ from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
-from areal_agent.models.tokenizer import train_tokenizer
+from areal_agent.models.recipe import train_tokenizer
 from areal_agent.protocols import Journal
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import GenerateRequest

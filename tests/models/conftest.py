@@ -6,8 +6,7 @@ from itertools import islice
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from areal_agent.models.recipe import RECIPE, Recipe
-from areal_agent.models.tokenizer import Conversation, render, train_tokenizer
+from areal_agent.models.recipe import RECIPE, Conversation, Recipe, render, train_tokenizer
 from envs.calculator.demonstrations import demonstrations
 
 

@@ -3,7 +3,7 @@
 - transformers loads it, weights tied; the report in the folder says what was done
 - the folder appears whole or not at all, and nothing is left beside it
 - what stands at the place is refused, unless it is the same model, built meanwhile
-- the cache builds once; its place depends on seed, recipe, demonstrations and the environment
+- its place in the cache depends on seed, recipe, demonstrations and the environment
 - torch's random state and threads are left as they were
 - demonstrations that cannot be loaded are refused; the command says what is wrong in one line, with exit code 2
 - slow: the recipe teaches copying
@@ -22,10 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from areal_agent.command import run_command
 from areal_agent.errors import ConfigError
-from areal_agent.models.recipe import DEMONSTRATIONS, RECIPE, Recipe, model_folder
-from areal_agent.models.tiny import REPORT_NAME, TinyReport, build, cached, main
-from areal_agent.models.tokenizer import Conversation
-from areal_agent.models.warm_start import WarmStartProgress
+from areal_agent.models.recipe import DEMONSTRATIONS, RECIPE, Conversation, Recipe, model_folder
+from areal_agent.models.tiny import REPORT_NAME, TinyReport, WarmStartProgress, build, main
 
 
 def weights_of(folder: Path) -> torch.Tensor:
@@ -125,18 +123,7 @@ def test_something_else_that_appeared_meanwhile_is_not_overwritten(small_recipe:
     assert [path.name for path in tmp_path.rglob("*")] == ["model", "mine.txt"]
 
 
-def test_the_cache_builds_once(small_recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AREAL_AGENT_CACHE", str(tmp_path))
-    reports: list[WarmStartProgress] = []
-    folder = cached(seed=0, recipe=small_recipe, threads=1, on_progress=reports.append)
-    num_reports = len(reports)
-    assert cached(seed=0, recipe=small_recipe, threads=1, on_progress=reports.append) == folder
-    assert (num_reports, len(reports)) == (3, 3)
-    assert folder.parent == tmp_path
-
-
-def test_the_place_depends_on_what_decides_the_model(tmp_path: Path) -> None:
-
+def test_the_place_depends_on_what_decides_the_model() -> None:
     places = {
         model_folder(RECIPE, 0, DEMONSTRATIONS),
         model_folder(RECIPE, 1, DEMONSTRATIONS),

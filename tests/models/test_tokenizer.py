@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from areal_agent.models.tokenizer import ASSISTANT, END, Conversation, render, token_id
+from areal_agent.models.recipe import ASSISTANT, END, Conversation, render, token_id
 from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
 from areal_agent.tokens.formats.base import ToolCall
 

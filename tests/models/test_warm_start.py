@@ -14,10 +14,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from areal_agent.models.recipe import Recipe
-from areal_agent.models.tiny import make_model
-from areal_agent.models.tokenizer import Conversation
-from areal_agent.models.warm_start import ConversationEncoder, WarmStart, WarmStartProgress, WarmStartResult
+from areal_agent.models.recipe import Conversation, Recipe
+from areal_agent.models.tiny import ConversationEncoder, WarmStart, WarmStartProgress, make_model
 
 SPOKEN = '<tool_call>{"name": "python", "arguments": {"code": "print(1)"}}</tool_call><|im_end|>'
 CONVERSATION: Conversation = [
@@ -30,7 +28,7 @@ CONVERSATION: Conversation = [
 
 def train(
     tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], recipe: Recipe
-) -> tuple[WarmStartResult, list[WarmStartProgress]]:
+) -> tuple[WarmStartProgress, list[WarmStartProgress]]:
     torch.manual_seed(0)
     model = make_model(tokenizer, recipe)
     reports: list[WarmStartProgress] = []
@@ -69,7 +67,7 @@ def test_the_gate_starts_the_decay(
 ) -> None:
     recipe = replace(small_recipe, copy_gate=gate, check_every=2, max_gate_steps=10, num_decay_steps=6)
     result, _ = train(tokenizer, conversations, recipe)
-    assert result.steps == steps
+    assert result.step == steps
 
 
 @pytest.mark.parametrize("gate", [0.0, 2.0])

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from areal_agent.models.tokenizer import train_tokenizer
+from areal_agent.models.recipe import train_tokenizer
 from areal_agent.tokens.words import MAX_MERGED, MAX_WORDS, WordCache
 from tests.tokens.conftest import CORPUS, SPECIAL_TOKENS
 

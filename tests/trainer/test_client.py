@@ -24,7 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.engine.embedded.weights import WeightLayout, read_weights, take_distributed_weights, take_weights
+from areal_agent.engine.embedded.model import WeightLayout, take_weights
 from areal_agent.errors import ConfigError, ProcessDied, TrainerError
 from areal_agent.trainer.__main__ import Worker, main
 from areal_agent.trainer.client import TrainerClient
@@ -67,7 +67,8 @@ async def ready(client, model_folder, tmp_path):
 def as_read(weights: SharedMemoryWeights, model_folder: Path) -> dict[str, torch.Tensor]:
     """By the engine's own reader."""
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    return {name: tensor.clone() for name, tensor in read_weights(weights, WeightLayout.of(model)).items()}
+    taken = take_weights(weights, WeightLayout(model), torch.device("cpu"), needs_manifest=False)
+    return {name: tensor.clone() for name, tensor in taken.items()}
 
 
 async def test_a_train_step_reports_the_batch(ready, make_batch):
@@ -100,7 +101,7 @@ async def test_weights_may_go_through_a_disk(client, model_folder, tmp_path):
     assert isinstance(published, DiskWeights)
     assert Path(published.path).is_relative_to(tmp_path / "here")
     model = AutoModelForCausalLM.from_pretrained(model_folder)
-    taken = take_weights(published, WeightLayout.of(model), torch.device("cpu"))
+    taken = take_weights(published, WeightLayout(model), torch.device("cpu"))
     assert all(torch.equal(taken[name], initial) for name, initial in model.named_parameters())
 
 
@@ -110,12 +111,12 @@ async def test_weights_may_go_by_torch_distributed(client, make_batch, model_fol
     published = await client.publish()
     assert isinstance(published, DistributedWeights)
     device = torch.device("cpu")
-    before = await asyncio.to_thread(take_distributed_weights, published, WeightLayout.of(model), device)
+    before = await asyncio.to_thread(take_weights, published, WeightLayout(model), device)
     assert all(torch.equal(before[name], initial) for name, initial in model.named_parameters())
     await client.train_step(make_batch(1))
-    late = await asyncio.to_thread(take_distributed_weights, published, WeightLayout.of(model), device)
+    late = await asyncio.to_thread(take_weights, published, WeightLayout(model), device)
     assert all(torch.equal(late[name], initial) for name, initial in model.named_parameters())
-    after = await asyncio.to_thread(take_distributed_weights, await client.publish(), WeightLayout.of(model), device)
+    after = await asyncio.to_thread(take_weights, await client.publish(), WeightLayout(model), device)
     assert not torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
     assert list(tmp_path.iterdir()) == []
 

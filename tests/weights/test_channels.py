@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal_agent.engine.embedded.weights import WeightLayout, read_weights, take_weights
+from areal_agent.engine.embedded.model import WeightLayout, take_weights
 from areal_agent.types import DiskWeights, SharedMemoryWeights
 from areal_agent.weights.channels import DiskChannel, SharedMemoryChannel, layout
 
@@ -41,14 +41,9 @@ def channel(tmp_path: Path):
     channel.close()
 
 
-def as_read(weights: SharedMemoryWeights) -> dict[str, torch.Tensor]:
-    """By the engine's own reader, which checks sizes and the checksum."""
-    return {name: tensor.clone() for name, tensor in read_weights(weights, WeightLayout.of(Tied(0))).items()}
-
-
-def as_taken(weights: DiskWeights) -> dict[str, torch.Tensor]:
-    """Read by the engine's own reader, which checks every digest."""
-    return dict(take_weights(weights, WeightLayout.of(Tied(0)), torch.device("cpu")))
+def as_taken(weights: SharedMemoryWeights | DiskWeights) -> dict[str, torch.Tensor]:
+    """Read by the engine's own reader, which checks sizes and digests."""
+    return dict(take_weights(weights, WeightLayout(Tied(0)), torch.device("cpu")))
 
 
 def shared_memory(folder: Path, dtype: torch.dtype = torch.float32) -> SharedMemoryChannel:
@@ -59,10 +54,10 @@ def disk(folder: Path, dtype: torch.dtype = torch.float32) -> DiskChannel:
     return DiskChannel(folder, dtype)
 
 
-@pytest.mark.parametrize(("open_channel", "read"), [(shared_memory, as_read), (disk, as_taken)])
+@pytest.mark.parametrize("open_channel", [shared_memory, disk])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_engine_reads_what_was_written(tmp_path, open_channel, read, dtype):
-    taken = read(open_channel(tmp_path, dtype).write(parameters(1)))
+def test_the_engine_reads_what_was_written(tmp_path, open_channel, dtype):
+    taken = as_taken(open_channel(tmp_path, dtype).write(parameters(1)))
     assert taken.keys() == parameters(1).keys()
     assert all(torch.equal(taken[name], tensor.to(dtype)) for name, tensor in parameters(1).items())
 
@@ -85,7 +80,7 @@ def test_the_slot_handed_out_last_stays_whole_while_the_next_is_written(channel)
     first = channel.write(parameters(1))
     second = channel.write(parameters(2))
     assert first.path != second.path
-    assert torch.equal(as_read(first)["between.weight"], parameters(1)["between.weight"])
+    assert torch.equal(as_taken(first)["between.weight"], parameters(1)["between.weight"])
 
 
 def test_the_slots_take_turns(channel):

@@ -20,8 +20,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from areal_agent.engine.embedded.model import WeightLayout, take_weights
 from areal_agent.engine.embedded.transfer import BLOCK_BYTES, Request, ask, checksum, connect, next_request, open_store
-from areal_agent.engine.embedded.weights import WeightLayout, take_distributed_weights
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import DistributedWeights
 from areal_agent.weights.channels import DistributedChannel, layout
@@ -45,7 +45,7 @@ def channel() -> Iterator[DistributedChannel]:
 
 
 def as_taken(weights: DistributedWeights) -> dict[str, Tensor]:
-    return dict(take_distributed_weights(weights, WeightLayout.of(Tied(0)), torch.device("cpu")))
+    return dict(take_weights(weights, WeightLayout(Tied(0)), torch.device("cpu")))
 
 
 def is_of(taken: dict[str, Tensor], seed: int, dtype: torch.dtype = torch.float32) -> bool:
@@ -96,7 +96,7 @@ def misplaced(weights: DistributedWeights) -> DistributedWeights:
         (damaged, "checksum"),
         (too_short, "do not lie within"),
         (half_a_block, "do not lie within"),
-        (misplaced, "do not lie within"),
+        (misplaced, "lies at byte 2: the manifest is damaged"),
         (lacking_a_tensor, "lack 1 tensors"),
     ],
 )

@@ -3,16 +3,14 @@
     server.py       aiohttp: requests in, answers out, also as events; no model code
        │  commands            ▲ futures; tokens of streamed requests as they are sampled
        ▼                      │
-    scheduler.py    the model thread: obeys commands between steps
+    scheduler.py    the model thread: obeys commands between steps; its numbers for Prometheus
        ▼
     workload.py     the rows and their steps: admit, prefill in chunks, decode, stamp weight versions
-       ├─▶ model.py      checks and loads a model folder; token ids to logits
+       ├─▶ model.py      checks and loads a model folder; token ids to logits; proves new weights, copies them in place
        │      decoder.py     the forward pass and its attention
        │      kv_cache.py    slots of keys and values, the prefix cache, and the room that they share
-       ├─▶ sampler.py    penalties and biases; logits to tokens and log-probabilities
-       ├─▶ grammar.py    which tokens may come next
-       └─▶ weights.py    reads and proves a new set of weights, then copies it in place; transfer.py receives it
-    metrics.py      what the workload has done, for Prometheus
+       │      transfer.py    weights as bytes over torch.distributed
+       └─▶ sampler.py    penalties, biases and grammars; logits to tokens and log-probabilities
 
 One thread owns the model, the KV cache and all rows; everything else talks to it through its queue.
 """

@@ -18,7 +18,7 @@ D head dimension, W width, P past tokens.
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,16 +30,6 @@ from areal_agent.engine.embedded.kv_cache import Ids, KVCache, KVShape
 
 class StepGivenUp(Exception):
     """Raised when a forward pass was told to stop: the keys and values of its tokens are incomplete."""
-
-
-class Step(Protocol):
-    """The attention of one forward pass."""
-
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Store the new tokens' keys and values `[N, H, D]` and attend with queries `[N, Q, D]`; the result is `[N, Q *
-        D]`.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,22 +112,21 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, *, max_positions: int) -> None:
         config, inner = model.config, cast(Any, model).model
-        self.num_layers: int = config.num_hidden_layers
-        self.num_heads: int = config.num_attention_heads
-        self.num_kv_heads: int = config.num_key_value_heads
-        self.head_dim: int = inner.layers[0].self_attn.head_dim
+        self._num_heads: int = config.num_attention_heads
+        self.kv_shape = KVShape(
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=inner.layers[0].self_attn.head_dim,
+        )
         self._embedding: Tensor = inner.embed_tokens.weight
         self._layers = [_Layer.of(layer) for layer in inner.layers]
         self._norm = _Norm.of(inner.norm)
         self._head: Tensor = cast(Any, model).lm_head.weight
         self._cos, self._sin = _rotations(inner.rotary_emb, max_positions, like=self._embedding)
 
-    @property
-    def kv_shape(self) -> KVShape:
-        """The dimensions of its keys and values."""
-        return KVShape(num_layers=self.num_layers, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
-
-    def hidden(self, ids: Tensor, positions: Tensor, step: Step, *, unneeded: threading.Event) -> Tensor:
+    def hidden(
+        self, ids: Tensor, positions: Tensor, step: "PrefillStep | DecodeStep", *, unneeded: threading.Event
+    ) -> Tensor:
         """The last hidden states `[N, E]` of tokens `[N]` at `positions` `[N]` of their sequences.
 
         Raises StepGivenUp, between two layers, once `unneeded` is set.
@@ -159,15 +148,16 @@ class Decoder:
 
     def _project(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normalised and rotated together, and values: `[N, Q, D]`, `[N, H, D]`, `[N, H, D]`."""
-        num_rotated = self.num_heads + self.num_kv_heads
-        heads = layer.qkv(x).view(len(x), num_rotated + self.num_kv_heads, self.head_dim)
+        num_heads, num_kv_heads, head_dim = self._num_heads, self.kv_shape.num_kv_heads, self.kv_shape.head_dim
+        num_rotated = num_heads + num_kv_heads
+        heads = layer.qkv(x).view(len(x), num_rotated + num_kv_heads, head_dim)
         rotated, values = heads[:, :num_rotated], heads[:, num_rotated:]
         if layer.query_norm is not None and layer.key_norm is not None:
             rotated = normalised(rotated, layer.query_norm.eps)
-            rotated[:, : self.num_heads].mul_(layer.query_norm.weight)
-            rotated[:, self.num_heads :].mul_(layer.key_norm.weight)
-        rotated = torch.addcmul(rotated * cos, rotated.roll(self.head_dim // 2, -1), sin)
-        return rotated[:, : self.num_heads], rotated[:, self.num_heads :], values
+            rotated[:, :num_heads].mul_(layer.query_norm.weight)
+            rotated[:, num_heads:].mul_(layer.key_norm.weight)
+        rotated = torch.addcmul(rotated * cos, rotated.roll(head_dim // 2, -1), sin)
+        return rotated[:, :num_heads], rotated[:, num_heads:], values
 
 
 def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
@@ -206,44 +196,34 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Segment:
-    """A piece in a packed batch: tokens `[start, stop)` are positions `[begin, begin + T)` of `slot`.
-
-    `mask` says which positions each token sees, `[T, begin + T]`; None where attention needs none.
-    """
-
-    slot: int
-    begin: int
-    start: int
-    stop: int
-    mask: Tensor | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PrefillStep:
     """A prefill of pieces packed on one axis without padding; only attention separates them."""
 
     cache: KVCache
-    segments: Sequence[Segment]
+    pieces: Sequence[Piece]
+    masks: Sequence[Tensor | None]  # which positions each token of a piece sees, [T, begin + T]; None: needs none
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend with `[N, heads, D]`; the result is `[N, Q * D]`."""
+        """Store keys and values of the new tokens and attend, with `[N, heads, D]`; the result is `[N, Q * D]`."""
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        for segment in self.segments:
-            tokens = slice(segment.start, segment.stop)
-            own = [one[tokens].transpose(0, 1)[None] for one in (queries, keys, values)]  # [1, heads, T, D]
-            self.cache.write(layer, segment.slot, segment.begin, own[1][0], own[2][0])
-            output[tokens] = self._attend_segment(layer, segment, *own)[0].transpose(0, 1)
+        stop = 0
+        for piece, mask in zip(self.pieces, self.masks, strict=True):
+            start, stop = stop, stop + len(piece.ids)
+            own = [one[start:stop].transpose(0, 1)[None] for one in (queries, keys, values)]  # [1, heads, T, D]
+            self.cache.write(layer, piece.slot, piece.begin, own[1][0], own[2][0])
+            output[start:stop] = self._attend_piece(layer, piece, mask, *own)[0].transpose(0, 1)
         return output.flatten(1)
 
-    def _attend_segment(self, layer: int, segment: Segment, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        if not segment.begin:
+    def _attend_piece(
+        self, layer: int, piece: Piece, mask: Tensor | None, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        if not piece.begin:
             return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-        if segment.mask is None:
-            past = self.cache.read(layer, segment.slot, segment.slot + 1, segment.begin)
+        if mask is None:
+            past = self.cache.read(layer, piece.slot, piece.slot + 1, piece.begin)
             return attend_in_parts(queries, keys, values, *past)
-        every = self.cache.read(layer, segment.slot, segment.slot + 1, segment.mask.shape[1])
-        return attend_under_mask(queries, *every, segment.mask)
+        every = self.cache.read(layer, piece.slot, piece.slot + 1, mask.shape[1])
+        return attend_under_mask(queries, *every, mask)
 
 
 def attend_in_parts(queries: Tensor, keys: Tensor, values: Tensor, past_keys: Tensor, past_values: Tensor) -> Tensor:
@@ -283,17 +263,12 @@ def attend_under_mask(queries: Tensor, keys: Tensor, values: Tensor, mask: Tenso
 
 
 def prefill_step(cache: KVCache, pieces: Sequence[Piece], *, in_parts: bool) -> PrefillStep:
-    """Prepare the prefill of pieces, packed in this order. Pieces with a past attend `in_parts` (CPU only) or with a
-    mask.
-    """
-    segments: list[Segment] = []
-    start = 0
-    for piece in pieces:
-        stop, is_masked = start + len(piece.ids), piece.begin > 0 and not in_parts
-        mask = causal_mask(len(piece.ids), piece.begin, cache.device) if is_masked else None
-        segments.append(Segment(slot=piece.slot, begin=piece.begin, start=start, stop=stop, mask=mask))
-        start = stop
-    return PrefillStep(cache=cache, segments=segments)
+    """Prepare a prefill of pieces, packed in this order. Those with a past attend `in_parts` (CPU only) or by mask."""
+    masks = [
+        None if in_parts or not piece.begin else causal_mask(len(piece.ids), piece.begin, cache.device)
+        for piece in pieces
+    ]
+    return PrefillStep(cache=cache, pieces=pieces, masks=masks)
 
 
 def causal_mask(num_tokens: int, num_past: int, device: torch.device) -> Tensor:
@@ -327,7 +302,7 @@ class DecodeStep:
     buckets: Sequence[Bucket]
 
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend with `[n, heads, D]`; the result is `[n, Q * D]`."""
+        """Store keys and values of the new tokens and attend, with `[n, heads, D]`; the result is `[n, Q * D]`."""
         self.cache.append(layer, self.positions, keys, values)
         num_rows, num_kv_heads, head_dim = keys.shape
         grouped = queries.view(num_rows, num_kv_heads, -1, head_dim)  # [n, H, G, D]

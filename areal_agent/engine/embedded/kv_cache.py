@@ -87,7 +87,8 @@ class KVCache:
 
     def _hold(self, size: Sequence[int]) -> None:
         num_bytes = math.prod(size) * self.dtype.itemsize
-        self._memory = _Memory(num_bytes) if num_bytes and _can_release(self.device) else None
+        can_release = self.device.type == "cpu" and sys.platform == "linux"
+        self._memory = _Memory(num_bytes) if num_bytes and can_release else None
         # Zeros, because a masked position weighs 0, and 0 times a stray NaN would be NaN.
         self._tensor = (
             torch.zeros(size, device=self.device, dtype=self.dtype)
@@ -161,10 +162,6 @@ class _Memory:
         last = (start + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if first < last:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
-
-
-def _can_release(device: torch.device) -> bool:
-    return device.type == "cpu" and sys.platform == "linux"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,8 +251,12 @@ class PrefixCache:
     """A radix tree of computed sequences. `shrink` bounds it. Use it from one thread."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop everything: it belongs to old weights."""
         self.num_tokens = 0
-        self._root = _new_root()
+        self._root = _Node(ids=np.empty(0, dtype=np.int32), kv=None, parent=None)
         # In order of use. A node counts as used whenever one below it is, and after it: the oldest is always a leaf.
         self._by_use: OrderedDict[_Node, None] = OrderedDict()
 
@@ -288,12 +289,6 @@ class PrefixCache:
             del node.parent.children[int(node.ids[0])]
             self.num_tokens -= len(node.ids)
 
-    def clear(self) -> None:
-        """Drop everything: it belongs to old weights."""
-        self.num_tokens = 0
-        self._root = _new_root()
-        self._by_use.clear()
-
     def _walk(self, ids: Ids) -> tuple[list[_Node], int]:
         """The nodes along `ids`, the last one perhaps matched in part, and the number of ids matched."""
         node, path, position = self._root, list[_Node](), 0
@@ -325,10 +320,6 @@ class PrefixCache:
         node.ids, node.kv, node.parent = node.ids[num_tokens:].copy(), node.kv[:, :, num_tokens:].clone(), upper
         upper.children[int(node.ids[0])] = node
         return upper
-
-
-def _new_root() -> _Node:
-    return _Node(ids=np.empty(0, dtype=np.int32), kv=None, parent=None)
 
 
 def _num_shared(a: Ids, b: Ids) -> int:

@@ -1,25 +1,35 @@
-"""A transformers model as two functions, `prefill` and `decode`, that turn token ids into logits.
+"""The model: reads and checks its folder, turns token ids into logits, and takes new weights in place.
 
 `load_model` checks a Hugging Face folder before anything is served, and raises ConfigError for other architectures and
 for weights that are damaged, incomplete, quantised or not finite. `ModelRunner` owns the model's weights and KV cache.
 Use it from one thread, which computes under inference_mode; others may only set `unneeded` to end the current step.
+
+A new set of weights is read, proved to fit the model, and then copied: all of it or nothing. Reading and proving may
+happen in any thread while the model samples; only `WeightLayout.copy` belongs to the model thread.
 """
 
 import logging
+import math
+import secrets
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, Self, cast
+from typing import Literal, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from areal_agent.engine.embedded.decoder import Decoder, Piece, Step, decode_step, prefill_step
+from areal_agent.engine.embedded.decoder import Decoder, Piece, decode_step, prefill_step
 from areal_agent.engine.embedded.kv_cache import KVCache, SlotStore, plan_room
-from areal_agent.engine.embedded.weights import WeightLayout, not_finite
-from areal_agent.errors import ConfigError, EngineRejected
+from areal_agent.engine.embedded.transfer import BLOCK_BYTES, Request, checksum, receive, tensors_over
+from areal_agent.engine.pushes import DTYPE_BYTES, check_layout, take_folder, take_shared_memory, weight_files
+from areal_agent.errors import ConfigError, EngineRejected, WeightUpdateError
+from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +41,16 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that depend only on a token's own position; others would change keys that are already cached."""
 
 
-def load_model(model_path: str, *, device: Literal["auto", "cpu", "cuda"], max_context_tokens: int) -> PreTrainedModel:
-    """Load a model on its device: float32 on a CPU, bfloat16 on a GPU. Raises ConfigError."""
-    place = _place(device)
+def load_model(model_path: str, place: torch.device, dtype: torch.dtype, *, max_context_tokens: int) -> PreTrainedModel:
+    """Load a model on its device. Raises ConfigError."""
     _check_there(model_path)
     try:
-        model, missing = _read(
-            model_path, max_context_tokens, torch.bfloat16 if place.type == "cuda" else torch.float32
+        _check_supported(AutoConfig.from_pretrained(model_path), max_context_tokens)
+        model, loaded = cast(
+            tuple[PreTrainedModel, Mapping[str, Collection[str]]],
+            AutoModelForCausalLM.from_pretrained(
+                model_path, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+            ),
         )
         model = model.to(place)  # pyright: ignore[reportArgumentType]
     except ConfigError:
@@ -48,7 +61,7 @@ def load_model(model_path: str, *, device: Literal["auto", "cpu", "cuda"], max_c
             f"cannot load the model {model_path!r}: {cause}; it must be a Hugging Face folder or a hub name, with "
             "weights as safetensors"
         ) from error
-    if missing:  # transformers would use random numbers in their place
+    if missing := loaded["missing_keys"]:  # transformers would use random numbers in their place
         raise ConfigError(
             f"cannot load the model {model_path!r}: its files lack {len(missing)} weights, {sorted(missing)[:3]}; it "
             "must be a whole causal language model"
@@ -93,18 +106,6 @@ def _place(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
     return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
 
 
-def _read(model_path: str, max_context_tokens: int, dtype: torch.dtype) -> tuple[PreTrainedModel, Collection[str]]:
-    """Return the model, and the names of weights that its files lack."""
-    _check_supported(AutoConfig.from_pretrained(model_path), max_context_tokens)
-    model, loaded = cast(
-        tuple[PreTrainedModel, Mapping[str, Collection[str]]],
-        AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
-        ),
-    )
-    return model, loaded["missing_keys"]
-
-
 def _check_supported(config: PretrainedConfig, max_context_tokens: int) -> None:
     if config.model_type not in MODEL_TYPES:
         raise ConfigError(
@@ -130,10 +131,6 @@ def _check_supported(config: PretrainedConfig, max_context_tokens: int) -> None:
             f"the model attends over a sliding window of {window} tokens, which the embedded engine does not serve "
             f"beyond the window; set max_context_tokens to at most {window}"
         )
-    _check_rotations(config)
-
-
-def _check_rotations(config: PretrainedConfig) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") not in ROPE_TYPES:
         raise ConfigError(
@@ -148,63 +145,49 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        *,
         model_path: str,
+        *,
+        device: Literal["auto", "cpu", "cuda"],
+        dtype: torch.dtype | None = None,
         num_slots: int,
         max_context_tokens: int,
         kv_tokens: int | None = None,
         leave_bytes: int | None = None,
         num_sharing: int = 1,
     ) -> None:
-        """Allocate the KV cache. Raises ConfigError when there is no room for one context."""
+        """Load a Hugging Face folder, by default in float32 on a CPU and bfloat16 on a GPU, and allocate the KV cache.
+
+        Raises ConfigError, also when there is no room for one context.
+        """
+        place = _place(device)
+        dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+        model = load_model(model_path, place, dtype, max_context_tokens=max_context_tokens)
         self.model_path = model_path
         self.max_context_tokens = max_context_tokens
         self.vocab_size: int = model.config.vocab_size
         self.eos_token_ids = eos_token_ids(model)
-        self.device = model.device
-        self.layout = WeightLayout.of(model)
+        self.device = model.device  # with its index
+        self.layout = WeightLayout(model)
         self.unneeded = threading.Event()  # when set, `prefill` and `decode` raise StepGivenUp between two layers
         self._decoder = Decoder(model, max_positions=max_context_tokens)
-        shape = self._decoder.kv_shape
         room = plan_room(
             num_slots=num_slots,
             max_context_tokens=max_context_tokens,
             kv_tokens=kv_tokens,
             leave_bytes=leave_bytes,
             num_sharing=num_sharing,
-            token_bytes=shape.num_bytes(model.dtype),
-            device=model.device,
+            token_bytes=self._decoder.kv_shape.num_bytes(dtype),
+            device=self.device,
         )
         self.num_slots = room.num_slots
         cache = KVCache(
-            shape, num_slots=room.num_slots, num_positions=max_context_tokens, device=model.device, dtype=model.dtype
+            self._decoder.kv_shape,
+            num_slots=room.num_slots,
+            num_positions=max_context_tokens,
+            device=self.device,
+            dtype=dtype,
         )
         self.kv = SlotStore(cache, room, max_context_tokens=max_context_tokens)
-
-    @classmethod
-    def load(
-        cls,
-        model_path: str,
-        *,
-        device: Literal["auto", "cpu", "cuda"],
-        num_slots: int,
-        max_context_tokens: int,
-        kv_tokens: int | None = None,
-        leave_bytes: int | None = None,
-        num_sharing: int = 1,
-    ) -> Self:
-        """Load a Hugging Face folder: float32 on a CPU, bfloat16 on a GPU. Raises ConfigError."""
-        model = load_model(model_path, device=device, max_context_tokens=max_context_tokens)
-        return cls(
-            model,
-            model_path=model_path,
-            num_slots=num_slots,
-            max_context_tokens=max_context_tokens,
-            kv_tokens=kv_tokens,
-            leave_bytes=leave_bytes,
-            num_sharing=num_sharing,
-        )
 
     @torch.inference_mode()
     def prefill(self, pieces: Sequence[Piece]) -> Tensor:
@@ -212,7 +195,7 @@ class ModelRunner:
         ids = torch.from_numpy(np.concatenate([piece.ids for piece in pieces])).to(self.device)
         positions = np.concatenate([np.arange(piece.begin, piece.begin + len(piece.ids)) for piece in pieces])
         step = prefill_step(self.kv.cache, pieces, in_parts=self.device.type == "cpu")
-        hidden = self._hidden(ids, torch.from_numpy(positions).to(self.device), step)
+        hidden = self._decoder.hidden(ids, torch.from_numpy(positions).to(self.device), step, unneeded=self.unneeded)
         last = np.cumsum([len(piece.ids) for piece in pieces]) - 1
         return self._decoder.logits(hidden[torch.from_numpy(last).to(self.device)])
 
@@ -221,7 +204,7 @@ class ModelRunner:
         """Compute one more token in each of the first n slots, counted by `lengths`; return its logits, `[n, V]`."""
         step = decode_step(self.kv.cache, lengths)
         ids = torch.tensor(last_ids, device=self.device)
-        return self._decoder.logits(self._hidden(ids, step.positions, step))
+        return self._decoder.logits(self._decoder.hidden(ids, step.positions, step, unneeded=self.unneeded))
 
     def release_memory(self) -> None:
         """Free the memory of all keys and values. Nothing can be computed until `resume_memory`."""
@@ -239,5 +222,144 @@ class ModelRunner:
                 f"{self.num_slots} requests: {str(error)[:200]}; let the trainer free its memory, and resume again"
             ) from error
 
-    def _hidden(self, ids: Tensor, positions: Tensor, step: Step) -> Tensor:
-        return self._decoder.hidden(ids, positions, step, unneeded=self.unneeded)
+
+# --------------------------------------------------------------------------------------------- new weights
+
+
+class WeightLayout:
+    """The weights of a model: exactly the names and shapes of `model.named_parameters()`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = dict(model.named_parameters())  # tied ones once, under their first name
+        first = {id(parameter): name for name, parameter in self._parameters.items()}
+        every = model.named_parameters(remove_duplicate=False)
+        self._aliases = {name: first[id(one)] for name, one in every if name not in self._parameters}
+
+    def prove(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the weights by parameter name if they fit. Raises WeightUpdateError; nothing is copied."""
+        for alias, name in self._aliases.items():
+            if alias in weights and name in weights and not torch.equal(weights[alias], weights[name]):
+                raise WeightUpdateError(
+                    f"{alias!r} and {name!r} are tied in the engine's model and differ in the new weights; "
+                    "publish the model that the engine loaded"
+                )
+        proved = {name: tensor for name, tensor in weights.items() if name not in self._aliases}
+        missing, unknown = sorted(self._parameters.keys() - proved), sorted(proved.keys() - self._parameters)
+        if missing or unknown:
+            raise WeightUpdateError(
+                f"the new weights lack {len(missing)} tensors {missing[:3]} and have {len(unknown)} that the "
+                f"engine's model does not know {unknown[:3]}; publish the model that the engine loaded"
+            )
+        for name, tensor in proved.items():
+            expected = self._parameters[name]
+            if tensor.shape != expected.shape:
+                raise WeightUpdateError(
+                    f"{name!r} has shape {tuple(tensor.shape)} and the engine's model has {tuple(expected.shape)}; "
+                    "publish the model that the engine loaded"
+                )
+        if broken := not_finite(proved):
+            raise WeightUpdateError(
+                f"{broken[0]!r} and {len(broken) - 1} more of the new weights hold NaN or infinity: the training that "
+                "made them has diverged; go on from earlier weights, with a lower learning rate"
+            )
+        return proved
+
+    def copy(self, proved: Mapping[str, Tensor]) -> None:
+        """Copy weights into the parameters, in place."""
+        with torch.no_grad():
+            for name, tensor in proved.items():
+                self._parameters[name].copy_(tensor)
+
+    def holds(self, proved: Mapping[str, Tensor]) -> bool:
+        """Return whether the model has these values, compared in the narrower of the two float types."""
+        return all(_is_same(self._parameters[name], tensor) for name, tensor in proved.items())
+
+
+def not_finite(weights: Mapping[str, Tensor]) -> list[str]:
+    """The names of weights with NaN or infinity. Both survive a sum, which costs one reading."""
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in weights.values()]).cpu()
+    return [name for name, total in zip(weights, sums.tolist(), strict=True) if not math.isfinite(total)]
+
+
+def _is_same(held: Tensor, new: Tensor) -> bool:
+    narrow = min(held.dtype, new.dtype, key=lambda dtype: dtype.itemsize)
+    return torch.equal(held.to(narrow), new.to(device=held.device, dtype=narrow))
+
+
+def take_weights(
+    source: Weights, layout: WeightLayout, device: torch.device, *, needs_manifest: bool = True
+) -> Mapping[str, Tensor]:
+    """Read or receive a set of weights into memory of our own, which cannot change afterwards, and prove it.
+
+    A folder is verified by its manifest if `needs_manifest`. Raises WeightUpdateError.
+    """
+    match source:
+        case DistributedWeights():
+            return layout.prove(_receive(source, device))
+        case DiskWeights():
+            weights = _read_folder(source, needs_manifest=needs_manifest)
+        case SharedMemoryWeights():
+            weights = _tensors(torch.from_numpy(take_shared_memory(source)), source.entries)
+    return layout.prove(_beside_the_model(weights, device))
+
+
+def _beside_the_model(weights: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Move weights to a GPU in advance, so that the swap copies there, if as much again stays free for a step."""
+    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    if device.type != "cuda" or torch.cuda.mem_get_info(device)[0] < 2 * num_bytes:
+        return weights
+    return {name: tensor.to(device) for name, tensor in weights.items()}
+
+
+def _receive(source: DistributedWeights, device: torch.device) -> dict[str, Tensor]:
+    """Receive weights from the trainer, in a process group of the two, into the memory of `device`."""
+    check_layout(source.entries)
+    end = max(entry.offset + entry.num_bytes for entry in source.entries)
+    if source.num_bytes % BLOCK_BYTES or end > source.num_bytes:
+        raise WeightUpdateError(
+            f"the weights do not lie within the {source.num_bytes} bytes sent; the manifest is damaged"
+        )
+    data = torch.empty(source.num_bytes, dtype=torch.uint8, device=device)
+    request = Request(what=source.name, group=secrets.token_hex(8), num_members=1)
+    host, port = source.host, source.port
+    try:
+        receive(
+            host, port, request, data, bucket_bytes=source.bucket_bytes, device=data.device, timeout_s=source.timeout_s
+        )
+    except (RuntimeError, ValueError) as error:
+        raise WeightUpdateError(
+            f"the trainer at {host}:{port} did not send the weights: {error}; is it running?"
+        ) from error
+    found = checksum(data)
+    if found != source.checksum:
+        raise WeightUpdateError(
+            f"the weights that came have checksum {found:#010x} and their record says {source.checksum:#010x}; they "
+            "were damaged on their way: publish them again"
+        )
+    return _tensors(data, source.entries)
+
+
+def _read_folder(source: DiskWeights, *, needs_manifest: bool) -> dict[str, Tensor]:
+    folder = Path(source.path)
+    try:
+        files = (
+            take_folder(source).values()
+            if needs_manifest
+            else ((folder / name).read_bytes() for name in weight_files(folder))
+        )
+        return {name: _checked(name, tensor) for data in files for name, tensor in load(data).items()}
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise WeightUpdateError(
+            f"cannot read weights from {source.path!r}: {error}; it must be a Hugging Face folder with safetensors"
+        ) from error
+
+
+def _checked(name: str, tensor: Tensor) -> Tensor:
+    if str(tensor.dtype).removeprefix("torch.") not in DTYPE_BYTES:
+        raise ValueError(f"{name!r} is stored as {tensor.dtype}, and weights must be one of {', '.join(DTYPE_BYTES)}")
+    return tensor
+
+
+def _tensors(data: Tensor, entries: Sequence[TensorEntry]) -> dict[str, Tensor]:
+    """Tensors over the bytes, which they keep alive."""
+    return dict(tensors_over(data, [asdict(entry) for entry in entries]))

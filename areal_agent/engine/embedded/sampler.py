@@ -1,4 +1,4 @@
-"""Turns logits into tokens and their log-probabilities: penalties and biases first, then a draw.
+"""Turns logits into tokens and their log-probabilities: penalties, biases and grammars first, then a draw.
 
 Adjustments follow SGLang's order: frequency and presence penalty over generated tokens (as OpenAI defines them),
 repetition penalty over prompt and generated tokens (CTRL, Keskar et al. 2019, section 4.1), then bias:
@@ -16,20 +16,31 @@ The recorded log-probability is log softmax(logits / temperature): not renormali
 temperature 0 (greedy) as at 1, as in SGLang. The likeliest tokens come from the same distribution. A row whose logits
 are not finite gets some token with log-probability NaN, and other rows are unaffected.
 
+llguidance (the extra `grammar`) says which tokens may come next in a grammar; a matcher follows one answer token by
+token. Without it, or when it cannot read the model's fast tokenizer, requests with a grammar are refused.
+
 Shapes: n rows of the batch, m of them penalised, V vocabulary.
 """
 
+import importlib
+import importlib.util
+import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_agent.types import SamplingParams, TopLogprobs
+from areal_agent.errors import EngineRejected
+from areal_agent.types import GenerateRequest, SamplingParams, TopLogprobs
+
+logger = logging.getLogger(__name__)
 
 _BLOCK_TOKENS = 64
 _UNIFORM_BITS = 24  # float32 represents them exactly, so that a uniform is never rounded up to 1
@@ -64,10 +75,7 @@ class SamplingRows:
         top_p = [p.top_p for p in params]
         min_p = [p.min_p for p in params]
         is_filtered = any(k < vocab_size for k in top_k) or any(p < 1 for p in top_p)
-
-        def column(values: Sequence[float]) -> Tensor:
-            return torch.tensor(values, device=device)[:, None]
-
+        column = partial(_column, device=device)
         return cls(
             seeds=np.array(seeds, dtype=np.uint64),
             temperatures=column(temperatures) if any(t != 1 for t in temperatures) else None,
@@ -77,6 +85,10 @@ class SamplingRows:
             min_p=column(min_p) if any(min_p) else None,
             num_top=num_top if any(num_top) else (),
         )
+
+
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, device=device)[:, None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +106,7 @@ def sample(logits: Tensor, rows: SamplingRows, positions: Sequence[int]) -> Draw
     scaled = logits if rows.temperatures is None else logits / rows.temperatures
     probabilities = torch.softmax(scaled, dim=-1)
     uniforms = torch.from_numpy(uniform(rows.seeds, np.array(positions, dtype=np.uint64))).to(logits.device)
-    tokens = _draw(_filter_min_p(_filter(probabilities, rows), rows), uniforms)
+    tokens = _draw(_filter(probabilities, rows), uniforms)
     if rows.is_greedy is not None:
         tokens = torch.where(rows.is_greedy, logits.argmax(dim=-1), tokens)
     return Draws(
@@ -118,23 +130,18 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def _filter(probabilities: Tensor, rows: SamplingRows) -> Tensor:
-    """Zero what top-k and then top-p cut; the most probable token always stays. `[n, V]`"""
-    if rows.top_k is None or rows.top_p is None:
-        return probabilities
-    ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(ordered.shape[-1], device=ordered.device)
-    ordered = ordered.masked_fill(rank >= rows.top_k, 0.0)
-    mass_before = ordered.cumsum(dim=-1) - ordered
-    is_cut = (mass_before >= rows.top_p * ordered.sum(dim=-1, keepdim=True)) & (rows.top_p < 1) & (rank > 0)
-    return torch.zeros_like(probabilities).scatter_(1, order, ordered.masked_fill(is_cut, 0.0))
-
-
-def _filter_min_p(probabilities: Tensor, rows: SamplingRows) -> Tensor:
-    """Zero what is less likely than min-p times the most probable token. `[n, V]`"""
-    if rows.min_p is None:
-        return probabilities
-    best = probabilities.amax(dim=-1, keepdim=True)
-    return probabilities.masked_fill(probabilities < rows.min_p * best, 0.0)
+    """Zero what top-k, then top-p and then min-p cut; the most probable token always stays. `[n, V]`"""
+    kept = probabilities
+    if rows.top_k is not None and rows.top_p is not None:
+        ordered, order = probabilities.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(ordered.shape[-1], device=ordered.device)
+        ordered = ordered.masked_fill(rank >= rows.top_k, 0.0)
+        mass_before = ordered.cumsum(dim=-1) - ordered
+        is_cut = (mass_before >= rows.top_p * ordered.sum(dim=-1, keepdim=True)) & (rows.top_p < 1) & (rank > 0)
+        kept = torch.zeros_like(probabilities).scatter_(1, order, ordered.masked_fill(is_cut, 0.0))
+    if rows.min_p is not None:
+        kept = kept.masked_fill(kept < rows.min_p * kept.amax(dim=-1, keepdim=True), 0.0)
+    return kept
 
 
 def _likeliest(scaled: Tensor, num_top: Sequence[int]) -> list[TopLogprobs]:
@@ -155,7 +162,9 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     sums are float64: a GPU adds in trees, so over a token of weight 0 they may differ in the last digit, and no uniform
     number falls into a gap of that size.
     """
-    blocks = _in_blocks(weights)  # [n, V / K, K]
+    num_beyond = -weights.shape[-1] % _BLOCK_TOKENS
+    padded = torch.nn.functional.pad(weights, (0, num_beyond)) if num_beyond else weights
+    blocks = padded.view(len(weights), -1, _BLOCK_TOKENS)  # [n, V / K, K]
     running = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
     targets = uniforms[:, None] * running[:, -1:]
     block = _first_beyond(running, targets)
@@ -163,12 +172,6 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
     rows = torch.arange(len(weights), device=weights.device)
     token = _first_beyond(blocks[rows, block[:, 0]].cumsum(dim=-1, dtype=torch.float64), targets - before)
     return (block * _BLOCK_TOKENS + token)[:, 0].clamp_(max=weights.shape[-1] - 1)
-
-
-def _in_blocks(weights: Tensor) -> Tensor:
-    num_beyond = -weights.shape[-1] % _BLOCK_TOKENS
-    padded = torch.nn.functional.pad(weights, (0, num_beyond)) if num_beyond else weights
-    return padded.view(len(weights), -1, _BLOCK_TOKENS)
 
 
 def _first_beyond(running: Tensor, targets: Tensor) -> Tensor:
@@ -181,52 +184,13 @@ def _first_beyond(running: Tensor, targets: Tensor) -> Tensor:
     return torch.minimum(found, last).clamp_(max=running.shape[-1] - 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class History:
-    """The tokens of one row. They are read when adjustments are made, and not kept."""
-
-    prompt_ids: Sequence[int]
-    token_ids: Sequence[int]
-
-
-class Adjustments:
-    """The adjustments of one batch. They count what it samples, so make new ones when its rows change."""
-
-    def __init__(self, penalties: "_Penalties | None", bias: "_Bias | None") -> None:
-        self._penalties = penalties
-        self._bias = bias
-
-    @classmethod
-    def of(
-        cls, params: Sequence[SamplingParams], histories: Sequence[History], *, vocab_size: int, device: torch.device
-    ) -> "Adjustments | None":
-        """Gather what the rows ask for; None when no row asks, so that the common case pays nothing."""
-        penalties = _Penalties.of(params, histories, vocab_size=vocab_size, device=device)
-        bias = _Bias.of(params, device=device)
-        return None if penalties is None and bias is None else cls(penalties, bias)
-
-    def apply(self, logits: Tensor) -> Tensor:
-        """The adjusted logits `[n, V]`, as a new tensor."""
-        adjusted = logits.clone()
-        if self._penalties is not None:
-            self._penalties.apply(adjusted)
-        if self._bias is not None:
-            self._bias.apply(adjusted)
-        return adjusted
-
-    def follow(self, tokens: Sequence[int]) -> None:
-        """Count the token that each row has sampled, `[n]`."""
-        if self._penalties is not None:
-            self._penalties.follow(tokens)
-
-
-def _is_penalised(params: SamplingParams) -> bool:
-    has_additive = params.frequency_penalty != 0.0 or params.presence_penalty != 0.0
-    return has_additive or params.repetition_penalty != 1.0
+# --------------------------------------------------------------------------------------------- adjustments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Penalties:
+class Penalties:
+    """The penalties of a batch. They count what it samples, so make new ones when its rows change."""
+
     rows: Tensor  # [m], indices of rows in the batch
     frequency: Tensor  # [m, 1]
     presence: Tensor  # [m, 1]
@@ -236,17 +200,25 @@ class _Penalties:
 
     @classmethod
     def of(
-        cls, params: Sequence[SamplingParams], histories: Sequence[History], *, vocab_size: int, device: torch.device
+        cls,
+        requests: Sequence[GenerateRequest],
+        generated: Sequence[Sequence[int]],
+        *,
+        vocab_size: int,
+        device: torch.device,
     ) -> Self | None:
-        rows = [row for row, p in enumerate(params) if _is_penalised(p)]
+        """Gather what n requests ask for, whose answers so far are `generated`; None when none asks for any."""
+        params = [request.sampling for request in requests]
+        rows = [
+            row
+            for row, p in enumerate(params)
+            if (p.frequency_penalty, p.presence_penalty, p.repetition_penalty) != (0.0, 0.0, 1.0)
+        ]
         if not rows:
             return None
-
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, device=device, dtype=torch.float32)[:, None]
-
-        counts = _counts([histories[row].token_ids for row in rows], vocab_size).to(device)
-        prompts = _counts([histories[row].prompt_ids for row in rows], vocab_size).to(device)
+        column = partial(_column, device=device)
+        counts = _counts([generated[row] for row in rows], vocab_size).to(device)
+        prompts = _counts([requests[row].input_ids for row in rows], vocab_size).to(device)
         return cls(
             rows=torch.tensor(rows, device=device),
             frequency=column([params[row].frequency_penalty for row in rows]),
@@ -257,11 +229,13 @@ class _Penalties:
         )
 
     def apply(self, logits: Tensor) -> None:
+        """Change the logits `[n, V]`."""
         penalised = logits[self.rows] - self.frequency * self.counts - self.presence * (self.counts > 0)
         repeated = torch.where(penalised > 0, penalised / self.repetition, penalised * self.repetition)
         logits[self.rows] = torch.where(self.is_seen, repeated, penalised)
 
     def follow(self, tokens: Sequence[int]) -> None:
+        """Count the token that each row has sampled, `[n]`."""
         sampled = torch.tensor(tokens, device=self.rows.device)[self.rows]
         each = torch.arange(len(sampled), device=self.rows.device)
         self.counts[each, sampled] += 1
@@ -274,24 +248,84 @@ def _counts(sequences: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
     return torch.from_numpy(np.stack(rows).astype(np.float32))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Bias:
-    """One entry for each biased token of each row."""
+def biases_of(requests: Sequence[GenerateRequest], device: torch.device) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Rows, tokens and values of all biases that the requests ask for; None when none asks for any."""
+    entries = [(row, *bias) for row, request in enumerate(requests) for bias in request.sampling.logit_bias]
+    if not entries:
+        return None
+    rows, tokens, values = (torch.tensor(column, device=device) for column in zip(*entries, strict=True))
+    return rows, tokens, values.float()
 
-    rows: Tensor
-    tokens: Tensor
-    values: Tensor
+
+# ------------------------------------------------------------------------------------------------ grammars
+
+
+class Matcher:
+    """The state of one answer in its grammar."""
+
+    def __init__(self, matcher: Any, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """The tokens that may come next, `[V]`. Never none: where nothing can follow, the answer ends."""
+        allowed = np.zeros(self._vocab_size, dtype=np.bool_)
+        if not self._matcher.is_stopped():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+            told = np.unpackbits(bits, bitorder="little")[: self._vocab_size]
+            allowed[: len(told)] = told
+        if not allowed.any():
+            allowed[self._eos_token_ids] = True
+        return allowed
+
+    def follow(self, token_id: int) -> None:
+        """Advance by a sampled token."""
+        if not self._matcher.is_stopped():
+            self._matcher.consume_token(token_id)
+
+    def failure(self) -> EngineRejected | None:
+        """The reason why the grammar cannot be followed any further (it has become too much work), or None."""
+        return _refused("the grammar", self._matcher.get_error()) if self._matcher.is_error() else None
+
+
+class Grammars:
+    """Makes matchers for the tokenizer of one model."""
+
+    def __init__(self, guidance: Any, tokenizer: Any, *, vocab_size: int) -> None:
+        self._guidance = guidance
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], *, device: torch.device) -> Self | None:
-        entries = [(row, token, value) for row, p in enumerate(params) for token, value in p.logit_bias]
-        if not entries:
-            return None
-        return cls(
-            rows=torch.tensor([row for row, _, _ in entries], device=device),
-            tokens=torch.tensor([token for _, token, _ in entries], device=device),
-            values=torch.tensor([value for _, _, value in entries], device=device, dtype=torch.float32),
-        )
+    def of(cls, folder: Path, *, vocab_size: int, eos_token_ids: Set[int]) -> Self | None:
+        """The grammars of a model folder; None, with the reason in the log, where there can be none."""
+        tokenizer = folder / "tokenizer.json"
+        if importlib.util.find_spec("llguidance") is None:
+            logger.info("no grammars: install the extra, areal-agent[grammar]")
+        elif not tokenizer.exists() or not eos_token_ids:
+            logger.info("no grammars: %s has no tokenizer.json, or the model no end token", folder)
+        else:
+            guidance = importlib.import_module("llguidance")
+            try:
+                built = guidance.LLTokenizer(str(tokenizer), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+            except Exception as error:  # a boundary: its errors share no type
+                logger.warning("no grammars: llguidance does not read %s: %s", tokenizer, error)
+                return None
+            return cls(guidance, built, vocab_size=vocab_size)
+        return None
 
-    def apply(self, logits: Tensor) -> None:
-        logits.index_put_((self.rows, self.tokens), self.values, accumulate=True)
+    def matcher(self, kind: str, text: str) -> Matcher:
+        """A matcher for answers that follow a `json_schema`, `regex` or `ebnf`. Raises EngineRejected for a bad one."""
+        try:
+            matcher = self._guidance.LLMatcher(self._tokenizer, self._guidance.grammar_from(kind, text), log_level=0)
+        except ValueError as error:
+            raise _refused(kind, str(error)) from None
+        if matcher.is_error():
+            raise _refused(kind, matcher.get_error())
+        return Matcher(matcher, vocab_size=self._vocab_size, eos_token_ids=self._tokenizer.eos_tokens)
+
+
+def _refused(kind: str, reason: str) -> EngineRejected:
+    cause = reason.partition("\n")[0]  # the rest is the state of a parser
+    return EngineRejected(f"{kind} cannot be followed: {cause[:300]}; correct or simplify it")

@@ -21,33 +21,32 @@ discards the rows' KV would waste the current step, so it makes the step give up
 
 `TokenStream` carries the tokens of one streamed request to the event loop; a slow reader gets everything gathered so
 far as one chunk, and the model never waits. `ModelWeights` is what pushes see of the model: weights are read and proved
-beside the model thread, and only the copy in place happens in it.
+beside the model thread, and only the copy in place happens in it. `Metrics` tells Prometheus what the thread does.
 """
 
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import groupby
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 from torch import Tensor
 
-from areal_agent.engine.embedded.grammar import Matcher
-from areal_agent.engine.embedded.metrics import Metrics
-from areal_agent.engine.embedded.model import ModelRunner
-from areal_agent.engine.embedded.weights import WeightLayout, take_distributed_weights, take_weights
-from areal_agent.engine.embedded.workload import Row, TokenSink, Workload
+from areal_agent.engine.embedded.model import ModelRunner, WeightLayout, take_weights
+from areal_agent.engine.embedded.sampler import Matcher
+from areal_agent.engine.embedded.workload import Row, TokenSink, Workload, new_future
 from areal_agent.engine.wire.control import EngineStats
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.process import uninterrupted
 from areal_agent.types import (
-    DistributedWeights,
     GenerateRequest,
     GenerateResult,
     PauseMode,
@@ -60,7 +59,6 @@ from areal_agent.types import (
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Taken = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +91,7 @@ class Scheduler:
         self._at_end: list[Future[None]] = []  # waiters for the end of all work, whatever is paused meanwhile
         self._commands: SimpleQueue[_Command] = SimpleQueue()
         self._lock = threading.Lock()  # orders the last command before the end of the thread
-        self._is_closed = False
+        self.is_closed = False  # the model thread has ended, or is about to
         self._thread = threading.Thread(target=self._run, name="model", daemon=True)
         self._thread.start()
 
@@ -106,7 +104,7 @@ class Scheduler:
 
         `on_token` gets every token in the model thread, the last one before the future is done; it must not block.
         """
-        row = Row.of(request, on_token, matcher)
+        row = Row(request=request, on_token=on_token, matcher=matcher)
         added = self._command(lambda: self._work.add(row))
         added.add_done_callback(lambda done: _pass_on_failure(done, row.answer))
         return row.answer
@@ -151,17 +149,12 @@ class Scheduler:
     def stats(self) -> EngineStats:
         """The engine's work so far."""
         return EngineStats(
-            num_running=self._work.num_running,
-            num_queued=self._work.num_waiting,
+            num_running=len(self._work.slots),
+            num_queued=len(self._work.waiting),
             busy_s=self._work.counts.busy_s,
             generated_tokens=self._work.counts.generated_tokens,
             weight_version=self._work.version,
         )
-
-    @property
-    def is_alive(self) -> bool:
-        """False once the model thread has ended."""
-        return not self._is_closed
 
     def close(self) -> None:
         """Answer every request with what it has and end the thread. Harmless when repeated."""
@@ -170,16 +163,16 @@ class Scheduler:
         self._thread.join()
 
     def _command(self, action: Callable[[], T], *, is_urgent: bool = False) -> Future[T]:
-        done: Future[T] = _future()
+        done: Future[T] = new_future()
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 raise EngineUnreachable("the engine is ending and takes no further requests; start another one")
             self._put(_Command(action=action, done=done, is_urgent=is_urgent))
         return done
 
     def _wait_for(self, action: Callable[[Future[None]], None]) -> Future[None]:
         """Queue a command that is done later than it is obeyed. If the thread dies, its future fails as others do."""
-        later = _future()
+        later = new_future()
         self._command(lambda: action(later)).add_done_callback(lambda obeyed: _pass_on_failure(obeyed, later))
         return later
 
@@ -192,7 +185,7 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            while not self._is_closed:
+            while not self.is_closed:
                 self._drain()
                 if self._can_step():
                     self._work.step()
@@ -206,7 +199,7 @@ class Scheduler:
 
     def _drain(self) -> None:
         """Obey all queued commands; block for one while there is nothing to sample."""
-        while not self._is_closed:
+        while not self.is_closed:
             if not self._work.has_work():
                 self._tell_that_it_rests()
             try:
@@ -219,7 +212,7 @@ class Scheduler:
             del command  # free what it holds, such as a swap's weights, before waiting again
 
     def _can_step(self) -> bool:
-        is_free = self._paused in (None, PauseMode.WAIT) and self._work.has_memory and not self._is_closed
+        is_free = self._paused in (None, PauseMode.WAIT) and self._work.has_memory and not self.is_closed
         return is_free and self._work.has_work()
 
     def _come_to_rest(self, at_rest: Future[None]) -> None:
@@ -255,16 +248,9 @@ class Scheduler:
 
     def _reject_further(self, error: EngineUnreachable) -> None:
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
         while not self._commands.empty():
             self._commands.get().done.set_exception(error)
-
-
-def _future() -> Future[Any]:
-    """A future that only the model thread ends: it cannot be cancelled."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
 
 
 def _tell(waiting: list[Future[None]]) -> None:
@@ -305,26 +291,17 @@ class TokenStream:
         self._arrived.clear()
         self._is_announced = False  # cleared first, so that a token that comes from now on is announced
         tokens = [self._tokens.popleft() for _ in range(len(self._tokens))]
+        token_ids, logprobs, tops, versions = zip(*tokens, strict=True) if tokens else ((), (), (), ())
         return TokenChunk(
-            token_ids=tuple(token_id for token_id, _, _, _ in tokens),
-            logprobs=tuple(logprob for _, logprob, _, _ in tokens),
-            top_logprobs=tuple(top for _, _, top, _ in tokens) if any(top for _, _, top, _ in tokens) else (),
-            versions=_spans([version for _, _, _, version in tokens]),
+            token_ids=token_ids,
+            logprobs=logprobs,
+            top_logprobs=tops if any(tops) else (),
+            versions=VersionSpan.of_tokens(versions),
         )
 
 
-def _spans(versions: Sequence[WeightVersion]) -> tuple[VersionSpan, ...]:
-    spans: list[VersionSpan] = []
-    start = 0
-    for version, of_one in groupby(versions):
-        end = start + sum(1 for _ in of_one)
-        spans.append(VersionSpan(version=version, start=start, end=end))
-        start = end
-    return tuple(spans)
-
-
 class ModelWeights:
-    """The model as a `pushes.PushTarget`."""
+    """The model as a `pushes.PushTarget`: weights are read and proved in other threads while it samples."""
 
     def __init__(self, scheduler: Scheduler, layout: WeightLayout, device: torch.device) -> None:
         self._scheduler = scheduler
@@ -335,26 +312,89 @@ class ModelWeights:
     def version(self) -> WeightVersion:
         return self._scheduler.stats().weight_version
 
-    async def take(self, weights: Weights) -> Taken:
+    async def take(self, weights: Weights) -> Mapping[str, Tensor]:
         try:
-            return await asyncio.to_thread(self._take, weights)
+            return await asyncio.to_thread(take_weights, weights, self._layout, self._device)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise WeightUpdateError(
                 f"there is no memory to take the new weights beside those that serve: {str(error)[:200]}; leave more "
                 "of it free (engine.leave_gib, --leave-gib, or fewer kv_tokens)"
             ) from error
 
-    def _take(self, weights: Weights) -> Taken:
-        if isinstance(weights, DistributedWeights):
-            return take_distributed_weights(weights, self._layout, self._device)
-        return take_weights(weights, self._layout, self._device)
-
-    async def holds(self, taken: Taken) -> bool:
+    async def holds(self, taken: Mapping[str, Tensor]) -> bool:
         return await asyncio.to_thread(self._layout.holds, taken)
 
-    async def swap(self, taken: Taken, version: WeightVersion, *, flush_cache: bool) -> None:
+    async def swap(self, taken: Mapping[str, Tensor], version: WeightVersion, *, flush_cache: bool) -> None:
         """Swap the weights. Once queued, the swap happens even if the caller is cancelled, so it is always awaited."""
-        await uninterrupted(self._swap(taken, version, flush_cache))
+        await uninterrupted(asyncio.wrap_future(self._scheduler.swap(taken, version, flush_cache=flush_cache)))
 
-    async def _swap(self, taken: Taken, version: WeightVersion, flush_cache: bool) -> None:
-        await asyncio.wrap_future(self._scheduler.swap(taken, version, flush_cache=flush_cache))
+
+WINDOW_S = 10.0
+"""Seconds over which the rate is computed, or since the last reading, if that is longer."""
+
+
+class Throughput:
+    """The rate of a count that starts at 0 and only grows. Use it from one thread."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._readings = deque([(now(), 0)])  # time and count; the first may be older than the window
+
+    def rate(self, num_tokens: int) -> float:
+        """Tokens per second over the window, given their number so far."""
+        now_s = self._now()
+        while len(self._readings) > 1 and self._readings[1][0] <= now_s - WINDOW_S:
+            self._readings.popleft()
+        since_s, before = self._readings[0]
+        self._readings.append((now_s, num_tokens))
+        return (num_tokens - before) / (now_s - since_s) if now_s > since_s else 0.0
+
+
+class Metrics(Collector):
+    """A workload's numbers for Prometheus, under SGLang's names where SGLang has one, so that its dashboards fit.
+
+    Numbers read during a step may belong to two successive steps.
+    """
+
+    def __init__(self, work: Workload, *, model_name: str) -> None:
+        self._work = work
+        self._label = [model_name]
+        self._throughput = Throughput()
+
+    def collect(self) -> Iterator[Metric]:
+        work, counts = self._work, self._work.counts
+        used = sum(work.lengths())
+        hit_rate = counts.cached_tokens / max(1, counts.prompt_tokens)
+        rate = self._throughput.rate(counts.generated_tokens)
+        for name, what, value in (
+            ("sglang:num_running_reqs", "Requests that hold a slot", len(work.slots)),
+            ("sglang:num_queue_reqs", "Requests that wait for a slot", len(work.waiting)),
+            ("sglang:num_used_tokens", "Tokens of running requests", used),
+            ("sglang:token_usage", "Their share of the room for keys and values", used / work.kv.num_tokens),
+            ("sglang:max_total_num_tokens", "Room for keys and values, in tokens", work.kv.num_tokens),
+            ("sglang:cache_hit_rate", "Share of prompt tokens that the prefix cache had", hit_rate),
+            ("sglang:gen_throughput", "Sampled tokens a second, since last asked, or over 10 s if longer", rate),
+            ("areal_agent:prefix_cache_tokens", "Tokens that the prefix cache holds", work.kv.prefixes.num_tokens),
+        ):
+            gauge = GaugeMetricFamily(name, what, labels=["model_name"])
+            gauge.add_metric(self._label, value)
+            yield gauge
+        for name, what, value in (
+            ("sglang:num_requests", "Requests that arrived", counts.requests),
+            ("sglang:num_aborted_requests", "Requests that were aborted", counts.aborted_requests),
+            ("sglang:num_retracted_requests", "Retractions for want of room", counts.retracted_requests),
+            ("sglang:prompt_tokens", "Prompt tokens", counts.prompt_tokens),
+            ("sglang:cached_tokens", "Of them, found in the prefix cache", counts.cached_tokens),
+            ("sglang:generation_tokens", "Sampled tokens", counts.generated_tokens),
+            ("areal_agent:busy_seconds", "Seconds in which a step was running", counts.busy_s),
+        ):
+            counter = CounterMetricFamily(name, what, labels=["model_name"])
+            counter.add_metric(self._label, value)
+            yield counter
+        for name, what, latency in (
+            ("sglang:time_to_first_token_seconds", "From arrival to the first token", counts.to_first_token),
+            ("sglang:e2e_request_latency_seconds", "From arrival to the answer", counts.to_answer),
+        ):
+            histogram = HistogramMetricFamily(name, what, labels=["model_name"])
+            histogram.add_metric(self._label, latency.buckets(), latency.sum_s)
+            yield histogram

@@ -9,23 +9,22 @@ import asyncio
 import contextlib
 import logging
 from array import array
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import orjson
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from areal_agent.engine.embedded.grammar import Grammars, Matcher
-from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.model import ModelRunner, take_weights
+from areal_agent.engine.embedded.sampler import Grammars, Matcher
 from areal_agent.engine.embedded.scheduler import ModelWeights, Scheduler, TokenStream
-from areal_agent.engine.embedded.weights import read_weights
-from areal_agent.engine.limits import check_request
 from areal_agent.engine.pushes import PUSH_TIMEOUT_S, Pushes
 from areal_agent.engine.wire import control, fields, generate
 from areal_agent.engine.wire.fields import WireError
+from areal_agent.engine.wire.generate import check_request
 from areal_agent.errors import (
     ConfigError,
     EngineError,
@@ -46,27 +45,30 @@ SHUTDOWN_GRACE_S = 2.0
 STREAM_HEADERS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Preparation:
+    """A request that the server prepares before the scheduler has it. An abort has to reach it, too."""
+
+    request_id: str
+    is_aborted: bool = False
+
+
 class EngineServer:
     """One model, served on one port. Make it with `start`, end it with `aclose`."""
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        *,
-        version: WeightVersion,
-        push_timeout_s: float,
-        grammars: Grammars | None,
+        self, runner: ModelRunner, *, version: WeightVersion, push_timeout_s: float, grammars: Grammars | None
     ) -> None:
         self._runner = runner
         self._grammars = grammars
-        self._failed = asyncio.Event()
+        self.failed = asyncio.Event()  # set when the model thread has died; the log has its traceback
         loop = asyncio.get_running_loop()
         self._scheduler = Scheduler(
-            runner, version=version, on_failure=lambda: loop.call_soon_threadsafe(self._failed.set)
+            runner, version=version, on_failure=lambda: loop.call_soon_threadsafe(self.failed.set)
         )
         self._weights = ModelWeights(self._scheduler, runner.layout, runner.device)
         self._pushes = Pushes(self._weights, timeout_s=push_timeout_s)
-        self._preparations = Preparations()
+        self._preparations: list[_Preparation] = []
         self._is_draining = False
         self._web: web.AppRunner | None = None
         self.base_url = ""
@@ -86,22 +88,16 @@ class EngineServer:
 
         Raises ConfigError when the address cannot be bound.
         """
-        server = cls(
-            runner,
-            version=version or WeightVersion(),
-            push_timeout_s=push_timeout_s,
-            grammars=grammars or _grammars_of(runner),
+        grammars = grammars or Grammars.of(
+            Path(runner.model_path), vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids
         )
+        server = cls(runner, version=version or WeightVersion(), push_timeout_s=push_timeout_s, grammars=grammars)
         try:
             await server._listen(host, port)
         except BaseException:
             await server.aclose()
             raise
         return server
-
-    async def failed(self) -> None:
-        """Wait until the model thread has died; the log has its traceback."""
-        await self._failed.wait()
 
     async def drain(self, timeout_s: float) -> None:
         """Accept no more requests, and wait up to `timeout_s` for those under way to end."""
@@ -159,8 +155,14 @@ class EngineServer:
         # Thousands may wait, and a packed prompt takes a ninth of the memory of Python integers.
         request = replace(request, input_ids=array("i", request.input_ids))
         tokens = TokenStream() if call.stream else None
-        with self._preparations.begin(request.request_id) as preparation:
-            matcher = await self._matcher(request.sampling.grammar)
+        matcher: Matcher | None = None
+        preparation = _Preparation(request_id=request.request_id)
+        if self._grammars is not None and (grammar := request.sampling.grammar) is not None:
+            self._preparations.append(preparation)
+            try:  # in a thread, because a large grammar takes a while
+                matcher = await asyncio.to_thread(self._grammars.matcher, *grammar)
+            finally:
+                self._preparations.remove(preparation)
         answer = self._scheduler.submit(request, tokens and tokens.put, matcher)
         if preparation.is_aborted:
             self._scheduler.abort(request.request_id)
@@ -174,16 +176,11 @@ class EngineServer:
             raise
         return _answer(generate.encode_result(request, result))
 
-    async def _matcher(self, grammar: tuple[str, str] | None) -> Matcher | None:
-        """Compile the grammar in a thread, because a large one takes a while."""
-        if self._grammars is None or grammar is None:
-            return None
-        return await asyncio.to_thread(self._grammars.matcher, *grammar)
-
     async def _abort(self, http: web.Request) -> web.Response:
         abort = control.Abort.read(await http.read())
         request_id = None if abort.abort_all else abort.rid
-        self._preparations.abort(request_id)
+        for preparation in self._preparations:
+            preparation.is_aborted |= request_id in (None, preparation.request_id)
         await asyncio.wrap_future(self._scheduler.abort(request_id))
         return _success("aborted, if it was in flight")
 
@@ -217,8 +214,10 @@ class EngineServer:
     async def _update(self, update: control.DiskUpdate | control.SharedMemoryUpdate) -> web.Response:
         """Update in one call. Reading and proving run beside the model thread; only the copy runs in it."""
         self._check_serves()
-        async with self._pushes.exclusive():
-            weights = await asyncio.to_thread(read_weights, update.weights, self._runner.layout)
+        async with self._pushes.swapping:
+            weights = await asyncio.to_thread(
+                take_weights, update.weights, self._runner.layout, self._runner.device, needs_manifest=False
+            )
             await self._weights.swap(weights, update.weight_version, flush_cache=update.flush_cache)
         return _success(f"serving weight version {update.weight_version}")
 
@@ -250,11 +249,13 @@ class EngineServer:
         return _answer(control.encode_info(self._info(), self._scheduler.stats()))
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._scheduler.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(
+            body=generate_latest(self._scheduler.metrics), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
 
     def _check_serves(self) -> None:
         """Raises EngineUnreachable when the engine does not serve, so that a fleet goes elsewhere."""
-        if not self._scheduler.is_alive:
+        if self._scheduler.is_closed:
             raise EngineUnreachable("the model thread has ended; see the engine's log")
         if self._is_draining:
             raise EngineUnreachable("the engine is ending and takes no further requests; start another one")
@@ -269,46 +270,12 @@ class EngineServer:
         )
 
 
-def _grammars_of(runner: ModelRunner) -> Grammars | None:
-    return Grammars.of(Path(runner.model_path), vocab_size=runner.vocab_size, eos_token_ids=runner.eos_token_ids)
-
-
 def cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     """The error for an address that cannot be bound."""
     return ConfigError(
         f"the engine cannot listen on {host}:{port}: {error.strerror or error}; "
         "choose another port, or 0 for any free one"
     )
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Preparation:
-    """A request that the server prepares before the scheduler has it."""
-
-    request_id: str
-    is_aborted: bool = False
-
-
-class Preparations:
-    """All requests under preparation, so that an abort reaches them, too. Use it from one event loop."""
-
-    def __init__(self) -> None:
-        self._under_way: set[Preparation] = set()
-
-    @contextlib.contextmanager
-    def begin(self, request_id: str) -> Generator[Preparation]:
-        """Remember an abort of this request that comes inside the block."""
-        one = Preparation(request_id=request_id)
-        self._under_way.add(one)
-        try:
-            yield one
-        finally:
-            self._under_way.remove(one)
-
-    def abort(self, request_id: str | None) -> None:
-        """Abort one request, or all of them (None). An unknown id is no error."""
-        for one in self._under_way:
-            one.is_aborted |= request_id in (None, one.request_id)
 
 
 async def _stream_answer(
@@ -358,19 +325,15 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except EngineUnreachable as error:
         return _failure(str(error), 503)
     except web.HTTPException as error:
-        return _failure(_not_served(request, error), error.status)
+        message = f"{request.method} {request.path}: {error.reason}"
+        if request.path.startswith("/v1"):
+            message += "; an engine takes token ids (/generate): put python -m areal_agent.gateway before it for /v1"
+        return _failure(message, error.status)
     except ConnectionError:
         return _failure("the client is gone", 499)  # nobody reads it, but aiohttp would log a raised error as a failure
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
         return _failure(f"the engine failed: {error!r}; see its log", 500)
-
-
-def _not_served(request: web.Request, error: web.HTTPException) -> str:
-    message = f"{request.method} {request.path}: {error.reason}"
-    if request.path.startswith("/v1"):
-        return f"{message}; an engine takes token ids (/generate): put python -m areal_agent.gateway before it for /v1"
-    return message
 
 
 def _answer(body: dict[str, Any], status: int = 200) -> web.Response:

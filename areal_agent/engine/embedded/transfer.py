@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -89,18 +89,14 @@ def next_request(store: Store, number: int) -> Request | None:
     """Wait for request `number`, counted from 1, without a time limit. Raises ValueError for an invalid one."""
     key = f"request/{number}"
     store.set(NEXT, str(number))
-    while not _comes(store, key, LONG):
-        pass
+    while True:
+        try:
+            store.wait([key], LONG)
+            break
+        except c10d.DistStoreError:  # a time limit that nobody set
+            continue
     told = json.loads(store.get(key))
     return None if told is None else Request(**told)
-
-
-def _comes(store: Store, key: str, within: timedelta) -> bool:
-    try:
-        store.wait([key], within)
-    except c10d.DistStoreError:
-        return False
-    return True
 
 
 def refuse(store: Store, request: Request, why: str) -> None:
@@ -123,35 +119,27 @@ def receive(
     Raises RuntimeError when the trainer does not send it.
     """
 
-    def work(tell: Callable[[], None]) -> None:
+    def steps() -> Iterator[None]:
         store = connect(host, port, timeout_s)
-        tell()
-        for _ in _received(store, request, data, bucket_bytes, device, timeout_s):
-            tell()
+        yield
+        number = store.add(f"{request.group}/members", 1)
+        if number == 1:
+            ask(store, request)
+        store.set(f"{request.group}/gpu/{number}", _gpu(device))
+        answer = json.loads(store.get(f"{request.group}/answer"))
+        if "refused" in answer:
+            raise RuntimeError(answer["refused"])
+        yield
+        with _joined(store, request, answer["backend"], number, device, timeout_s) as group:
+            for piece in data.split(bucket_bytes):
+                group.receive(piece)
+                yield
 
-    _while_it_goes_on(work, FROZEN * timeout_s)
-
-
-def _received(
-    store: Store, request: Request, data: Tensor, bucket_bytes: int, device: torch.device, timeout_s: float
-) -> Iterator[None]:
-    """Receive in steps, so that the caller can watch the progress."""
-    number = store.add(f"{request.group}/members", 1)
-    if number == 1:
-        ask(store, request)
-    store.set(f"{request.group}/gpu/{number}", _gpu(device))
-    answer = json.loads(store.get(f"{request.group}/answer"))
-    if "refused" in answer:
-        raise RuntimeError(answer["refused"])
-    yield
-    with _joined(store, request, answer["backend"], number, device, timeout_s) as group:
-        for piece in data.split(bucket_bytes):
-            group.receive(piece)
-            yield
+    _while_it_goes_on(steps(), FROZEN * timeout_s)
 
 
-def _while_it_goes_on(work: Callable[[Callable[[], None]], None], timeout_s: float) -> None:
-    """Run `work` in a thread, and give up when it reports no progress for `timeout_s`.
+def _while_it_goes_on(steps: Iterator[None], timeout_s: float) -> None:
+    """Take the steps in a thread, and give up when none ends for `timeout_s`.
 
     Torch waits without a limit for a store whose process is frozen; such a thread is abandoned.
     """
@@ -159,7 +147,8 @@ def _while_it_goes_on(work: Callable[[Callable[[], None]], None], timeout_s: flo
 
     def run() -> None:
         try:
-            work(lambda: told.put(False))
+            for _ in steps:
+                told.put(False)
             told.put(True)
         except Exception as error:  # the boundary of this thread: the waiting caller raises it
             told.put(error)

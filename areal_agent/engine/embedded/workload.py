@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,9 +31,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_agent.engine.embedded.decoder import Piece, StepGivenUp
-from areal_agent.engine.embedded.grammar import Matcher
 from areal_agent.engine.embedded.model import ModelRunner
-from areal_agent.engine.embedded.sampler import Adjustments, Draws, History, SamplingRows, sample
+from areal_agent.engine.embedded.sampler import Draws, Matcher, Penalties, SamplingRows, biases_of, sample
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TopLogprobs, VersionSpan, WeightVersion
 
@@ -54,40 +54,37 @@ and the version that sampled it.
 """
 
 
+def new_future() -> Future[Any]:
+    """A future that only the model thread ends: it cannot be cancelled."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class Row:
     """A request in flight. Only the model thread touches it; others wait for `answer`."""
 
     request: GenerateRequest
-    prompt_ids: NDArray[np.int32]
-    seed: int
-    answer: Future[GenerateResult]
     on_token: TokenSink | None = None
     matcher: Matcher | None = None  # of the grammar that constrains the answer
+    prompt_ids: NDArray[np.int32] = field(init=False)
+    seed: int = field(init=False)  # chosen here if the request has none
+    answer: Future[GenerateResult] = field(default_factory=new_future)
     token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     top_logprobs: list[TopLogprobs] = field(default_factory=list[TopLogprobs])  # empty when none were requested
     begun: list[tuple[WeightVersion, int]] = field(default_factory=list[tuple[WeightVersion, int]])  # span starts
     num_computed: int = 0  # tokens whose keys and values are in its slot, during prefill
     num_cached: int | None = None  # prompt tokens found in the prefix cache, when first prefilled
-    arrived_s: float = 0.0  # by time.perf_counter()
+    arrived_s: float = field(default_factory=time.perf_counter)
     is_mixed: bool = False  # its keys and values come from more than one set of weights
     has_waited_for_sibling: bool = False
 
-    @classmethod
-    def of(cls, request: GenerateRequest, on_token: TokenSink | None = None, matcher: Matcher | None = None) -> "Row":
-        """Make a row with nothing sampled. A request without a seed gets one here."""
-        answer: Future[GenerateResult] = Future()
-        answer.set_running_or_notify_cancel()  # only the model thread ends it
-        seed = request.sampling.seed
-        return cls(
-            request=request,
-            prompt_ids=np.frombuffer(array("i", request.input_ids), dtype=np.int32),
-            seed=secrets.randbits(63) if seed is None else seed,
-            answer=answer,
-            on_token=on_token,
-            matcher=matcher,
-        )
+    def __post_init__(self) -> None:
+        self.prompt_ids = np.frombuffer(array("i", self.request.input_ids), dtype=np.int32)
+        seed = self.request.sampling.seed
+        self.seed = secrets.randbits(63) if seed is None else seed
 
     @property
     def num_tokens(self) -> int:
@@ -120,63 +117,63 @@ class Row:
 
     def finish(self, reason: FinishReason) -> None:
         """Answer with what the row has."""
+        ends = [*(start for _, start in self.begun[1:]), len(self.token_ids)]
         self.answer.set_result(
             GenerateResult(
                 token_ids=tuple(self.token_ids),
                 logprobs=tuple(self.logprobs),
-                versions=self._spans(),
+                versions=tuple(
+                    VersionSpan(version=version, start=start, end=end)
+                    for (version, start), end in zip(self.begun, ends, strict=False)  # nothing sampled: no span
+                ),
                 finish_reason=reason,
                 cached_tokens=self.num_cached or 0,
                 top_logprobs=tuple(self.top_logprobs),
             )
         )
 
-    def _spans(self) -> tuple[VersionSpan, ...]:
-        starts = [start for _, start in self.begun]
-        return tuple(
-            VersionSpan(version=version, start=start, end=end)
-            for (version, start), end in zip(self.begun, [*starts[1:], len(self.token_ids)], strict=False)
-        )
-
 
 class SamplingBatch:
     """The sampling of these rows, in this order: adjust the logits, then draw. Make a new one when the rows change."""
 
-    def __init__(self, rows: Sequence[Row], *, vocab_size: int, device: torch.device) -> None:
-        params = [row.request.sampling for row in rows]
-        histories = [History(prompt_ids=row.request.input_ids, token_ids=row.token_ids) for row in rows]
+    def __init__(self, rows: Sequence[Row], runner: ModelRunner) -> None:
+        requests, vocab_size, device = [row.request for row in rows], runner.vocab_size, runner.device
         self._rows = rows
         self._vocab_size = vocab_size
-        self._is_constrained = any(row.matcher is not None for row in rows)
-        self._adjustments = Adjustments.of(params, histories, vocab_size=vocab_size, device=device)
+        self._penalties = Penalties.of(requests, [row.token_ids for row in rows], vocab_size=vocab_size, device=device)
+        self._biases = biases_of(requests, device)
+        self._matchers = [row.matcher for row in rows]
+        self._is_constrained = any(self._matchers)
         self._sampling = SamplingRows.of(
-            params,
+            [request.sampling for request in requests],
             [row.seed for row in rows],
-            [row.request.num_top_logprobs for row in rows],
+            [request.num_top_logprobs for request in requests],
             vocab_size=vocab_size,
             device=device,
         )
 
     @torch.inference_mode()
     def sample(self, logits: Tensor) -> Draws:
-        """Sample the next token of every row from logits `[n, V]`."""
-        adjusted = logits if self._adjustments is None else self._adjustments.apply(logits)
+        """Sample the next token of every row from logits `[n, V]`, which this changes."""
+        if self._penalties is not None:
+            self._penalties.apply(logits)
+        if self._biases is not None:
+            rows, tokens, values = self._biases
+            logits.index_put_((rows, tokens), values, accumulate=True)
         if self._is_constrained:
-            adjusted = adjusted.masked_fill(self._forbidden().to(logits.device), float("-inf"))
-        draws = sample(adjusted, self._sampling, [row.num_tokens for row in self._rows])
-        if self._adjustments is not None:
-            self._adjustments.follow(draws.token_ids)
-        for row, token_id in zip(self._rows, draws.token_ids, strict=True) if self._is_constrained else ():
-            if row.matcher is not None:
-                row.matcher.follow([token_id])
+            logits.masked_fill_(self._forbidden().to(logits.device), float("-inf"))
+        draws = sample(logits, self._sampling, [row.num_tokens for row in self._rows])
+        if self._penalties is not None:
+            self._penalties.follow(draws.token_ids)
+        for matcher, token_id in zip(self._matchers, draws.token_ids, strict=True):
+            if matcher is not None:
+                matcher.follow(token_id)
         return draws
 
     def _forbidden(self) -> Tensor:
         """A mask `[n, V]` of the tokens that the rows' grammars do not allow next."""
         free = np.ones(self._vocab_size, dtype=np.bool_)
-        return torch.from_numpy(
-            ~np.stack([free if row.matcher is None else row.matcher.allowed() for row in self._rows])
-        )
+        return torch.from_numpy(~np.stack([free if one is None else one.allowed() for one in self._matchers]))
 
 
 BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -225,44 +222,23 @@ class Workload:
 
     def __init__(self, runner: ModelRunner, version: WeightVersion) -> None:
         self.version = version
-        self.kv_tokens = runner.kv.num_tokens
         self.counts = Counts()
+        self.kv = runner.kv
+        self.waiting: deque[Row] = deque()
+        self.slots: list[Row] = []  # row i holds slot i
         self.admits_new = True  # False: rows that have sampled nothing keep waiting
         self.has_memory = True  # for keys and values; without it no row gets a slot
         self._runner = runner
-        self._kv = runner.kv
-        self._chunk_tokens = chunk_tokens(runner.device)
+        self._chunk_tokens = CHUNK_TOKENS if runner.device.type == "cpu" else GPU_CHUNK_TOKENS
         self._rows: dict[str, Row] = {}  # every row in flight
-        self._waiting: deque[Row] = deque()
-        self._slots: list[Row] = []  # row i holds slot i
-        self._num_decoding = 0  # the first rows of `_slots`
+        self._num_decoding = 0  # the first rows of `slots`
         self._sampling: SamplingBatch | None = None  # of the decoding rows; None when they have changed
         self._prefilled_tokens = 0  # since the last decode step
 
     # ------------------------------------------------------------------------------------------------ rows
 
-    @property
-    def num_running(self) -> int:
-        """Rows that hold a slot."""
-        return len(self._slots)
-
-    @property
-    def num_waiting(self) -> int:
-        """Rows that wait for a slot."""
-        return len(self._waiting)
-
-    @property
-    def num_used_tokens(self) -> int:
-        """Prompt and sampled tokens of the rows that hold a slot."""
-        return sum(self._lengths())
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens that the prefix cache holds."""
-        return self._kv.prefixes.num_tokens
-
     def has_work(self) -> bool:
-        return bool(self._slots) or self._has_candidate()
+        return bool(self.slots) or self._has_candidate()
 
     def add(self, row: Row) -> None:
         """Queue a row. Raises EngineRejected when its id is already in flight."""
@@ -270,9 +246,8 @@ class Workload:
         if request_id in self._rows:
             raise EngineRejected(f"rid {request_id!r} is in flight already; make ids unique")
         self._rows[request_id] = row
-        self._waiting.append(row)
+        self.waiting.append(row)
         self.counts.requests += 1
-        row.arrived_s = time.perf_counter()
 
     def abort(self, request_id: str | None) -> None:
         """Answer one row, or all of them (None), with what it has."""
@@ -292,23 +267,23 @@ class Workload:
 
     def retract(self) -> None:
         """Take all slots back; their rows wait before all others, in their old order."""
-        while self._slots:
+        while self.slots:
             self._retract_last()
 
     def swap(self, weights: Mapping[str, Tensor], version: WeightVersion, *, flush_cache: bool) -> None:
         """Copy new weights into the model. Without `flush_cache`, rows keep the keys and values that they have."""
         if flush_cache:
             self.retract()
-        for row in self._slots:
+        for row in self.slots:
             row.is_mixed = True
-        self._kv.prefixes.clear()
+        self.kv.prefixes.clear()
         self._runner.layout.copy(weights)
         self.version = version
 
     def release_memory(self) -> None:
         """Free the memory of keys and values; rows wait and keep their tokens."""
         self.retract()
-        self._kv.prefixes.clear()
+        self.kv.prefixes.clear()
         self._runner.release_memory()
         self.has_memory = False
 
@@ -334,36 +309,36 @@ class Workload:
 
     def _next_pieces(self) -> list[Piece]:
         """The next chunk: the row being filled, then newly admitted rows, first come first served."""
-        pieces = [self._piece(slot, self._chunk_tokens) for slot in range(self._num_decoding, len(self._slots))]
+        pieces = [self._piece(slot, self._chunk_tokens) for slot in range(self._num_decoding, len(self.slots))]
         num_left = self._chunk_tokens - sum(len(piece.ids) for piece in pieces)
         openings: set[bytes] = set()
         passed_over: list[Row] = []
         while num_left > 0 and self._may_admit():
-            row = self._waiting.popleft()
+            row = self.waiting.popleft()
             if self._should_wait_for_sibling(row, openings):
                 passed_over.append(row)
                 continue
             self._admit(row)
-            pieces.append(self._piece(len(self._slots) - 1, num_left))
+            pieces.append(self._piece(len(self.slots) - 1, num_left))
             num_left -= len(pieces[-1].ids)
-        self._waiting.extendleft(reversed(passed_over))
+        self.waiting.extendleft(reversed(passed_over))
         return pieces
 
     def _may_admit(self) -> bool:
-        if not self._has_candidate() or len(self._slots) >= self._runner.num_slots:
+        if not self._has_candidate() or len(self.slots) >= self._runner.num_slots:
             return False
-        return not self._slots or self._kv.can_begin(self._waiting[0].all_ids(), self._lengths())
+        return not self.slots or self.kv.can_begin(self.waiting[0].all_ids(), self.lengths())
 
     def _has_candidate(self) -> bool:
         """True when a row may begin. Rows that have begun stand before those that have not."""
-        return bool(self._waiting) and (self.admits_new or bool(self._waiting[0].token_ids))
+        return bool(self.waiting) and (self.admits_new or bool(self.waiting[0].token_ids))
 
     def _should_wait_for_sibling(self, row: Row, openings: set[bytes]) -> bool:
         """Return whether a row admitted in this chunk begins as this one does. A row waits only once."""
-        if row.has_waited_for_sibling or not self._kv.always_keeps or not (openings or self._waiting):
+        if row.has_waited_for_sibling or not self.kv.always_keeps or not (openings or self.waiting):
             return False
         ids = row.all_ids()
-        start = self._kv.prefixes.match(ids).num_tokens
+        start = self.kv.prefixes.match(ids).num_tokens
         opening = ids[start : start + SIBLING_TOKENS]
         if len(opening) < SIBLING_TOKENS:
             return False
@@ -373,8 +348,8 @@ class Workload:
 
     def _admit(self, row: Row) -> None:
         """Give a row the next slot. Its last token is always computed."""
-        num_known = self._kv.begin(row.all_ids(), self._lengths())
-        self._slots.append(row)
+        num_known = self.kv.begin(row.all_ids(), self.lengths())
+        self.slots.append(row)
         row.num_computed = num_known
         row.is_mixed = False
         if row.num_cached is None:
@@ -383,7 +358,7 @@ class Workload:
             self.counts.cached_tokens += num_known
 
     def _piece(self, slot: int, max_tokens: int) -> Piece:
-        row = self._slots[slot]
+        row = self.slots[slot]
         ids = row.all_ids()[row.num_computed : row.num_computed + max_tokens]
         return Piece(slot=slot, begin=row.num_computed, ids=ids)
 
@@ -391,36 +366,30 @@ class Workload:
         """Compute the pieces. Rows that are complete then get their first token, and decode from now on."""
         logits = self._runner.prefill(pieces)
         for piece in pieces:
-            self._slots[piece.slot].num_computed += len(piece.ids)
+            self.slots[piece.slot].num_computed += len(piece.ids)
             self._prefilled_tokens += len(piece.ids)
-        complete = [row for row in self._slots[self._num_decoding :] if row.num_computed == row.num_tokens]
+        complete = [row for row in self.slots[self._num_decoding :] if row.num_computed == row.num_tokens]
         for slot, row in enumerate(complete, start=self._num_decoding):
             self._keep(row, slot, row.num_tokens)
         self._num_decoding += len(complete)
         self._sampling = None
         if complete:
-            self._sample(complete, logits[: len(complete)], self._gather(complete))
-        if len(self._slots) > self._num_decoding:
-            self._check_filling(self._slots[-1], logits[-1])
-
-    def _check_filling(self, row: Row, logits: Tensor) -> None:
-        """Refuse a long prompt whose first chunk has no finite logits, before its memory is left to other rows."""
-        if not math.isfinite(logits.max().item()):
-            self._refuse(row, self._not_finite(row, row.num_computed))
+            self._sample(complete, logits[: len(complete)], SamplingBatch(complete, self._runner))
+        # A long prompt without finite logits is refused at once, before its memory is left to other rows.
+        if len(self.slots) > self._num_decoding and not math.isfinite(logits[-1].max().item()):
+            filling = self.slots[-1]
+            self._refuse(filling, self._not_finite(filling, filling.num_computed))
             self._start_over()
 
     def _decode(self) -> None:
         self._prefilled_tokens = 0
-        while not self._kv.fit(self._lengths()):
+        while not self.kv.fit(self.lengths()):
             self._retract_last()
             self.counts.retracted_requests += 1
-        rows = self._slots[: self._num_decoding]
+        rows = self.slots[: self._num_decoding]
         logits = self._runner.decode([row.token_ids[-1] for row in rows], [row.num_tokens for row in rows])
-        self._sampling = self._sampling or self._gather(rows)
+        self._sampling = self._sampling or SamplingBatch(rows, self._runner)
         self._sample(rows, logits, self._sampling)
-
-    def _gather(self, rows: Sequence[Row]) -> SamplingBatch:
-        return SamplingBatch(rows, vocab_size=self._runner.vocab_size, device=self._runner.device)
 
     def _sample(self, rows: Sequence[Row], logits: Tensor, sampling: SamplingBatch) -> None:
         """Give each row its next token, and answer the rows that end with it."""
@@ -470,20 +439,20 @@ class Workload:
     def _start_over(self) -> None:
         """Recompute all rows: keys and values that are not finite spoil others, even where they are masked."""
         self.retract()
-        self._kv.prefixes.clear()
-        self._kv.cache.wipe()
+        self.kv.prefixes.clear()
+        self.kv.cache.wipe()
 
     def _take_out(self, row: Row) -> None:
         """Remove a row from its place. The caller answers it afterwards, so that `fail` does should this raise."""
-        if row in self._slots:
-            self._free(self._slots.index(row))
+        if row in self.slots:
+            self._free(self.slots.index(row))
         else:
-            self._waiting.remove(row)
+            self.waiting.remove(row)
         del self._rows[row.request.request_id]
 
     def _free(self, slot: int) -> None:
         """Keep what the row computed for others, and close the gap: slots stay dense, with decoding rows first."""
-        row = self._slots[slot]
+        row = self.slots[slot]
         is_decoding = slot < self._num_decoding
         # the last sampled token has not been through the model
         self._keep(row, slot, row.num_tokens - 1 if is_decoding else row.num_computed)
@@ -492,41 +461,33 @@ class Workload:
             self._sampling = None
             self._fill_gap(self._num_decoding, slot)
             slot = self._num_decoding
-        self._fill_gap(len(self._slots) - 1, slot)
+        self._fill_gap(len(self.slots) - 1, slot)
         self._drop_last()
 
     def _fill_gap(self, source: int, target: int) -> None:
         if source != target:
-            row = self._slots[target] = self._slots[source]
-            self._kv.cache.move(source, target, row.num_tokens)
+            row = self.slots[target] = self.slots[source]
+            self.kv.cache.move(source, target, row.num_tokens)
 
     def _retract_last(self) -> None:
         """Send the row in the last slot back to wait before all others; what it computed is lost."""
-        slot = len(self._slots) - 1
-        row = self._slots[slot]
+        slot = len(self.slots) - 1
+        row = self.slots[slot]
         if self._num_decoding > slot:
             self._num_decoding = slot
             self._sampling = None
         self._drop_last()
-        self._waiting.appendleft(row)
+        self.waiting.appendleft(row)
 
     def _drop_last(self) -> None:
-        self._slots.pop()
-        self._kv.drop(len(self._slots))
+        self.slots.pop()
+        self.kv.drop(len(self.slots))
 
     def _keep(self, row: Row, slot: int, num_tokens: int) -> None:
         """Keep a row's first tokens for others, unless several sets of weights computed them."""
         if not row.is_mixed:
-            self._kv.keep(slot, row.all_ids()[:num_tokens], self._lengths())
+            self.kv.keep(slot, row.all_ids()[:num_tokens], self.lengths())
 
-    def _lengths(self) -> list[int]:
-        return [row.num_tokens for row in self._slots]
-
-
-def chunk_tokens(device: torch.device) -> int:
-    """The number of tokens in one prefill step on a device.
-
-    >>> chunk_tokens(torch.device("cuda")) // chunk_tokens(torch.device("cpu"))
-    4
-    """
-    return CHUNK_TOKENS if device.type == "cpu" else GPU_CHUNK_TOKENS
+    def lengths(self) -> list[int]:
+        """Prompt and sampled tokens of the rows that hold a slot."""
+        return [row.num_tokens for row in self.slots]

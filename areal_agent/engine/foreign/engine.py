@@ -15,9 +15,9 @@ from pathlib import Path
 
 from areal_agent.engine.foreign.server import ForeignServer, ServedModel, ServerState, ServerWeights
 from areal_agent.engine.foreign.weight_folders import WeightFolders
-from areal_agent.engine.limits import check_request
 from areal_agent.engine.transport import wait_until_healthy
 from areal_agent.engine.wire.control import EngineStats
+from areal_agent.engine.wire.generate import check_request
 from areal_agent.errors import EngineError, EngineRejected, WeightUpdateError
 from areal_agent.process import count_cancellations
 from areal_agent.types import (

@@ -7,6 +7,7 @@ Events are lines `data: {...}`, and `data: [DONE]` after the last one. Every eve
 tokens every time. The length of each list tells which. The last event has the finish reason and all version spans.
 """
 
+import math
 import uuid
 from array import array
 from collections.abc import Sequence
@@ -31,7 +32,9 @@ from areal_agent.engine.wire.fields import (
     encode_spans,
     get,
 )
+from areal_agent.errors import EngineRejected
 from areal_agent.types import (
+    EngineInfo,
     FinishReason,
     GenerateRequest,
     GenerateResult,
@@ -226,6 +229,58 @@ def encode_request(request: GenerateRequest, *, is_streamed: bool = False) -> di
     if request.num_top_logprobs:
         body["top_logprobs_num"] = request.num_top_logprobs
     return body
+
+
+MAX_TOP_LOGPROBS = 1000
+"""The limit at each token: with a whole vocabulary of 150,000, 1,000 tokens would take 15 GB and crash the engine."""
+
+
+def check_request(request: GenerateRequest, info: EngineInfo) -> None:
+    """Raise EngineRejected for a request that an engine with this vocabulary and context cannot serve.
+
+    The client checks before it sends (an id outside the vocabulary kills a real SGLang server), the server before it
+    runs.
+    """
+    ids, sampling, vocab_size = request.input_ids, request.sampling, info.vocab_size
+    if not len(ids):
+        raise EngineRejected("input_ids is empty; a request needs at least one token to continue")
+    if _largest_id(ids) >= vocab_size:
+        position, token_id = next((i, id_) for i, id_ in enumerate(ids) if not 0 <= id_ < vocab_size)
+        raise EngineRejected(
+            f"input_ids[{position}] is {token_id}, outside the vocabulary of {vocab_size} ids; "
+            "use the tokenizer of the model that the engine serves"
+        )
+    if len(ids) + sampling.max_tokens > info.max_context_tokens:
+        raise EngineRejected(
+            f"a prompt of {len(ids)} tokens and max_tokens {sampling.max_tokens} exceed the context of "
+            f"{info.max_context_tokens} tokens; shorten the prompt, lower max_tokens (max_new_tokens), or raise "
+            "engine.max_context_tokens (--max-context)"
+        )
+    for token_id, _ in sampling.logit_bias:
+        if not 0 <= token_id < vocab_size:
+            raise EngineRejected(
+                f"logit_bias names the token id {token_id}, outside the vocabulary of {vocab_size} ids"
+            )
+    most = min(vocab_size, MAX_TOP_LOGPROBS)
+    if not 0 <= request.num_top_logprobs <= most:
+        raise EngineRejected(
+            f"the number of top log-probabilities is {request.num_top_logprobs}; it must be from 0 (off) to {most}, of "
+            f"the {vocab_size} ids of the vocabulary"
+        )
+    if sampling.grammar is not None and not info.has_grammar:
+        name, text = sampling.grammar
+        raise EngineRejected(
+            f"{name} is {text!r:.80}, but this engine does not constrain answers to a grammar; "
+            "leave it out, or use an engine that has one"
+        )
+
+
+def _largest_id(ids: Sequence[int]) -> float:
+    """Return the largest id, or more than any vocabulary if one is negative, in a third of the time of `min`, `max`."""
+    try:
+        return int(np.frombuffer(ids if isinstance(ids, array) else array("i", ids), dtype=np.uintc).max())
+    except OverflowError:
+        return math.inf
 
 
 def encode_result(request: GenerateRequest, result: GenerateResult, *, num_sent: int = 0) -> dict[str, Any]:
