@@ -96,16 +96,15 @@ async def start_worker(
     """Start a rollout worker and wait until it takes calls; it is ended on leaving."""
     name, log_path = f"worker {settings.number}", logs / f"worker-{settings.number}.log"
     process, ours = await _start_child(name, "areal_agent.rollout.worker", log_path, num_threads=1)
-    client = WorkerClient(await Channel.over(ours), on_warning)
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(process.aclose)
+        client = WorkerClient(await Channel.over(stack.enter_context(ours)), on_warning)
+        stack.push_async_callback(client.aclose)
         try:
             await unless_it_dies(process, client.start(settings))
         except WorkerGone:  # it closed its end, so it is about to die
             raise await process.died() from None
         yield process, client
-    finally:
-        await client.aclose()
-        await process.aclose()
 
 
 def thread_variables(num_threads: int) -> dict[str, str]:

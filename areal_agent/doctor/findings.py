@@ -8,7 +8,7 @@ import asyncio
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self, TextIO, TypeVar
@@ -161,3 +161,20 @@ async def examined(report: Report, check: str, work: Awaitable[list[Finding]]) -
     """Report what a check finds, or its failure."""
     for finding in await attempt(report, check, work) or ():
         report.add(finding)
+
+
+async def output_of(command: Sequence[str], limit_s: float) -> tuple[int, str, str]:
+    """Run a command; return its exit code, output and errors. It ends with this call, also when that is cancelled.
+
+    Raises TimeoutError after `limit_s`, and OSError where it cannot be started.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        output, errors = await asyncio.wait_for(process.communicate(), limit_s)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    return await process.wait(), output.decode(errors="replace"), errors.decode(errors="replace")

@@ -40,15 +40,13 @@ Where an engine lends the memory of its keys (`engine.release_kv`), they and a t
 constants below stand for what no formula covers: Python and its libraries, CUDA, an engine's graphs.
 """
 
-import asyncio
 import os
-import subprocess
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal_agent.config import Config
-from areal_agent.doctor.findings import GIB, MIB, Finding, State, gib
+from areal_agent.doctor.findings import GIB, MIB, Finding, State, gib, output_of
 from areal_agent.doctor.model import BFLOAT16_BYTES, FLOAT32_BYTES, ModelShape
 from areal_agent.engine.config import EnginePlan, default_kv_tokens
 
@@ -80,7 +78,7 @@ class Machine:
 
 async def this_machine() -> Machine:
     """Describe this machine, as far as that is possible without loading torch."""
-    sizes = await asyncio.to_thread(_gpu_sizes)
+    sizes = await _gpu_sizes()
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         # the names in it may be of any kind, and GPUs count as equal
         sizes = sizes[: sum(name.strip() not in ("", "-1") for name in visible.split(","))]
@@ -99,13 +97,13 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _gpu_sizes() -> list[int]:
+async def _gpu_sizes() -> list[int]:
     """Return the memory of each GPU of the machine; nothing without a driver that answers."""
     try:
-        done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=ASKING_S)
-    except (OSError, subprocess.TimeoutExpired):
+        _, output, _ = await output_of(NVIDIA_SMI, ASKING_S)
+    except OSError:  # a TimeoutError is one
         return []
-    return [int(line) * MIB for line in done.stdout.split() if line.isdigit()]
+    return [int(line) * MIB for line in output.split() if line.isdigit()]
 
 
 def _available_bytes() -> int | None:

@@ -3,10 +3,8 @@
 They call the functions of run/preflight.py, where a run stops at its first fault; here every fault is reported.
 """
 
-import asyncio
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,7 +13,7 @@ from pathlib import Path
 import orjson
 
 from areal_agent.config import Config
-from areal_agent.doctor.findings import Finding, Report, State, attempt, gib
+from areal_agent.doctor.findings import Finding, Report, State, attempt, gib, output_of
 from areal_agent.doctor.memory import NUM_SLOTS, Machine, TrainerMemory, uses_gpu
 from areal_agent.doctor.model import ModelShape
 from areal_agent.errors import ConfigError, SandboxError
@@ -81,10 +79,13 @@ async def _engine_python(config: Config) -> str:
     check_engine(config)
     module = config.engine.backend
     program = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-    done = await asyncio.to_thread(
-        subprocess.run, [config.engine.python, "-c", program], capture_output=True, timeout=IMPORTING_S
-    )
-    if done.returncode:
+    try:
+        exit_code, _, _ = await output_of([config.engine.python, "-c", program], IMPORTING_S)
+    except TimeoutError:
+        raise ConfigError(
+            f"engine.python = {config.engine.python!r} gave no answer within {IMPORTING_S:g} s; try it alone"
+        ) from None
+    if exit_code:
         raise ConfigError(
             f"engine.python = {config.engine.python!r} has no module {module!r}; install it into that environment"
         )
@@ -135,13 +136,13 @@ async def ask() -> Mapping[str, str | None]:
     """Return None for each kind of isolation that works, else the reason. Raises SandboxError without an answer."""
     command = [sys.executable, "-m", "sandboxes", "doctor", "--json"]
     try:
-        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=ASKING_S)
-    except subprocess.TimeoutExpired:
+        exit_code, output, errors = await output_of(command, ASKING_S)
+    except TimeoutError:
         raise SandboxError(f"python -m sandboxes doctor gave no answer within {ASKING_S:g} s; run it alone") from None
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:]
+    if exit_code:
+        last = errors.strip().splitlines()[-1:]
         raise SandboxError(f"python -m sandboxes doctor failed: {' '.join(last)}; run it alone")
-    return {one["subject"]: None if one["works"] else one["detail"] for one in orjson.loads(done.stdout)}
+    return {one["subject"]: None if one["works"] else one["detail"] for one in orjson.loads(output)}
 
 
 def judge(config: SandboxConfig, found: Mapping[str, str | None]) -> Finding:

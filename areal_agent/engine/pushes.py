@@ -170,9 +170,9 @@ class Pushes(Generic[T]):
             return False
         if version == serving and await self._target.holds(taken):
             return True
+        others = " with other weights" if version == serving else ""
         raise WeightUpdateError(
-            f"version {version} was pushed, but {serving} serves{' with other weights' * (version == serving)}; "
-            "versions only go up: push a later one"
+            f"version {version} was pushed, but {serving} serves{others}; versions only go up: push a later one"
         )
 
 

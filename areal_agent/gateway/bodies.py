@@ -309,6 +309,7 @@ class GrowingBody:
     def decode(self, payload: bytes) -> object:
         """Return the decoded JSON. Raises orjson.JSONDecodeError."""
         if len(payload) > MAX_KEPT_BYTES:
+            self.forget()
             return orjson.loads(payload)
         new = self._new_messages(payload)
         if new is None:
@@ -320,6 +321,10 @@ class GrowingBody:
         if end:
             self._body, self._head, self._tail = body, payload[:end], payload[end:]
         return body
+
+    def forget(self) -> None:
+        """Release the body before; the next one is decoded whole."""
+        self._body, self._head, self._tail = {}, b"", b""
 
     def _new_messages(self, payload: bytes) -> list[Any] | None:
         """Return the messages between head and tail; None if the payload differs from the one before in another way."""

@@ -27,7 +27,7 @@ def _kind(value: object) -> str:
 
 
 PromptText = Annotated[str, Field(min_length=1)]
-PromptIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+PromptIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 Prompts = Annotated[
     Annotated[PromptText, Tag("a string")]
     | Annotated[PromptIds, Tag("a list")]
@@ -37,7 +37,7 @@ Prompts = Annotated[
                 Annotated[PromptText, Tag("a string")] | Annotated[PromptIds, Tag("a list")], Discriminator(json_kind)
             ]
         ],
-        Field(min_length=1),
+        Field(min_length=1, fail_fast=True),
         Tag("a list of prompts"),
     ],
     Discriminator(_kind),

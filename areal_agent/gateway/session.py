@@ -121,9 +121,8 @@ def with_reward(rewards: Rewards, request: RewardRequest, completion_ids: Collec
 
 
 def has_ended(session_id: str, how: str = "has ended") -> RequestError:
-    return RequestError(
-        f"session {session_id!r} {how}: it accepts no more calls; start a new one", status=409, code="session_ended"
-    )
+    message = f"session {session_id!r} {how}: it accepts no more calls and rewards; start a new one"
+    return RequestError(message, status=409, code="session_ended")
 
 
 class SessionState(StrEnum):
@@ -283,6 +282,7 @@ class Session:
             await asyncio.wait(self._answers)  # until the partial answers are in the journal
         await self.deliveries.settle(self._services.abort_grace_s)
         await self._log.close()
+        self.bodies.forget()
         status, error = _outcome(request, self._rewards, num_turns=self._log.num_turns)
         trajectory = Trajectory(
             session_id=self.record.id,

@@ -20,7 +20,7 @@ from typing import Literal, cast
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load
+from safetensors.torch import load, load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
@@ -291,7 +291,8 @@ def take_weights(
 ) -> Mapping[str, Tensor]:
     """Read or receive a set of weights into memory of our own, which cannot change afterwards, and prove it.
 
-    A folder is verified by its manifest if `needs_manifest`. Raises WeightUpdateError.
+    A folder is verified by its manifest; without `needs_manifest` it is only mapped, and must not change until the
+    weights are copied. Raises WeightUpdateError.
     """
     match source:
         case DistributedWeights():
@@ -342,12 +343,11 @@ def _receive(source: DistributedWeights, device: torch.device) -> dict[str, Tens
 def _read_folder(source: DiskWeights, *, needs_manifest: bool) -> dict[str, Tensor]:
     folder = Path(source.path)
     try:
-        files = (
-            take_folder(source).values()
-            if needs_manifest
-            else ((folder / name).read_bytes() for name in weight_files(folder))
-        )
-        return {name: _checked(name, tensor) for data in files for name, tensor in load(data).items()}
+        if needs_manifest:
+            files = [load(data) for data in take_folder(source).values()]
+        else:
+            files = [load_file(folder / name) for name in weight_files(folder)]
+        return {name: _checked(name, tensor) for file in files for name, tensor in file.items()}
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise WeightUpdateError(
             f"cannot read weights from {source.path!r}: {error}; it must be a Hugging Face folder with safetensors"

@@ -312,9 +312,11 @@ class ModelWeights:
     def version(self) -> WeightVersion:
         return self._scheduler.stats().weight_version
 
-    async def take(self, weights: Weights) -> Mapping[str, Tensor]:
+    async def take(self, weights: Weights, *, needs_manifest: bool = True) -> Mapping[str, Tensor]:
         try:
-            return await asyncio.to_thread(take_weights, weights, self._layout, self._device)
+            return await asyncio.to_thread(
+                take_weights, weights, self._layout, self._device, needs_manifest=needs_manifest
+            )
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise WeightUpdateError(
                 f"there is no memory to take the new weights beside those that serve: {str(error)[:200]}; leave more "

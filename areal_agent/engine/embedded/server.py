@@ -18,7 +18,7 @@ import orjson
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from areal_agent.engine.embedded.model import ModelRunner, take_weights
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.sampler import Grammars, Matcher
 from areal_agent.engine.embedded.scheduler import ModelWeights, Scheduler, TokenStream
 from areal_agent.engine.pushes import PUSH_TIMEOUT_S, Pushes
@@ -215,9 +215,7 @@ class EngineServer:
         """Update in one call. Reading and proving run beside the model thread; only the copy runs in it."""
         self._check_serves()
         async with self._pushes.swapping:
-            weights = await asyncio.to_thread(
-                take_weights, update.weights, self._runner.layout, self._runner.device, needs_manifest=False
-            )
+            weights = await self._weights.take(update.weights, needs_manifest=False)
             await self._weights.swap(weights, update.weight_version, flush_cache=update.flush_cache)
         return _success(f"serving weight version {update.weight_version}")
 

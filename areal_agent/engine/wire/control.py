@@ -64,7 +64,7 @@ RESUME_MEMORY = "/resume_memory_occupation"
 class Memory(Message):
     """The body of both memory calls. Only the memory of keys and values can be released."""
 
-    tags: tuple[Literal["kv_cache"]] = ("kv_cache",)
+    tags: tuple[Literal["kv_cache"], ...] = Field(default=("kv_cache",), min_length=1, max_length=1)
 
 
 UPDATE_FROM_DISK = "/update_weights_from_disk"
@@ -88,7 +88,7 @@ class DiskUpdate(WeightUpdate):
 
 class SharedMemoryUpdate(WeightUpdate):
     path: str
-    entries: tuple[TensorEntry, ...]
+    entries: Annotated[tuple[TensorEntry, ...], Field(fail_fast=True)]
     crc32: int
 
     @property

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Self, TypeVar, cast
+from typing import Annotated, Any, Self, TypeVar, cast, get_args
 
 import orjson
 from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, ValidationError
@@ -41,15 +41,15 @@ class Message(BaseModel):
         try:
             return cls.model_validate_json(data or b"{}")
         except ValidationError as error:
-            raise WireError(_explain(error.errors(include_url=False)[0], sorted(cls.model_fields))) from None
+            raise WireError(_explain(error.errors(include_url=False)[0], cls)) from None
 
     def encode(self) -> dict[str, Any]:
         """Return the body, without fields that were not given."""
         return self.model_dump(mode="json", exclude_unset=True, exclude_none=True)
 
 
-def _explain(fault: ErrorDetails, names: Sequence[str]) -> str:
-    """Say what is wrong with a body that may have fields of these names."""
+def _explain(fault: ErrorDetails, kind: type[Message]) -> str:
+    """Say what is wrong with a body of this kind."""
     name, value, what = ".".join(map(str, fault["loc"]))[:80] or "the body", fault["input"], fault["msg"]
     match fault["type"]:
         case "json_invalid":
@@ -57,14 +57,28 @@ def _explain(fault: ErrorDetails, names: Sequence[str]) -> str:
         case "missing":
             return f"{name} is missing"
         case "extra_forbidden" | "unexpected_keyword_argument":
-            known = f"; the body takes {', '.join(names)}" if len(fault["loc"]) == 1 else ""
-            return f"{name!r} is unknown{known}"
+            return f"{name!r} is unknown; {_taker(fault, kind)}"
         case "model_type" | "dataclass_type":
             return f"{name} is {value!r:.80}; it must be a JSON object"
         case "value_error":
-            return what.removeprefix("Value error, ")
+            what = what.removeprefix("Value error, ")
+            return f"{name} is {value!r:.80}; {what}" if what.startswith("it must") else what
         case _:
-            return f"{name} is {value!r:.80}; {re.sub('^[A-Z][a-z]+ should', 'it must', what)}"
+            what = re.sub("^[A-Z][a-z]+ should", "it must", what)
+            return f"{name} is {value!r:.80}; {what.partition(' after validation')[0]}"
+
+
+def _taker(fault: ErrorDetails, kind: type[Message]) -> str:
+    """Say which names are taken where an unknown one was found."""
+    where = "the body"
+    for step in fault["loc"][:-1]:
+        inner = kind.model_fields.get(str(step))
+        kinds = [] if inner is None else [one for one in get_args(inner.annotation) if isinstance(one, type)]
+        found = next((one for one in kinds if issubclass(one, Message)), None)
+        if found is None:
+            return "leave it out"
+        where, kind = str(step), found
+    return f"{where} takes {', '.join(sorted(kind.model_fields))}"
 
 
 def decode_json(data: bytes) -> object:

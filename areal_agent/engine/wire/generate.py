@@ -8,11 +8,12 @@ tokens every time. The length of each list tells which. The last event has the f
 """
 
 import math
+import re
 import uuid
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Self, cast
 
 import numpy as np
 import orjson
@@ -57,40 +58,52 @@ _OFF = SamplingParams()
 _GRAMMARS = ("json_schema", "regex", "ebnf")
 
 
-def _temperature(temperature: float) -> float:
-    low, high = TEMPERATURES
-    if temperature and not low <= temperature <= high:
-        raise ValueError(f"temperature is {temperature}; it must be 0 (greedy), or from {low:g} to {high:g}")
-    return temperature
+def _holds(is_right: Callable[[Any], bool], must: str) -> AfterValidator:
+    """Return a check of one value; `must` ends its refusal."""
+
+    def check(value: Any) -> Any:
+        if not is_right(value):
+            raise ValueError(f"it must be {must}")
+        return value
+
+    return AfterValidator(check)
 
 
-def _top_k(top_k: int) -> int:
-    if top_k < 1 and top_k != -1:
-        raise ValueError(f"top_k is {top_k}; it must be at least 1, or -1 (off)")
-    return top_k
+def _within(low: float, high: float, off: float) -> AfterValidator:
+    return _holds(lambda value: low <= value <= high, f"from {low:g} to {high:g} ({off:g} is off)")
 
 
-_Penalty = Annotated[float, Field(ge=-2, le=2)]
-_TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+_COLDEST, _HOTTEST = TEMPERATURES
+_Temperature = Annotated[
+    float,
+    _holds(
+        lambda value: not value or _COLDEST <= value <= _HOTTEST, f"0 (greedy), or from {_COLDEST:g} to {_HOTTEST:g}"
+    ),
+]
+_Penalty = Annotated[float, _within(-2, 2, off=0)]
+_TokenId = Annotated[str, _holds(lambda key: re.fullmatch("[0-9]{1,10}", key) is not None, "a token id")]
+_TokenIds = Annotated[
+    tuple[int, ...], Field(fail_fast=True)
+]  # without it, each of a million wrong ids would be collected
 
 
 class Sampling(Message):
     """The object `sampling_params`; a parameter that is missing is off."""
 
-    temperature: Annotated[float, AfterValidator(_temperature)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, AfterValidator(_top_k)] = -1
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    temperature: _Temperature = 1.0
+    top_p: Annotated[float, _holds(lambda value: 0 < value <= 1, "above 0 and at most 1 (off)")] = 1.0
+    top_k: Annotated[int, _holds(lambda value: value >= 1 or value == -1, "at least 1, or -1 (off)")] = -1
+    min_p: Annotated[float, _within(0, 1, off=0)] = 0.0
     frequency_penalty: _Penalty = 0.0
     presence_penalty: _Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION_PENALTY, le=2)] = 1.0
-    logit_bias: dict[_TokenId, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] | None = None
+    repetition_penalty: Annotated[float, _within(MIN_REPETITION_PENALTY, 2, off=1)] = 1.0
+    logit_bias: dict[_TokenId, Annotated[float, _within(-MAX_BIAS, MAX_BIAS, off=0)]] | None = None
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
     max_new_tokens: Annotated[int, Field(ge=1)] = 128
-    stop_token_ids: tuple[int, ...] | None = None
-    sampling_seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    stop_token_ids: _TokenIds | None = None
+    sampling_seed: Annotated[int, _holds(lambda value: 0 <= value <= MAX_SEED, f"from 0 to {MAX_SEED}")] | None = None
 
     @model_validator(mode="after")
     def _has_one_grammar(self) -> Self:
@@ -196,10 +209,10 @@ GENERATE = "/generate"
 class GenerateCall(Message):
     """The body of `/generate`. As with SGLang, a missing `rid` is generated."""
 
-    rid: Annotated[str, Field(min_length=1)] | None = None
-    input_ids: tuple[int, ...]
+    rid: Annotated[str, _holds(bool, "a character at least, or left out")] | None = None
+    input_ids: _TokenIds
     sampling_params: Sampling | None = None
-    return_logprob: Literal[True] = True  # it is always on here
+    return_logprob: Annotated[bool, _holds(bool, "left out: it is always on here")] = True
     top_logprobs_num: int = 0
     stream: bool = False
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Self, TypeVar
 
 import orjson
-from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from areal_agent.errors import GatewayError, RequestError
 from areal_agent.gateway.bodies import Body, Count, Name, Number, PositiveCount
@@ -22,10 +22,15 @@ Answer = TypeVar("Answer")
 
 Seconds = Annotated[float, Field(ge=0, le=3600)]
 
+_OF_THE_SAME_RELEASE = ConfigDict(extra="forbid")
+"""Of answers: a field that this client does not have means that the gateway is of another release."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
     """The state of a gateway. Its counts are of answers (rollouts), failed siblings included."""
+
+    __pydantic_config__ = _OF_THE_SAME_RELEASE
 
     trainer: str | None  # the name of its trainer; None: nobody yet, or a trainer without a name
     published: int  # the weight version that serves, as the trainer said
@@ -56,6 +61,8 @@ class ReturnReply:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayStatus:
     """The answer of `/rl/status`: the gateway's state, and its counters since it started."""
+
+    __pydantic_config__ = _OF_THE_SAME_RELEASE
 
     state: State
     stats: GatewayStats
