@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,14 @@ def batch_of(trajectories: Sequence[Trajectory], records: Sequence[TokenRecord],
 
 
 def completion(id: str, versions: Sequence[int], **changes: Any) -> Completion:
-    """Return an answer with one token for each version."""
+    """Return an answer with one token for each version, given as the weights' step; equal neighbours share a span."""
+    runs = [(step, list(places)) for step, places in groupby(range(len(versions)), versions.__getitem__)]
     made = Completion(
         id=id,
         token_ids=tuple(range(len(versions))),
         logprobs=(-0.5,) * len(versions),
         versions=tuple(
-            VersionSpan(version=WeightVersion(step=version), start=place, end=place + 1)
-            for place, version in enumerate(versions)
+            VersionSpan(version=WeightVersion(step=step), start=places[0], end=places[-1] + 1) for step, places in runs
         ),
         finish_reason=FinishReason.STOP,
         distribution=Distribution.EXACT,

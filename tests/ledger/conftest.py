@@ -68,9 +68,7 @@ class Make:
         return replace(record, **changes)
 
     def completion(self, id: str, num_tokens: int = 4, step: int = 0) -> Completion:
-        span = VersionSpan(version=WeightVersion(step=step), start=0, end=num_tokens)
-        made = histories.completion(id, (step,) * num_tokens)
-        return replace(made, token_ids=tuple(range(100, 100 + num_tokens)), versions=(span,))
+        return histories.completion(id, (step,) * num_tokens, token_ids=tuple(range(100, 100 + num_tokens)))
 
     def turn(self, session_id: str, number: int = 0, **changes: Any) -> Turn:
         fields: dict[str, Any] = {
