@@ -168,6 +168,7 @@ def new_renderer(backend: Tokenizer, template: str) -> Renderer:
 
 
 OpenWorld = Callable[..., Awaitable[World]]
+OpenAgent = Callable[..., Awaitable[Agent]]
 
 
 @pytest.fixture
@@ -213,3 +214,13 @@ async def open_world(renderer: Renderer) -> AsyncIterator[OpenWorld]:
 
     async with stack:
         yield open_it
+
+
+@pytest.fixture
+def open_agent(open_world: OpenWorld) -> OpenAgent:
+    """Opens a gateway as `open_world` does, and starts a session there."""
+
+    async def open_it(*texts: str, **options: Any) -> Agent:
+        return await (await open_world(*texts, **options)).start()
+
+    return open_it

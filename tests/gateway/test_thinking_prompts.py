@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from areal_agent.tokens.renderer import Renderer
 
-from .conftest import TEMPLATE, OpenWorld, new_renderer
+from .conftest import TEMPLATE, OpenAgent, OpenWorld, new_renderer
 
 PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
 
@@ -26,24 +26,22 @@ async def test_reasoning_ends_at_its_tag(open_world: OpenWorld, thinking_rendere
     assert "".join(message.content or "" for message in messages) == "hello"
 
 
-async def test_reasoning_that_never_ends_is_all(open_world: OpenWorld, thinking_renderer: Renderer) -> None:
-    world = await open_world("well, so", "ok</think>yes<|im_end|>", model=thinking_renderer)
-    agent = await world.start()
+async def test_reasoning_that_never_ends_is_all(open_agent: OpenAgent, thinking_renderer: Renderer) -> None:
+    agent = await open_agent("well, so", "ok</think>yes<|im_end|>", model=thinking_renderer)
     question: list[Any] = [{"role": "user", "content": "x"}]
-    reply = await agent.ask(question, max_tokens=len(world.ids("well, so")))
+    reply = await agent.ask(question, max_tokens=len(agent.world.ids("well, so")))
     message = reply.choices[0].message
     assert (message.reasoning_content, message.content, reply.choices[0].finish_reason) == ("well, so", "", "stop")
-    assert reply.usage.completion_tokens_details.reasoning_tokens == len(world.ids("well, so"))
+    assert reply.usage.completion_tokens_details.reasoning_tokens == len(agent.world.ids("well, so"))
     await agent.ask([*question, message, {"role": "user", "content": "y"}])
     assert agent.turns[1].parent == reply.id
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_forced_call_ends_the_reasoning(
-    open_world: OpenWorld, thinking_renderer: Renderer, is_streamed: bool
+    open_agent: OpenAgent, thinking_renderer: Renderer, is_streamed: bool
 ) -> None:
-    world = await open_world(' {"code": "1"}}</tool_call><|im_end|>', "</think>so<|im_end|>", model=thinking_renderer)
-    agent = await world.start()
+    agent = await open_agent(' {"code": "1"}}</tool_call><|im_end|>', "</think>so<|im_end|>", model=thinking_renderer)
     question: list[Any] = [{"role": "user", "content": "x"}]
     choice = {"type": "function", "function": {"name": "python"}}
     reply = await agent.ask(question, tools=[PYTHON], tool_choice=choice, stream=is_streamed)
@@ -62,20 +60,19 @@ async def test_a_forced_call_ends_the_reasoning(
     assert agent.turns[1].parent == agent.turns[0].completions[0].id
 
 
-async def test_a_forced_call_ends_no_reasoning_that_is_not_open(open_world: OpenWorld, backend: Tokenizer) -> None:
+async def test_a_forced_call_ends_no_reasoning_that_is_not_open(open_agent: OpenAgent, backend: Tokenizer) -> None:
     thinks_after_questions = TEMPLATE.replace(
         "assistant\\n' }}{%- endif %}",
         "assistant\\n' + ('<think>\\n' if messages[-1].role == 'user' else '') }}{%- endif %}",
     )
     model = new_renderer(backend, thinks_after_questions)
-    world = await open_world("hm</think>so<|im_end|>", ' {"code": "1"}}</tool_call><|im_end|>', model=model)
-    agent = await world.start()
+    agent = await open_agent("hm</think>so<|im_end|>", ' {"code": "1"}}</tool_call><|im_end|>', model=model)
     question: list[Any] = [{"role": "user", "content": "x"}]
     answer = (await agent.ask(question)).choices[0].message
     choice = {"type": "function", "function": {"name": "python"}}
     result = {"role": "tool", "tool_call_id": "c", "content": "1"}
     reply = await agent.ask([*question, answer, result], tools=[PYTHON], tool_choice=choice)
-    assert world.renderer.text_of(world.engine.requests[1].input_ids, has_ended=False).endswith(
+    assert agent.world.renderer.text_of(agent.world.engine.requests[1].input_ids, has_ended=False).endswith(
         '<|im_start|>assistant\n<tool_call>{"name": "python", "arguments":'
     )
     assert reply.choices[0].message.tool_calls[0].function.arguments == '{"code": "1"}'
