@@ -39,6 +39,7 @@ class Witness:
     def __init__(self) -> None:
         self.arrivals: asyncio.Queue[Arrival] = asyncio.Queue()
         self.port = 0
+        self.writers: list[asyncio.StreamWriter] = []
 
     def connect(self, name: str = "program") -> str:
         """Python that connects; `witness.recv(9)` then waits until it is released."""
@@ -52,6 +53,7 @@ class Witness:
             return await self.arrivals.get()
 
     async def greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.writers.append(writer)
         name = (await reader.readline()).decode().strip()
         await self.arrivals.put(Arrival(name, reader, writer))
 
@@ -63,6 +65,8 @@ async def witness() -> AsyncIterator[Witness]:
     witness.port = server.sockets[0].getsockname()[1]
     yield witness
     server.close()
+    for writer in witness.writers:
+        writer.transport.abort()
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ async def test_damaged_weights_keep_it_out_until_the_next_ones(stage):
     stage.one.restart(ZERO)
     await stage.until(lambda: "the whole push counts as damaged" in stage.report(stage.one).reason)
     assert stage.one.fake.version == ZERO
-    stage.one.fake._faults._num_corrupt = 0
+    stage.one.fake._num_corrupt = 0
     await push([stage.fleet], DiskWeights(path="weights-9"), WeightVersion(step=9))
     await stage.until_serving(stage.one)
     assert stage.one.fake.version == WeightVersion(step=9)
