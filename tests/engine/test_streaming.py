@@ -18,6 +18,8 @@ from areal_agent.engine.wire import generate
 from areal_agent.errors import EngineRejected, EngineUnreachable
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, PauseMode, TokenChunk, WeightVersion
 
+from .sampled import Weights, assert_swapped
+
 
 class Collected:
     """The chunks of one request, and when they came."""
@@ -68,17 +70,11 @@ async def test_over_an_interruption(tiny, other, serve, ask, share, truth):
     request, collected = ask(1, max_tokens=40), Collected()
     async with serve(tiny) as served:
         answer = await served.under_way(request, collected.add, num_steps=8)
-        await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
-        await served.engine.update_weights(share(other), WeightVersion(step=8))
-        served.gate.open()
-        await served.engine.resume()
+        await served.interrupt(PauseMode.RETRACT, share(other), WeightVersion(step=8))
         result = await answer
     collected.assert_make(result)
-    split = result.versions[0].end
-    assert [(span.version.step, span.start, span.end) for span in result.versions] == [(7, 0, split), (8, split, 40)]
-    old = truth(tiny).logprobs(request.input_ids, result.token_ids)
-    new = truth(other).logprobs(request.input_ids, result.token_ids)
-    assert result.logprobs == pytest.approx([*old[:split], *new[split:]], abs=1e-4)
+    old, new = (Weights(model=model, version=WeightVersion(step=step)) for model, step in ((tiny, 7), (other, 8)))
+    assert_swapped(old, new, request, result, truth)
 
 
 async def test_tokens_leave_as_they_are_sampled(tiny, serve, ask):

@@ -1,7 +1,7 @@
 """Fixtures: a served gateway with a scripted engine and an in-memory journal, and clients for it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,6 +121,21 @@ class Agent:
         """Ask for a chat completion over plain HTTP."""
         default = {"model": "model", "messages": [{"role": "user", "content": "hello"}]}
         return await self.world.call("/v1/chat/completions", default | body, key=self.key)
+
+    async def under_way(
+        self, call: Coroutine[Any, Any, Any], num_tokens: int = 0, *, num_requests: int = 1
+    ) -> "asyncio.Task[Any]":
+        """Begin a call; return it once the engine has its requests, and has sampled so many tokens of each."""
+        task = asyncio.create_task(call)
+        await self.world.engine.wait_for_requests(num_requests)
+        self.world.engine.step(num_tokens)
+        return task
+
+    async def play(self) -> None:
+        """Ask for a completion, give it a reward, and end the session."""
+        await self.post_chat()
+        await self.reward(reward=1)
+        await self.end()
 
     async def reward(self, **body: Any) -> tuple[int, Any]:
         return await self.world.call("/rl/set_reward", body, key=self.key)

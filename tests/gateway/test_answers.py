@@ -11,7 +11,6 @@
 - a full context gives an empty answer if the session asks for that; an engine may sample nothing at all
 """
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -78,9 +77,7 @@ async def test_a_stop_text_ends_the_answer(open_agent: OpenAgent) -> None:
 
 async def test_the_engine_stops_where_the_answer_does(open_agent: OpenAgent) -> None:
     agent = await open_agent("a.bcdefghijk<|im_end|>", is_stepped=True)
-    call = asyncio.create_task(agent.ask(stop="."))
-    await agent.world.engine.wait_for_requests(1)
-    agent.world.engine.step(2)
+    call = await agent.under_way(agent.ask(stop="."), 2)
     assert (await call).choices[0].message.content == "a"
     assert agent.world.engine.aborted_ids == [agent.world.engine.requests[0].request_id]
 
@@ -244,9 +241,7 @@ class SilentEngine:
 
 async def test_an_aborted_answer_is_not_continued_from(open_agent: OpenAgent) -> None:
     agent = await open_agent("abc", is_stepped=True)
-    call = asyncio.create_task(agent.post_chat(stop=["zz"]))
-    await agent.world.engine.wait_for_requests(1)
-    agent.world.engine.step(2)
+    call = await agent.under_way(agent.post_chat(stop=["zz"]), 2)
     await agent.end(status="timeout")
     assert (await call)[0] == 409
     (completion,) = agent.world.journal.closed[agent.id].turns[0].completions

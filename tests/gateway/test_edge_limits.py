@@ -68,8 +68,7 @@ async def test_a_session_that_never_opened_takes_no_room(open_world: OpenWorld) 
 async def test_one_call_too_many(open_world: OpenWorld) -> None:
     world = await open_world("a<|im_end|>", "b<|im_end|>", is_stepped=True, limits=Limits(max_calls_per_session=1))
     agent, other = await world.start(), await world.start()
-    call = asyncio.create_task(agent.post_chat())
-    await world.engine.wait_for_requests(1)
+    call = await agent.under_way(agent.post_chat())
     body = {"model": "model", "messages": [{"role": "user", "content": "x"}]}
     assert (await retry_after(world, "/v1/chat/completions", body, agent.key))[:2] == (429, "too_many_calls")
     other_call = asyncio.create_task(other.post_chat())
@@ -143,8 +142,7 @@ async def test_draining(open_world: OpenWorld) -> None:
 
 async def test_draining_aborts_what_takes_too_long(open_agent: OpenAgent) -> None:
     agent = await open_agent("abc", is_stepped=True)
-    call = asyncio.create_task(agent.post_chat())
-    await agent.world.engine.wait_for_requests(1)
+    call = await agent.under_way(agent.post_chat())
     assert await agent.world.gateway.drain(0.0) == 1
     assert (await call)[0] == 409
     assert agent.world.engine.aborted_ids == [agent.world.engine.requests[0].request_id]

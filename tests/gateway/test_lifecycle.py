@@ -58,8 +58,7 @@ async def test_a_turn_is_journaled_before_its_answer_leaves(open_agent: OpenAgen
 
 async def test_hanging_up_ends_the_engine_request_and_keeps_what_it_gave(open_agent: OpenAgent) -> None:
     agent = await open_agent("abc", is_stepped=True)
-    call = asyncio.create_task(agent.post_chat())
-    await agent.world.engine.wait_for_requests(1)
+    call = await agent.under_way(agent.post_chat())
     assert agent.world.gateway.stats().num_engine_requests == 1
     agent.world.engine.step(2)
     await hang_up(call)
@@ -117,9 +116,7 @@ async def test_what_was_delivered_is_no_orphan(open_agent: OpenAgent) -> None:
 
 async def test_the_end_keeps_partial_answers(open_agent: OpenAgent) -> None:
     agent = await open_agent("abcd", is_stepped=True)
-    call = asyncio.create_task(agent.post_chat())
-    await agent.world.engine.wait_for_requests(1)
-    agent.world.engine.step(2)
+    call = await agent.under_way(agent.post_chat(), 2)
     status, answer = await agent.end(status="timeout", error="too slow")
     assert (status, answer["num_sampled_tokens"]) == (200, 2)
     status, answer = await call
@@ -132,8 +129,7 @@ async def test_the_end_keeps_partial_answers(open_agent: OpenAgent) -> None:
 
 async def test_no_answer_of_an_aborted_turn_is_trained(open_agent: OpenAgent) -> None:
     agent = await open_agent("a<|im_end|>", "bcdefgh", is_stepped=True)
-    call = asyncio.create_task(agent.post_chat(n=2))
-    await agent.world.engine.wait_for_requests(2)
+    call = await agent.under_way(agent.post_chat(n=2), num_requests=2)
     agent.world.engine.step(3)  # one answer is whole, the other is not
     await agent.end(status="timeout")
     assert (await call)[0] == 409
@@ -144,8 +140,7 @@ async def test_no_answer_of_an_aborted_turn_is_trained(open_agent: OpenAgent) ->
 
 async def test_an_end_without_partial_tokens_has_no_turn(open_agent: OpenAgent) -> None:
     agent = await open_agent("abcd", is_stepped=True)
-    call = asyncio.create_task(agent.post_chat())
-    await agent.world.engine.wait_for_requests(1)
+    call = await agent.under_way(agent.post_chat())
     assert (await agent.end())[1]["num_turns"] == 0
     assert (await call)[0] == 409
 
@@ -167,9 +162,7 @@ async def test_hanging_up_on_the_end_does_not_stop_it(open_agent: OpenAgent) -> 
 
 async def test_an_engine_that_aborts_by_itself_has_failed(open_agent: OpenAgent) -> None:
     agent = await open_agent("abcd", is_stepped=True)
-    call = asyncio.create_task(agent.post_chat())
-    await agent.world.engine.wait_for_requests(1)
-    agent.world.engine.step(1)
+    call = await agent.under_way(agent.post_chat(), 1)
     await agent.world.engine.pause(PauseMode.ABORT)
     assert (await call)[0] == 503
     assert agent.turns[0].completions[0].finish_reason is FinishReason.ABORT

@@ -51,9 +51,7 @@ async def next_content(stream: AsyncIterator[Any]) -> str:
 
 async def test_tokens_leave_as_they_are_sampled(open_agent: OpenAgent) -> None:
     agent = await open_agent("abc<|im_end|>", is_stepped=True)
-    asking = asyncio.create_task(agent.ask(stream=True))
-    await agent.world.engine.wait_for_requests(1)
-    agent.world.engine.step(1)
+    asking = await agent.under_way(agent.ask(stream=True), 1)
     stream = aiter(await asking)
     first = await anext(stream)
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
@@ -93,8 +91,7 @@ async def test_usage_comes_last_when_asked_for(open_agent: OpenAgent) -> None:
 
 async def test_answers_are_told_apart_by_their_index(open_agent: OpenAgent) -> None:
     agent = await open_agent("ab<|im_end|>", "cd<|im_end|>", is_stepped=True)
-    asking = asyncio.create_task(agent.ask(stream=True, n=2))
-    await agent.world.engine.wait_for_requests(2)
+    asking = await agent.under_way(agent.ask(stream=True, n=2), num_requests=2)
     for _ in range(3):
         agent.world.engine.step(1)
     stream = await asking
@@ -115,8 +112,7 @@ async def test_reasoning_leaves_in_pieces_and_a_call_whole(open_world: OpenWorld
     )
     agent = await world.start()
     question: list[Any] = [{"role": "user", "content": "x"}]
-    asking = asyncio.create_task(agent.ask(question, tools=TOOLS, stream=True))
-    await world.engine.wait_for_requests(1)
+    asking = await agent.under_way(agent.ask(question, stream=True, tools=TOOLS))
     step_to_the_end(world)
     chunks = await whole(await asking)
     deltas = [chunk.choices[0].delta for chunk in chunks]
@@ -178,8 +174,7 @@ async def test_a_stream_that_holds_a_call_back_says_that_it_is_alive(open_world:
 
 async def test_only_what_may_be_a_stop_text_is_held_back(open_agent: OpenAgent) -> None:
     agent = await open_agent("aQbé", is_stepped=True)
-    asking = asyncio.create_task(agent.ask(stream=True, stop="QQ", max_tokens=100))
-    await agent.world.engine.wait_for_requests(1)
+    asking = await agent.under_way(agent.ask(stream=True, stop="QQ", max_tokens=100))
     contents = list[str]()
     agent.world.engine.step(1)
     stream = aiter(await asking)
@@ -195,9 +190,7 @@ async def test_only_what_may_be_a_stop_text_is_held_back(open_agent: OpenAgent) 
 async def test_a_stop_text_ends_the_stream(open_agent: OpenAgent) -> None:
     agent = await open_agent("a\n\nbcdefgh<|im_end|>", "z<|im_end|>", is_stepped=True)
     question: list[Any] = [{"role": "user", "content": "x"}]
-    asking = asyncio.create_task(agent.ask(question, stream=True, stop=["\n\n"]))
-    await agent.world.engine.wait_for_requests(1)
-    agent.world.engine.step(4)
+    asking = await agent.under_way(agent.ask(question, stream=True, stop=["\n\n"]), 4)
     chunks = await whole(await asking)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "a"
     assert chunks[-1].choices[0].finish_reason == "stop"
@@ -235,9 +228,7 @@ async def test_tokens_and_their_log_probabilities_leave_with_the_text(open_world
 
 async def test_who_hangs_up_stops_the_engine(open_agent: OpenAgent) -> None:
     agent = await open_agent("abcdef<|im_end|>", is_stepped=True)
-    asking = asyncio.create_task(agent.ask(stream=True))
-    await agent.world.engine.wait_for_requests(1)
-    agent.world.engine.step(2)
+    asking = await agent.under_way(agent.ask(stream=True), 2)
     stream = await asking
     chunks = aiter(stream)
     assert [await next_content(chunks) for _ in "ab"] == ["a", "b"]
@@ -279,9 +270,7 @@ async def test_a_failure_in_the_middle_is_an_event(open_agent: OpenAgent) -> Non
 
 async def test_the_end_of_the_session_is_an_event(open_agent: OpenAgent) -> None:
     agent = await open_agent("abcdef", is_stepped=True)
-    asking = asyncio.create_task(agent.ask(stream=True))
-    await agent.world.engine.wait_for_requests(1)
-    agent.world.engine.step(1)
+    asking = await agent.under_way(agent.ask(stream=True), 1)
     stream = aiter(await asking)
     assert await next_content(stream) == "a"
     assert (await agent.end())[1]["num_sampled_tokens"] == 1
