@@ -112,18 +112,21 @@ async def open_ledger(folder: Path) -> AsyncGenerator[Ledger]:
         await ledger.aclose()
 
 
-async def begin_rollout(ledger: Ledger, session_id: str, group_id: str, task_id: str = "0") -> None:
-    await ledger.own.open_session(
-        SessionRecord(
-            id=session_id,
-            group_id=group_id,
-            task_id=task_id,
-            purpose=SessionPurpose.TRAIN,
-            seed=0,
-            key_hash="0" * 64,
-            started_s=1.0,
-        )
+def session(id: str, **changes: Any) -> SessionRecord:
+    made = SessionRecord(
+        id=id,
+        group_id="g",
+        task_id="0",
+        purpose=SessionPurpose.TRAIN,
+        seed=0,
+        key_hash="0" * 64,
+        started_s=1.0,
     )
+    return replace(made, **changes)
+
+
+async def begin_rollout(ledger: Ledger, session_id: str, group_id: str, task_id: str = "0") -> None:
+    await ledger.own.open_session(session(session_id, group_id=group_id, task_id=task_id))
 
 
 async def end_rollout(ledger: Ledger, rollout: Trajectory) -> Trajectory:

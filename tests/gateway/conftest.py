@@ -19,6 +19,7 @@ from areal_agent.types import SessionRecord, Trajectory, Turn
 
 ADMIN_KEY = "sk-admin"
 VOCAB_SIZE = 300
+QUESTION: list[Any] = [{"role": "user", "content": "x"}]
 
 TEMPLATE = """\
 {%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}

@@ -23,7 +23,7 @@ from areal_agent.engine.fake import fake_logprob
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import Distribution, FinishReason, GenerateRequest, GenerateResult, TokenChunk
 
-from .conftest import OpenAgent, OpenWorld
+from .conftest import QUESTION, OpenAgent, OpenWorld
 
 PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
 SHELL = {"type": "function", "function": {"name": "shell", "parameters": {"type": "object"}}}
@@ -56,8 +56,7 @@ async def test_sampling_parameters_reach_the_engine(
 
 async def test_a_stop_text_ends_the_answer(open_agent: OpenAgent) -> None:
     agent = await open_agent("one\nObs: two<|im_end|>", "so<|im_end|>")
-    question: list[Any] = [{"role": "user", "content": "x"}]
-    reply = await agent.ask(question, stop=["Obs:", "never"], logprobs=True)
+    reply = await agent.ask(QUESTION, stop=["Obs:", "never"], logprobs=True)
     assert reply.choices[0].message.content == "one\n"
     assert reply.choices[0].finish_reason == "stop"
     (completion,) = agent.turns[0].completions
@@ -68,7 +67,7 @@ async def test_a_stop_text_ends_the_answer(open_agent: OpenAgent) -> None:
     assert agent.turns[0].sampling.stop == ("Obs:", "never")
     assert bytes(byte for row in reply.choices[0].logprobs.content for byte in row.bytes) == b"one\n"
     assert reply.usage.completion_tokens == len(completion.token_ids)
-    more = [*question, reply.choices[0].message, {"role": "user", "content": "y"}]
+    more = [*QUESTION, reply.choices[0].message, {"role": "user", "content": "y"}]
     await agent.ask(more)
     assert agent.turns[1].parent == completion.id
     end = tuple(agent.world.ids("<|im_end|>"))
@@ -89,15 +88,14 @@ async def test_a_forced_call(open_agent: OpenAgent, renderer: Renderer, choice: 
     opening = renderer.answer_format.opening(None if choice == "required" else "python")
     assert CALL.startswith(opening)
     agent = await open_agent(CALL.removeprefix(opening) + "<|im_end|>", "so<|im_end|>")
-    question: list[Any] = [{"role": "user", "content": "x"}]
-    reply = await agent.ask(question, tools=[PYTHON, SHELL], tool_choice=choice)
+    reply = await agent.ask(QUESTION, tools=[PYTHON, SHELL], tool_choice=choice)
     (call,) = reply.choices[0].message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("python", {"code": "1"})
     assert reply.choices[0].finish_reason == "tool_calls"
     assert agent.turns[0].completions[0].distribution is Distribution.EXACT
     prompt = agent.world.renderer.detokenizer.text_of(agent.turns[0].new_prompt_ids)
     assert prompt.endswith(opening)
-    more = [*question, reply.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "1"}]
+    more = [*QUESTION, reply.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "1"}]
     await agent.ask(more, tools=[PYTHON, SHELL])
     assert agent.turns[1].parent == reply.id
 
@@ -146,13 +144,12 @@ async def test_without_tools_nothing_is_called(open_world: OpenWorld) -> None:
 
 async def test_reasoning_comes_apart_and_is_counted(open_agent: OpenAgent) -> None:
     agent = await open_agent("<think>\nwell\n</think>\n\nhello<|im_end|>", "so<|im_end|>")
-    question: list[Any] = [{"role": "user", "content": "x"}]
-    reply = await agent.ask(question)
+    reply = await agent.ask(QUESTION)
     message = reply.choices[0].message
     assert (message.reasoning_content, message.content) == ("well", "hello")
     num_reasoning = reply.usage.completion_tokens_details.reasoning_tokens
     assert num_reasoning == len(agent.world.ids("<think>\nwell\n</think>"))
-    await agent.ask([*question, message, {"role": "user", "content": "y"}])
+    await agent.ask([*QUESTION, message, {"role": "user", "content": "y"}])
     assert agent.turns[1].parent == reply.id
 
 

@@ -33,7 +33,8 @@ from areal_agent.gateway.session import EndRequest, Session
 from areal_agent.gateway.turn import Services
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import FinishReason, PauseMode, SessionPurpose, SessionRecord
+from areal_agent.types import FinishReason, PauseMode
+from tests import histories
 
 from .conftest import MemoryJournal, OpenAgent, OpenWorld
 
@@ -184,9 +185,7 @@ class DeafEngine:
 
 async def test_a_deaf_engine_does_not_hold_up_the_end(renderer: Renderer) -> None:
     engine, journal, ended = DeafEngine(), MemoryJournal(), list[Session]()
-    record = SessionRecord(
-        id="s", group_id="g", task_id="t", purpose=SessionPurpose.TRAIN, seed=0, key_hash="", started_s=0.0
-    )
+    record = histories.session("s")
     services = Services(
         sampler=engine,
         renderer=renderer,

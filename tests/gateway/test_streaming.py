@@ -24,7 +24,7 @@ from areal_agent.gateway.bodies import Limits
 from areal_agent.tokens.records import token_records
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk
 
-from .conftest import OpenAgent, OpenWorld, World
+from .conftest import QUESTION, OpenAgent, OpenWorld, World
 from .raw import address
 
 TOOLS = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
@@ -106,14 +106,12 @@ async def test_answers_are_told_apart_by_their_index(open_agent: OpenAgent) -> N
     assert [one.id for one in agent.turns[0].completions] == [f"{chunk.id}-0", f"{chunk.id}-1"]
 
 
-async def test_reasoning_leaves_in_pieces_and_a_call_whole(open_world: OpenWorld) -> None:
-    world = await open_world(
+async def test_reasoning_leaves_in_pieces_and_a_call_whole(open_agent: OpenAgent) -> None:
+    agent = await open_agent(
         f"<think>\nwell, so\n</think>\n\nhm {CALL}{CALL}<|im_end|>", "done<|im_end|>", is_stepped=True
     )
-    agent = await world.start()
-    question: list[Any] = [{"role": "user", "content": "x"}]
-    asking = await agent.under_way(agent.ask(question, stream=True, tools=TOOLS))
-    step_to_the_end(world)
+    asking = await agent.under_way(agent.ask(QUESTION, stream=True, tools=TOOLS))
+    step_to_the_end(agent.world)
     chunks = await whole(await asking)
     deltas = [chunk.choices[0].delta for chunk in chunks]
     reasoning = [delta.reasoning_content for delta in deltas if hasattr(delta, "reasoning_content")]
@@ -128,9 +126,9 @@ async def test_reasoning_leaves_in_pieces_and_a_call_whole(open_world: OpenWorld
     assert len(ids) == 2
     echo = {"role": "assistant", "content": "hm", "tool_calls": calls}
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in calls]
-    again = asyncio.create_task(agent.ask([*question, echo, *results], tools=TOOLS))
-    await world.engine.wait_for_requests(2)
-    world.engine.step(100)
+    again = asyncio.create_task(agent.ask([*QUESTION, echo, *results], tools=TOOLS))
+    await agent.world.engine.wait_for_requests(2)
+    agent.world.engine.step(100)
     await again
     assert agent.turns[1].parent == agent.turns[0].completions[0].id
 
@@ -139,13 +137,12 @@ async def test_reasoning_leaves_in_pieces_and_a_call_whole(open_world: OpenWorld
 async def test_a_malformed_call_is_text(open_agent: OpenAgent, rest: str) -> None:
     malformed = f'<tool_call>{{"name": "python", "arguments": {{"code": "1"}}{rest}'
     agent = await open_agent(f"{malformed}<|im_end|>", "b<|im_end|>")
-    question: list[Any] = [{"role": "user", "content": "x"}]
-    chunks = await whole(await agent.ask(question, tools=TOOLS, stream=True))
+    chunks = await whole(await agent.ask(QUESTION, tools=TOOLS, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == malformed
     assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == "stop"
     assert agent.world.gateway.stats().malformed_tool_calls == 1
-    more = [*question, {"role": "assistant", "content": malformed}, {"role": "user", "content": "?"}]
+    more = [*QUESTION, {"role": "assistant", "content": malformed}, {"role": "user", "content": "?"}]
     await agent.ask(more, tools=TOOLS)
     assert agent.turns[1].parent == agent.turns[0].completions[0].id
 
@@ -189,8 +186,7 @@ async def test_only_what_may_be_a_stop_text_is_held_back(open_agent: OpenAgent) 
 
 async def test_a_stop_text_ends_the_stream(open_agent: OpenAgent) -> None:
     agent = await open_agent("a\n\nbcdefgh<|im_end|>", "z<|im_end|>", is_stepped=True)
-    question: list[Any] = [{"role": "user", "content": "x"}]
-    asking = await agent.under_way(agent.ask(question, stream=True, stop=["\n\n"]), 4)
+    asking = await agent.under_way(agent.ask(QUESTION, stream=True, stop=["\n\n"]), 4)
     chunks = await whole(await asking)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "a"
     assert chunks[-1].choices[0].finish_reason == "stop"
@@ -198,7 +194,7 @@ async def test_a_stop_text_ends_the_stream(open_agent: OpenAgent) -> None:
     (completion,) = agent.turns[0].completions
     assert completion.token_ids == tuple(agent.world.ids("a\n\n"))
     assert completion.finish_reason is FinishReason.STOP
-    more = [*question, {"role": "assistant", "content": "a"}, {"role": "user", "content": "y"}]
+    more = [*QUESTION, {"role": "assistant", "content": "a"}, {"role": "user", "content": "y"}]
     again = asyncio.create_task(agent.ask(more))
     await agent.world.engine.wait_for_requests(2)
     agent.world.engine.step(10)
@@ -206,14 +202,11 @@ async def test_a_stop_text_ends_the_stream(open_agent: OpenAgent) -> None:
     assert agent.turns[1].parent == completion.id
 
 
-async def test_tokens_and_their_log_probabilities_leave_with_the_text(open_world: OpenWorld) -> None:
-    world = await open_world("aé🙂b<|im_end|>", is_stepped=True)
-    agent = await world.start()
-    asking = asyncio.create_task(
-        agent.ask(stream=True, logprobs=True, top_logprobs=2, extra_body={"return_token_ids": True})
-    )
-    await world.engine.wait_for_requests(1)
-    step_to_the_end(world)
+async def test_tokens_and_their_log_probabilities_leave_with_the_text(open_agent: OpenAgent) -> None:
+    agent = await open_agent("aé🙂b<|im_end|>", is_stepped=True)
+    call = agent.ask(stream=True, logprobs=True, top_logprobs=2, extra_body={"return_token_ids": True})
+    asking = await agent.under_way(call)
+    step_to_the_end(agent.world)
     chunks = await whole(await asking)
     (turn,) = agent.turns
     (completion,) = turn.completions
