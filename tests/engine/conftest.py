@@ -175,6 +175,15 @@ class Served:
         await self.gate.steps(num_steps)
         return answer
 
+    async def queued(
+        self, request: GenerateRequest, *on_chunk, mode: PauseMode = PauseMode.RETRACT
+    ) -> asyncio.Task[GenerateResult]:
+        """Pause, and begin a request, which waits for the end of the pause."""
+        await self.engine.pause(mode)
+        answer = asyncio.create_task(self.engine.generate(request, *on_chunk))
+        await self.until(lambda stats: stats.num_queued == 1)
+        return answer
+
     async def interrupt(self, mode: PauseMode, *update: object) -> None:
         """Pause in the midst of requests, load new weights if any are given, and let everything go on."""
         await self.gate.meanwhile(self.engine.pause(mode))

@@ -155,9 +155,7 @@ async def test_wait_is_over_when_there_is_nothing_to_wait_for(ends_by, tiny, sch
 @pytest.mark.parametrize("mode", PauseMode)
 async def test_requests_that_arrive_while_paused_wait_and_run_on_the_new_version(mode, tiny, other, serve, ask, share):
     async with serve(tiny) as served:
-        await served.engine.pause(mode)
-        answer = asyncio.create_task(served.engine.generate(ask(1)))
-        await served.until(lambda stats: stats.num_queued == 1)
+        answer = await served.queued(ask(1), mode=mode)
         await served.engine.update_weights(share(other), NEW)
         assert (await served.engine.stats()).generated_tokens == 0
         await served.engine.resume()

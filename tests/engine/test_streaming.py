@@ -115,9 +115,7 @@ async def test_an_abort_ends_a_stream_with_what_there_is(tiny, serve, ask, truth
 async def test_an_abort_before_the_first_token(tiny, serve, ask):
     collected = Collected()
     async with serve(tiny) as served:
-        await served.engine.pause(PauseMode.RETRACT)
-        answer = asyncio.create_task(served.engine.generate(ask(1), collected.add))
-        await served.until(lambda stats: stats.num_queued == 1)
+        answer = await served.queued(ask(1), collected.add)
         await served.engine.abort(ask(1).request_id)
         result = await answer
     assert (result.finish_reason, result.token_ids, collected.chunks) == (FinishReason.ABORT, (), [])
@@ -126,8 +124,7 @@ async def test_an_abort_before_the_first_token(tiny, serve, ask):
 async def test_cancelling_frees_the_slot(tiny, serve, ask):
     collected = Collected()
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=400), collected.add))
+        answer = await served.under_way(ask(1, max_tokens=400), collected.add, num_steps=1)
         await collected.until(1)
         answer.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -149,9 +146,7 @@ async def test_hanging_up_frees_the_slot_and_is_no_failure(tiny, serve, ask, cap
 
 async def test_what_is_refused_is_refused_before_the_stream(tiny, serve, ask):
     async with serve(tiny) as served:
-        await served.engine.pause(PauseMode.RETRACT)
-        first = asyncio.create_task(served.engine.generate(ask(1), Collected().add))
-        await served.until(lambda stats: stats.num_queued == 1)
+        first = await served.queued(ask(1), Collected().add)
         with pytest.raises(EngineRejected, match=r"400: .*in flight already"):
             await served.engine.generate(ask(1), Collected().add)
         await served.engine.resume()
@@ -161,8 +156,7 @@ async def test_what_is_refused_is_refused_before_the_stream(tiny, serve, ask):
 async def test_a_model_thread_that_dies_in_mid_stream(tiny, serve, ask):
     collected = Collected()
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=400), collected.add))
+        answer = await served.under_way(ask(1, max_tokens=400), collected.add, num_steps=1)
         await collected.until(1)
         served.gate.breaks_with = RuntimeError("out of memory")
         served.gate.open()

@@ -53,15 +53,14 @@ async def test_prompts_are_turns_of_their_own(open_agent: OpenAgent) -> None:
 
 
 @pytest.mark.parametrize("has_ids", [False, True])
-async def test_a_longer_prompt_continues(open_world: OpenWorld, has_ids: bool) -> None:
-    world = await open_world(" world", "!<|im_end|>")
-    agent = await world.start()
-    first = await complete(agent, "hello", max_tokens=len(world.ids(" world")))
-    more = [*world.ids("hello"), *world.ids(" world"), *world.ids("?")] if has_ids else "hello world?"
+async def test_a_longer_prompt_continues(open_agent: OpenAgent, has_ids: bool) -> None:
+    agent = await open_agent(" world", "!<|im_end|>")
+    first = await complete(agent, "hello", max_tokens=len(agent.world.ids(" world")))
+    more = [*agent.world.ids("hello"), *agent.world.ids(" world"), *agent.world.ids("?")] if has_ids else "hello world?"
     await complete(agent, more)
     turn = agent.turns[1]
     assert turn.parent == first.id
-    assert turn.new_prompt_ids == tuple(world.ids("?"))
+    assert turn.new_prompt_ids == tuple(agent.world.ids("?"))
 
 
 async def test_a_stop_text_and_an_echo(open_agent: OpenAgent) -> None:

@@ -197,10 +197,8 @@ async def test_an_abort_at_a_server(stage):
 
 
 async def test_an_abort_between_two_servers(stage):
-    answer, first, second = await stage.under_way()
-    second.kill()
-    first.kill()
-    await stage.until(lambda: not any(one.state is MemberState.SERVING for one in stage.fleet.report()))
+    answer, *_ = await stage.under_way()
+    await stage.kill_all()
     await stage.fleet.abort(COMPLETE)
     result = await answer
     assert (result.token_ids, result.finish_reason) == (tokens(ask(), 3), FinishReason.ABORT)
