@@ -3,6 +3,7 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,14 @@ def batch_of(trajectories: Sequence[Trajectory], records: Sequence[TokenRecord],
 
 
 def completion(id: str, versions: Sequence[int], **changes: Any) -> Completion:
-    """Return an answer with one token for each version."""
+    """Return an answer with one token for each version, given as the weights' step; equal neighbours share a span."""
+    runs = [(step, list(places)) for step, places in groupby(range(len(versions)), versions.__getitem__)]
     made = Completion(
         id=id,
         token_ids=tuple(range(len(versions))),
         logprobs=(-0.5,) * len(versions),
         versions=tuple(
-            VersionSpan(version=WeightVersion(step=version), start=place, end=place + 1)
-            for place, version in enumerate(versions)
+            VersionSpan(version=WeightVersion(step=step), start=places[0], end=places[-1] + 1) for step, places in runs
         ),
         finish_reason=FinishReason.STOP,
         distribution=Distribution.EXACT,
@@ -111,18 +112,21 @@ async def open_ledger(folder: Path) -> AsyncGenerator[Ledger]:
         await ledger.aclose()
 
 
-async def begin_rollout(ledger: Ledger, session_id: str, group_id: str, task_id: str = "0") -> None:
-    await ledger.own.open_session(
-        SessionRecord(
-            id=session_id,
-            group_id=group_id,
-            task_id=task_id,
-            purpose=SessionPurpose.TRAIN,
-            seed=0,
-            key_hash="0" * 64,
-            started_s=1.0,
-        )
+def session(id: str, **changes: Any) -> SessionRecord:
+    made = SessionRecord(
+        id=id,
+        group_id="g",
+        task_id="0",
+        purpose=SessionPurpose.TRAIN,
+        seed=0,
+        key_hash="0" * 64,
+        started_s=1.0,
     )
+    return replace(made, **changes)
+
+
+async def begin_rollout(ledger: Ledger, session_id: str, group_id: str, task_id: str = "0") -> None:
+    await ledger.own.open_session(session(session_id, group_id=group_id, task_id=task_id))
 
 
 async def end_rollout(ledger: Ledger, rollout: Trajectory) -> Trajectory:

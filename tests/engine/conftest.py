@@ -19,6 +19,7 @@ from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.types import (
     GenerateRequest,
     GenerateResult,
+    PauseMode,
     SamplingParams,
     SharedMemoryWeights,
     TensorEntry,
@@ -173,6 +174,23 @@ class Served:
         answer = asyncio.create_task(self.engine.generate(request, *on_chunk))
         await self.gate.steps(num_steps)
         return answer
+
+    async def queued(
+        self, request: GenerateRequest, *on_chunk, mode: PauseMode = PauseMode.RETRACT
+    ) -> asyncio.Task[GenerateResult]:
+        """Pause, and begin a request, which waits for the end of the pause."""
+        await self.engine.pause(mode)
+        answer = asyncio.create_task(self.engine.generate(request, *on_chunk))
+        await self.until(lambda stats: stats.num_queued == 1)
+        return answer
+
+    async def interrupt(self, mode: PauseMode, *update: object) -> None:
+        """Pause in the midst of requests, load new weights if any are given, and let everything go on."""
+        await self.gate.meanwhile(self.engine.pause(mode))
+        if update:
+            await self.engine.update_weights(*update)
+        self.gate.open()
+        await self.engine.resume()
 
     async def until(self, is_so: Callable[[object], bool]) -> None:
         """Wait until the engine's stats say so."""

@@ -1,22 +1,40 @@
 """Servers for tests: scripted ones, and real ones where their environments exist. A helper of tests."""
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
+import pytest
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from areal_agent.cluster.engines import RunningEngine, open_engine
 from areal_agent.cluster.servers import KeptServers
 from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.fleet.fleet import Fleet
+from areal_agent.engine.fleet.member import MemberState
 from areal_agent.types import WeightVersion
 
 Start = Callable[[EngineConfig, Path, WeightVersion, Path], AbstractAsyncContextManager[KeptServers]]
 
 STARTUP_S = 600.0
+FLEET_S = 1200.0  # a test with two servers; only a hang is longer
 BEGUN_WITH = WeightVersion(step=7)
+
+
+def python_of(kind: str) -> str:
+    """Return the Python of SGLang's or vLLM's environment; skip the test where there is none."""
+    variable = f"AREAL_AGENT_{kind.upper()}_PYTHON"
+    python = os.environ.get(variable)
+    if not python:
+        pytest.skip(f"{variable} is not set: make it with areal_agent/engine/{kind}/make_environment.sh DIR")
+    if not Path(python).is_file():
+        pytest.skip(f"{variable} is {python!r}, and there is no such file")
+    return python
 
 
 @asynccontextmanager
@@ -79,3 +97,33 @@ def running_server(start: Start, python: str, model: Path, logs: Path, **options
             yield url
         finally:
             runner.run(stack.aclose())
+
+
+@dataclass(kw_only=True, slots=True)
+class RunningFleet:
+    """The engine side of a run with several servers."""
+
+    engine: RunningEngine
+    fleet: Fleet
+
+    def process_id(self, url: str) -> int:
+        servers = self.engine.servers
+        assert servers is not None
+        return list(servers.process_ids().values())[servers.urls.index(url)]
+
+    async def until_all_serve(self, version: WeightVersion) -> None:
+        while any(  # noqa: ASYNC110 (a fleet tells nobody of its servers' states)
+            one.state is not MemberState.SERVING or one.version != version for one in self.fleet.report()
+        ):
+            await asyncio.sleep(0.5)
+
+
+@asynccontextmanager
+async def running_fleet(model: Path, logs: Path, **options: object) -> AsyncGenerator[RunningFleet]:
+    """Start two servers for `model`, as a run does."""
+    limits = {"max_running_requests": 16, "startup_timeout_s": STARTUP_S, "wait_s": STARTUP_S}
+    config = EngineConfig.model_validate({"num_servers": 2} | limits | options)
+    async with asyncio.timeout(FLEET_S), open_engine(config, model, BEGUN_WITH, logs) as engine:
+        assert isinstance(engine.client, Fleet)
+        await engine.client.info()
+        yield RunningFleet(engine=engine, fleet=engine.client)

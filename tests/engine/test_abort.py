@@ -66,9 +66,7 @@ async def test_of_an_unknown_id_is_no_error(tiny, serve, ask):
 
 async def test_matches_the_whole_id(tiny, serve, ask):
     async with serve(tiny) as served:
-        await served.engine.pause(PauseMode.RETRACT)
-        answer = asyncio.create_task(served.engine.generate(ask(10)))
-        await served.until(lambda stats: stats.num_queued == 1)
+        answer = await served.queued(ask(10))
         await served.engine.abort(ask(10).request_id[:-1])
         assert (await served.engine.stats()).num_queued == 1
         await served.engine.resume()

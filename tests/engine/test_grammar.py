@@ -70,9 +70,7 @@ async def test_a_retraction_goes_on_in_the_grammar(spelling, serve, ask):
     async with serve(folder) as served:
         undisturbed = await served.engine.generate(request)
         answer = await served.under_way(request)
-        await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
-        served.gate.open()
-        await served.engine.resume()
+        await served.interrupt(PauseMode.RETRACT)
         assert (await answer).token_ids == undisturbed.token_ids
 
 

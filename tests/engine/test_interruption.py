@@ -18,6 +18,8 @@ from areal_agent.engine.wire import control
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import DiskWeights, FinishReason, PauseMode, VersionSpan, WeightVersion
 
+from .sampled import Weights, assert_swapped
+
 TOLERANCE = 1e-4
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 
@@ -42,17 +44,10 @@ async def test_retract_goes_on_under_the_new_weights(tiny, other, serve, ask, tr
         served.gate.shut()
         answers = [asyncio.create_task(served.engine.generate(request)) for request in requests]
         await served.gate.steps(12)
-        await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
-        await served.engine.update_weights(new_weights, NEW)
-        served.gate.open()
-        await served.engine.resume()
+        await served.interrupt(PauseMode.RETRACT, new_weights, NEW)
         results = await asyncio.gather(*answers)
     for request, result in zip(requests, results, strict=True):
-        split = result.versions[0].end
-        assert 0 < split < 40 and result.versions == spans(split, 40)
-        old = truth(tiny).logprobs(request.input_ids, result.token_ids)
-        new = truth(other).logprobs(request.input_ids, result.token_ids)
-        assert result.logprobs == pytest.approx([*old[:split], *new[split:]], abs=TOLERANCE)
+        assert_swapped(Weights(model=tiny, version=OLD), Weights(model=other, version=NEW), request, result, truth)
 
 
 async def test_an_update_without_a_pause_recomputes(tiny, other, serve, ask, truth, new_weights):
@@ -84,10 +79,7 @@ async def test_in_place_keeps_the_old_keys_and_values(tiny, other, serve, ask, t
     request = ask(1, max_tokens=60)
     async with serve(tiny) as served:
         answer = await served.under_way(request, num_steps=12)
-        await served.gate.meanwhile(served.engine.pause(PauseMode.IN_PLACE))
-        await served.engine.update_weights(share(other), NEW)
-        served.gate.open()
-        await served.engine.resume()
+        await served.interrupt(PauseMode.IN_PLACE, share(other), NEW)
         result = await answer
     split = result.versions[0].end
     assert result.versions == spans(split, 60)
@@ -100,9 +92,7 @@ async def test_a_pause_without_a_swap_changes_nothing(mode, tiny, serve, ask):
     request = ask(1, max_tokens=40)
     async with serve(tiny) as served:
         answer = await served.under_way(request)
-        await served.gate.meanwhile(served.engine.pause(mode))
-        served.gate.open()
-        await served.engine.resume()
+        await served.interrupt(mode)
         result, undisturbed = await answer, await served.engine.generate(request)
     assert (result.token_ids, result.versions) == (undisturbed.token_ids, spans(40))
     assert result.logprobs == pytest.approx(undisturbed.logprobs, abs=TOLERANCE)
@@ -165,9 +155,7 @@ async def test_wait_is_over_when_there_is_nothing_to_wait_for(ends_by, tiny, sch
 @pytest.mark.parametrize("mode", PauseMode)
 async def test_requests_that_arrive_while_paused_wait_and_run_on_the_new_version(mode, tiny, other, serve, ask, share):
     async with serve(tiny) as served:
-        await served.engine.pause(mode)
-        answer = asyncio.create_task(served.engine.generate(ask(1)))
-        await served.until(lambda stats: stats.num_queued == 1)
+        answer = await served.queued(ask(1), mode=mode)
         await served.engine.update_weights(share(other), NEW)
         assert (await served.engine.stats()).generated_tokens == 0
         await served.engine.resume()
@@ -191,10 +179,7 @@ async def test_more_requests_than_slots_all_survive_a_swap(tiny, other, serve, a
         served.gate.shut()
         answers = [asyncio.create_task(served.engine.generate(request)) for request in requests]
         await served.gate.steps(10)
-        await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
-        await served.engine.update_weights(share(other), NEW)
-        served.gate.open()
-        await served.engine.resume()
+        await served.interrupt(PauseMode.RETRACT, share(other), NEW)
         results = await asyncio.gather(*answers)
     for request, result in zip(requests, results, strict=True):
         split = result.versions[0].end if result.versions[0].version == OLD else 0

@@ -5,14 +5,11 @@ The rate is measured since the start at first, then since the last reading, and 
 nothing was sampled or no time has passed.
 """
 
-import asyncio
-
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
 from areal_agent.engine.embedded.scheduler import WINDOW_S, Throughput
 from areal_agent.engine.wire import control
-from areal_agent.types import PauseMode
 
 
 async def read(base_url: str) -> dict[str, float]:
@@ -26,9 +23,7 @@ async def test_work_done_and_waiting(tiny, serve, ask):
     async with serve(tiny, num_slots=2) as served:
         for _ in range(2):
             await served.engine.generate(ask(1, prompt_length=20, max_tokens=5))
-        await served.engine.pause(PauseMode.RETRACT)
-        waiting = asyncio.create_task(served.engine.generate(ask(2)))
-        await served.until(lambda stats: stats.num_queued == 1)
+        waiting = await served.queued(ask(2))
         told = await read(served.engine.base_url)
         await served.engine.abort(ask(2).request_id)
         await waiting

@@ -123,9 +123,7 @@ async def test_penalties_remember_what_was_sampled_before_an_interruption(tiny, 
     request = ask(6, max_tokens=40, **PARAMETERS["all, and a temperature"])
     async with serve(tiny) as served:
         answer = await served.under_way(request, num_steps=12)
-        await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
-        served.gate.open()
-        await served.engine.resume()
+        await served.interrupt(PauseMode.RETRACT)
         result = await answer
     expected = of_sampled(distribution(truth(tiny).model, request, result), result)
     assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)

@@ -72,10 +72,7 @@ async def test_keys_of_two_sets_of_weights_are_never_shared(tiny, other, serve, 
         served.gate.shut()
         mixed = asyncio.create_task(served.engine.generate(request(1, ids, max_tokens=60)))
         await served.gate.steps(10)
-        await served.gate.meanwhile(served.engine.pause(PauseMode.IN_PLACE))
-        await served.engine.update_weights(share(other), NEW)
-        served.gate.open()
-        await served.engine.resume()
+        await served.interrupt(PauseMode.IN_PLACE, share(other), NEW)
         ids = (*ids, *(await mixed).token_ids)
         result = await served.engine.generate(request(2, ids))
     assert result.cached_tokens == 0

@@ -28,8 +28,10 @@ from transformers import AutoModelForCausalLM
 from areal_agent.engine.client import HttpEngine
 from areal_agent.errors import PushConflict, WeightUpdateError
 from areal_agent.files import MANIFEST
-from areal_agent.types import DiskWeights, SharedMemoryWeights, VersionSpan, WeightVersion
+from areal_agent.types import DiskWeights, SharedMemoryWeights, WeightVersion
 from areal_agent.weights.channels import DiskChannel
+
+from .sampled import Weights, assert_swapped
 
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 TOLERANCE = 1e-4
@@ -71,14 +73,8 @@ async def test_the_old_version_serves_until_the_commit(tiny, other, serve, ask, 
         await served.gate.meanwhile(served.engine.commit_push("p", NEW))
         served.gate.open()
         result = await answer
-    split = result.versions[0].end
-    assert split >= 10
-    assert result.versions == (
-        VersionSpan(version=OLD, start=0, end=split),
-        VersionSpan(version=NEW, start=split, end=40),
-    )
-    old, new = (truth(one).logprobs(request.input_ids, result.token_ids) for one in (tiny, other))
-    assert result.logprobs == pytest.approx([*old[:split], *new[split:]], abs=TOLERANCE)
+    old, new = Weights(model=tiny, version=OLD), Weights(model=other, version=NEW)
+    assert assert_swapped(old, new, request, result, truth) >= 10
 
 
 def with_bytes(weights: SharedMemoryWeights, change: Callable[[bytearray], object]) -> SharedMemoryWeights:

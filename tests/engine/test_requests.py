@@ -21,7 +21,7 @@ from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.engine.wire import control, generate
 from areal_agent.engine.wire.generate import check_request
 from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable
-from areal_agent.types import EngineInfo, GenerateRequest, PauseMode, SamplingParams, WeightVersion
+from areal_agent.types import EngineInfo, GenerateRequest, SamplingParams, WeightVersion
 
 
 def body(**changes: object) -> dict[str, object]:
@@ -76,9 +76,7 @@ async def test_an_id_beyond_32_bits_is_named(tiny, serve):
 
 async def test_an_id_in_flight_twice(tiny, serve, ask):
     async with serve(tiny) as served:
-        await served.engine.pause(PauseMode.RETRACT)
-        first = asyncio.create_task(served.engine.generate(ask(1)))
-        await served.until(lambda stats: stats.num_queued == 1)
+        first = await served.queued(ask(1))
         with pytest.raises(EngineRejected, match="in flight already"):
             await served.engine.generate(ask(1))
         await served.engine.resume()

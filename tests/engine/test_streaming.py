@@ -18,6 +18,8 @@ from areal_agent.engine.wire import generate
 from areal_agent.errors import EngineRejected, EngineUnreachable
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, PauseMode, TokenChunk, WeightVersion
 
+from .sampled import Weights, assert_swapped
+
 
 class Collected:
     """The chunks of one request, and when they came."""
@@ -68,17 +70,11 @@ async def test_over_an_interruption(tiny, other, serve, ask, share, truth):
     request, collected = ask(1, max_tokens=40), Collected()
     async with serve(tiny) as served:
         answer = await served.under_way(request, collected.add, num_steps=8)
-        await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
-        await served.engine.update_weights(share(other), WeightVersion(step=8))
-        served.gate.open()
-        await served.engine.resume()
+        await served.interrupt(PauseMode.RETRACT, share(other), WeightVersion(step=8))
         result = await answer
     collected.assert_make(result)
-    split = result.versions[0].end
-    assert [(span.version.step, span.start, span.end) for span in result.versions] == [(7, 0, split), (8, split, 40)]
-    old = truth(tiny).logprobs(request.input_ids, result.token_ids)
-    new = truth(other).logprobs(request.input_ids, result.token_ids)
-    assert result.logprobs == pytest.approx([*old[:split], *new[split:]], abs=1e-4)
+    old, new = (Weights(model=model, version=WeightVersion(step=step)) for model, step in ((tiny, 7), (other, 8)))
+    assert_swapped(old, new, request, result, truth)
 
 
 async def test_tokens_leave_as_they_are_sampled(tiny, serve, ask):
@@ -119,9 +115,7 @@ async def test_an_abort_ends_a_stream_with_what_there_is(tiny, serve, ask, truth
 async def test_an_abort_before_the_first_token(tiny, serve, ask):
     collected = Collected()
     async with serve(tiny) as served:
-        await served.engine.pause(PauseMode.RETRACT)
-        answer = asyncio.create_task(served.engine.generate(ask(1), collected.add))
-        await served.until(lambda stats: stats.num_queued == 1)
+        answer = await served.queued(ask(1), collected.add)
         await served.engine.abort(ask(1).request_id)
         result = await answer
     assert (result.finish_reason, result.token_ids, collected.chunks) == (FinishReason.ABORT, (), [])
@@ -130,8 +124,7 @@ async def test_an_abort_before_the_first_token(tiny, serve, ask):
 async def test_cancelling_frees_the_slot(tiny, serve, ask):
     collected = Collected()
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=400), collected.add))
+        answer = await served.under_way(ask(1, max_tokens=400), collected.add, num_steps=1)
         await collected.until(1)
         answer.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -153,9 +146,7 @@ async def test_hanging_up_frees_the_slot_and_is_no_failure(tiny, serve, ask, cap
 
 async def test_what_is_refused_is_refused_before_the_stream(tiny, serve, ask):
     async with serve(tiny) as served:
-        await served.engine.pause(PauseMode.RETRACT)
-        first = asyncio.create_task(served.engine.generate(ask(1), Collected().add))
-        await served.until(lambda stats: stats.num_queued == 1)
+        first = await served.queued(ask(1), Collected().add)
         with pytest.raises(EngineRejected, match=r"400: .*in flight already"):
             await served.engine.generate(ask(1), Collected().add)
         await served.engine.resume()
@@ -165,8 +156,7 @@ async def test_what_is_refused_is_refused_before_the_stream(tiny, serve, ask):
 async def test_a_model_thread_that_dies_in_mid_stream(tiny, serve, ask):
     collected = Collected()
     async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=400), collected.add))
+        answer = await served.under_way(ask(1, max_tokens=400), collected.add, num_steps=1)
         await collected.until(1)
         served.gate.breaks_with = RuntimeError("out of memory")
         served.gate.open()

@@ -1,7 +1,7 @@
 """Fixtures: a served gateway with a scripted engine and an in-memory journal, and clients for it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from areal_agent.types import SessionRecord, Trajectory, Turn
 
 ADMIN_KEY = "sk-admin"
 VOCAB_SIZE = 300
+QUESTION: list[Any] = [{"role": "user", "content": "x"}]
 
 TEMPLATE = """\
 {%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}
@@ -122,6 +123,21 @@ class Agent:
         default = {"model": "model", "messages": [{"role": "user", "content": "hello"}]}
         return await self.world.call("/v1/chat/completions", default | body, key=self.key)
 
+    async def under_way(
+        self, call: Coroutine[Any, Any, Any], num_tokens: int = 0, *, num_requests: int = 1
+    ) -> "asyncio.Task[Any]":
+        """Begin a call; return it once the engine has its requests, and has sampled so many tokens of each."""
+        task = asyncio.create_task(call)
+        await self.world.engine.wait_for_requests(num_requests)
+        self.world.engine.step(num_tokens)
+        return task
+
+    async def play(self) -> None:
+        """Ask for a completion, give it a reward, and end the session."""
+        await self.post_chat()
+        await self.reward(reward=1)
+        await self.end()
+
     async def reward(self, **body: Any) -> tuple[int, Any]:
         return await self.world.call("/rl/set_reward", body, key=self.key)
 
@@ -168,6 +184,7 @@ def new_renderer(backend: Tokenizer, template: str) -> Renderer:
 
 
 OpenWorld = Callable[..., Awaitable[World]]
+OpenAgent = Callable[..., Awaitable[Agent]]
 
 
 @pytest.fixture
@@ -213,3 +230,13 @@ async def open_world(renderer: Renderer) -> AsyncIterator[OpenWorld]:
 
     async with stack:
         yield open_it
+
+
+@pytest.fixture
+def open_agent(open_world: OpenWorld) -> OpenAgent:
+    """Opens a gateway as `open_world` does, and starts a session there."""
+
+    async def open_it(*texts: str, **options: Any) -> Agent:
+        return await (await open_world(*texts, **options)).start()
+
+    return open_it

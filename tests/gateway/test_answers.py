@@ -11,7 +11,6 @@
 - a full context gives an empty answer if the session asks for that; an engine may sample nothing at all
 """
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +23,7 @@ from areal_agent.engine.fake import fake_logprob
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import Distribution, FinishReason, GenerateRequest, GenerateResult, TokenChunk
 
-from .conftest import OpenWorld
+from .conftest import QUESTION, OpenAgent, OpenWorld
 
 PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
 SHELL = {"type": "function", "function": {"name": "shell", "parameters": {"type": "object"}}}
@@ -55,97 +54,86 @@ async def test_sampling_parameters_reach_the_engine(
         assert agent.turns[0].completions[0].distribution is Distribution.ALTERED
 
 
-async def test_a_stop_text_ends_the_answer(open_world: OpenWorld) -> None:
-    world = await open_world("one\nObs: two<|im_end|>", "so<|im_end|>")
-    agent = await world.start()
-    question: list[Any] = [{"role": "user", "content": "x"}]
-    reply = await agent.ask(question, stop=["Obs:", "never"], logprobs=True)
+async def test_a_stop_text_ends_the_answer(open_agent: OpenAgent) -> None:
+    agent = await open_agent("one\nObs: two<|im_end|>", "so<|im_end|>")
+    reply = await agent.ask(QUESTION, stop=["Obs:", "never"], logprobs=True)
     assert reply.choices[0].message.content == "one\n"
     assert reply.choices[0].finish_reason == "stop"
     (completion,) = agent.turns[0].completions
-    assert completion.token_ids == tuple(world.ids("one\nObs:"))
+    assert completion.token_ids == tuple(agent.world.ids("one\nObs:"))
     assert len(completion.logprobs) == len(completion.token_ids)
     assert completion.versions[-1].end == len(completion.token_ids)
     assert completion.distribution is Distribution.EXACT
     assert agent.turns[0].sampling.stop == ("Obs:", "never")
     assert bytes(byte for row in reply.choices[0].logprobs.content for byte in row.bytes) == b"one\n"
     assert reply.usage.completion_tokens == len(completion.token_ids)
-    more = [*question, reply.choices[0].message, {"role": "user", "content": "y"}]
+    more = [*QUESTION, reply.choices[0].message, {"role": "user", "content": "y"}]
     await agent.ask(more)
     assert agent.turns[1].parent == completion.id
-    end = tuple(world.ids("<|im_end|>"))
+    end = tuple(agent.world.ids("<|im_end|>"))
     assert agent.turns[1].new_prompt_ids[: len(end)] == end  # the answer was cut before it ended itself
 
 
-async def test_the_engine_stops_where_the_answer_does(open_world: OpenWorld) -> None:
-    world = await open_world("a.bcdefghijk<|im_end|>", is_stepped=True)
-    agent = await world.start()
-    call = asyncio.create_task(agent.ask(stop="."))
-    await world.engine.wait_for_requests(1)
-    world.engine.step(2)
+async def test_the_engine_stops_where_the_answer_does(open_agent: OpenAgent) -> None:
+    agent = await open_agent("a.bcdefghijk<|im_end|>", is_stepped=True)
+    call = await agent.under_way(agent.ask(stop="."), 2)
     assert (await call).choices[0].message.content == "a"
-    assert world.engine.aborted_ids == [world.engine.requests[0].request_id]
+    assert agent.world.engine.aborted_ids == [agent.world.engine.requests[0].request_id]
 
 
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "python"}}], ids=["required", "named"]
 )
-async def test_a_forced_call(open_world: OpenWorld, renderer: Renderer, choice: Any) -> None:
+async def test_a_forced_call(open_agent: OpenAgent, renderer: Renderer, choice: Any) -> None:
     opening = renderer.answer_format.opening(None if choice == "required" else "python")
     assert CALL.startswith(opening)
-    world = await open_world(CALL.removeprefix(opening) + "<|im_end|>", "so<|im_end|>")
-    agent = await world.start()
-    question: list[Any] = [{"role": "user", "content": "x"}]
-    reply = await agent.ask(question, tools=[PYTHON, SHELL], tool_choice=choice)
+    agent = await open_agent(CALL.removeprefix(opening) + "<|im_end|>", "so<|im_end|>")
+    reply = await agent.ask(QUESTION, tools=[PYTHON, SHELL], tool_choice=choice)
     (call,) = reply.choices[0].message.tool_calls
     assert (call.function.name, json.loads(call.function.arguments)) == ("python", {"code": "1"})
     assert reply.choices[0].finish_reason == "tool_calls"
     assert agent.turns[0].completions[0].distribution is Distribution.EXACT
-    prompt = world.renderer.detokenizer.text_of(agent.turns[0].new_prompt_ids)
+    prompt = agent.world.renderer.detokenizer.text_of(agent.turns[0].new_prompt_ids)
     assert prompt.endswith(opening)
-    more = [*question, reply.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "1"}]
+    more = [*QUESTION, reply.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "1"}]
     await agent.ask(more, tools=[PYTHON, SHELL])
     assert agent.turns[1].parent == reply.id
 
 
-async def test_a_forced_call_that_is_none_is_text(open_world: OpenWorld) -> None:
-    world = await open_world("oops<|im_end|>")
-    agent = await world.start()
+async def test_a_forced_call_that_is_none_is_text(open_agent: OpenAgent) -> None:
+    agent = await open_agent("oops<|im_end|>")
     reply = await agent.ask(tools=[PYTHON], tool_choice="required")
     assert reply.choices[0].message.content.endswith("oops")
     assert reply.choices[0].message.tool_calls is None
-    assert world.gateway.stats().malformed_tool_calls == 1
+    assert agent.world.gateway.stats().malformed_tool_calls == 1
 
 
-async def test_without_parallel_calls_the_first_ends_the_answer(open_world: OpenWorld) -> None:
-    world = await open_world(f"hm {CALL}{CALL}<|im_end|>")
-    agent = await world.start()
+async def test_without_parallel_calls_the_first_ends_the_answer(open_agent: OpenAgent) -> None:
+    agent = await open_agent(f"hm {CALL}{CALL}<|im_end|>")
     choice = (await agent.ask(tools=[PYTHON], parallel_tool_calls=False)).choices[0]
     assert len(choice.message.tool_calls) == 1
     assert choice.finish_reason == "tool_calls"
-    assert agent.turns[0].completions[0].token_ids == tuple(world.ids(f"hm {CALL}"))
-    assert world.gateway.stats().malformed_tool_calls == 0
+    assert agent.turns[0].completions[0].token_ids == tuple(agent.world.ids(f"hm {CALL}"))
+    assert agent.world.gateway.stats().malformed_tool_calls == 0
 
 
-async def test_a_malformed_call_is_no_single_call(open_world: OpenWorld) -> None:
+async def test_a_malformed_call_is_no_single_call(open_agent: OpenAgent) -> None:
     bad = '<tool_call>{"name": "python", "arguments": {"x": 1}, oops</tool_call>'
-    world = await open_world(f"{bad} hm {CALL}{CALL}<|im_end|>")
-    agent = await world.start()
+    agent = await open_agent(f"{bad} hm {CALL}{CALL}<|im_end|>")
     choice = (await agent.ask(tools=[PYTHON], parallel_tool_calls=False)).choices[0]
     assert choice.message.content == f"{bad} hm"
     assert len(choice.message.tool_calls) == 1
-    assert agent.turns[0].completions[0].token_ids == tuple(world.ids(f"{bad} hm {CALL}"))
+    assert agent.turns[0].completions[0].token_ids == tuple(agent.world.ids(f"{bad} hm {CALL}"))
 
 
-async def test_a_named_tool_is_called_once_and_no_other(open_world: OpenWorld) -> None:
+async def test_a_named_tool_is_called_once_and_no_other(open_agent: OpenAgent) -> None:
     shell = CALL.replace("python", "shell")
-    world = await open_world(f"oops</tool_call>{shell}{CALL}{CALL}<|im_end|>")
-    agent = await world.start()
+    agent = await open_agent(f"oops</tool_call>{shell}{CALL}{CALL}<|im_end|>")
     named = {"type": "function", "function": {"name": "python"}}
     choice = (await agent.ask(tools=[PYTHON, SHELL], tool_choice=named)).choices[0]
     assert [call.function.name for call in choice.message.tool_calls] == ["python"]
     assert choice.message.content.endswith(f"oops</tool_call>{shell}")
-    assert world.gateway.stats().malformed_tool_calls == 2
+    assert agent.world.gateway.stats().malformed_tool_calls == 2
 
 
 async def test_without_tools_nothing_is_called(open_world: OpenWorld) -> None:
@@ -154,22 +142,19 @@ async def test_without_tools_nothing_is_called(open_world: OpenWorld) -> None:
     assert (choice.message.content, choice.message.tool_calls) == (CALL, None)
 
 
-async def test_reasoning_comes_apart_and_is_counted(open_world: OpenWorld) -> None:
-    world = await open_world("<think>\nwell\n</think>\n\nhello<|im_end|>", "so<|im_end|>")
-    agent = await world.start()
-    question: list[Any] = [{"role": "user", "content": "x"}]
-    reply = await agent.ask(question)
+async def test_reasoning_comes_apart_and_is_counted(open_agent: OpenAgent) -> None:
+    agent = await open_agent("<think>\nwell\n</think>\n\nhello<|im_end|>", "so<|im_end|>")
+    reply = await agent.ask(QUESTION)
     message = reply.choices[0].message
     assert (message.reasoning_content, message.content) == ("well", "hello")
     num_reasoning = reply.usage.completion_tokens_details.reasoning_tokens
-    assert num_reasoning == len(world.ids("<think>\nwell\n</think>"))
-    await agent.ask([*question, message, {"role": "user", "content": "y"}])
+    assert num_reasoning == len(agent.world.ids("<think>\nwell\n</think>"))
+    await agent.ask([*QUESTION, message, {"role": "user", "content": "y"}])
     assert agent.turns[1].parent == reply.id
 
 
-async def test_ids_and_log_probabilities_are_those_of_the_record(open_world: OpenWorld) -> None:
-    world = await open_world("aé<|im_end|>")
-    agent = await world.start()
+async def test_ids_and_log_probabilities_are_those_of_the_record(open_agent: OpenAgent) -> None:
+    agent = await open_agent("aé<|im_end|>")
     reply = await agent.ask(logprobs=True, top_logprobs=2, extra_body={"return_token_ids": True})
     (turn,) = agent.turns
     (completion,) = turn.completions
@@ -178,11 +163,11 @@ async def test_ids_and_log_probabilities_are_those_of_the_record(open_world: Ope
     rows = reply.choices[0].logprobs.content
     assert [row.logprob for row in rows] == [fake_logprob(id_, i) for i, id_ in enumerate(completion.token_ids[:-1])]
     assert [bytes(row.bytes) for row in rows] == [
-        world.renderer.detokenizer.bytes_of(i) for i in completion.token_ids[:-1]
+        agent.world.renderer.detokenizer.bytes_of(i) for i in completion.token_ids[:-1]
     ]
     assert [len(row.top_logprobs) for row in rows] == [2] * len(rows)
     assert rows[0].top_logprobs[0].token == rows[0].token == "a"
-    assert world.engine.requests[0].num_top_logprobs == 2
+    assert agent.world.engine.requests[0].num_top_logprobs == 2
 
 
 class Sum(BaseModel):
@@ -191,14 +176,13 @@ class Sum(BaseModel):
     total: int
 
 
-async def test_a_grammar_where_the_engine_has_one(open_world: OpenWorld) -> None:
-    world = await open_world('{"total": 3}<|im_end|>', has_grammar=True)
-    agent = await world.start()
+async def test_a_grammar_where_the_engine_has_one(open_agent: OpenAgent) -> None:
+    agent = await open_agent('{"total": 3}<|im_end|>', has_grammar=True)
     reply = await agent.client.chat.completions.parse(
         model="model", messages=[{"role": "user", "content": "1+2"}], response_format=Sum
     )
     assert reply.choices[0].message.parsed == Sum(total=3)
-    schema = world.engine.requests[0].sampling.json_schema
+    schema = agent.world.engine.requests[0].sampling.json_schema
     assert schema is not None
     assert json.loads(schema)["required"] == ["total"]
     assert agent.turns[0].completions[0].distribution is Distribution.ALTERED
@@ -233,9 +217,8 @@ async def test_images_are_refused_clearly(open_world: OpenWorld) -> None:
     assert caught.value.param == "messages[0].content[0]"
 
 
-async def test_an_answer_without_a_token(open_world: OpenWorld) -> None:
-    world = await open_world(engine=SilentEngine())
-    agent = await world.start()
+async def test_an_answer_without_a_token(open_agent: OpenAgent) -> None:
+    agent = await open_agent(engine=SilentEngine())
     choice = (await agent.ask()).choices[0]
     assert (choice.message.content, choice.finish_reason) == ("", "stop")
     assert agent.turns[0].completions[0].token_ids == ()
@@ -253,14 +236,11 @@ class SilentEngine:
         pass
 
 
-async def test_an_aborted_answer_is_not_continued_from(open_world: OpenWorld) -> None:
-    world = await open_world("abc", is_stepped=True)
-    agent = await world.start()
-    call = asyncio.create_task(agent.post_chat(stop=["zz"]))
-    await world.engine.wait_for_requests(1)
-    world.engine.step(2)
+async def test_an_aborted_answer_is_not_continued_from(open_agent: OpenAgent) -> None:
+    agent = await open_agent("abc", is_stepped=True)
+    call = await agent.under_way(agent.post_chat(stop=["zz"]), 2)
     await agent.end(status="timeout")
     assert (await call)[0] == 409
-    (completion,) = world.journal.closed[agent.id].turns[0].completions
+    (completion,) = agent.world.journal.closed[agent.id].turns[0].completions
     assert completion.finish_reason is FinishReason.ABORT
     assert len(completion.token_ids) == 2

@@ -21,28 +21,26 @@ import pytest
 from areal_agent.engine.fake import fake_logprob
 from areal_agent.types import DiskWeights, Distribution, FinishReason, ForkReason, PauseMode, WeightVersion
 
-from .conftest import OpenWorld
+from .conftest import OpenAgent, OpenWorld
 
 TOOLS = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "print(2**70)", "n": 1180591620717411303424}}</tool_call>'
 
 
-async def test_an_answer_has_text_and_usage(open_world: OpenWorld) -> None:
-    world = await open_world("hello world<|im_end|>", "so<|im_end|>")
-    agent = await world.start()
+async def test_an_answer_has_text_and_usage(open_agent: OpenAgent) -> None:
+    agent = await open_agent("hello world<|im_end|>", "so<|im_end|>")
     reply = await agent.ask("hi")
     assert reply.choices[0].message.content == "hello world"
     assert reply.choices[0].finish_reason == "stop"
-    assert reply.usage.prompt_tokens == len(world.engine.requests[0].input_ids)
-    assert reply.usage.completion_tokens == len(world.ids("hello world<|im_end|>"))
+    assert reply.usage.prompt_tokens == len(agent.world.engine.requests[0].input_ids)
+    assert reply.usage.completion_tokens == len(agent.world.ids("hello world<|im_end|>"))
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
     assert reply.id.startswith("chatcmpl-")
     assert (await agent.ask("hi")).id != reply.id
 
 
-async def test_tools_and_verbatim_tokens(open_world: OpenWorld) -> None:
-    world = await open_world(f"let me see{CALL}<|im_end|>", "it is big<|im_end|>")
-    agent = await world.start()
+async def test_tools_and_verbatim_tokens(open_agent: OpenAgent) -> None:
+    agent = await open_agent(f"let me see{CALL}<|im_end|>", "it is big<|im_end|>")
     messages: list[object] = [{"role": "user", "content": "2**70?"}]
     first = (await agent.ask(messages, tools=TOOLS)).choices[0]
     (call,) = first.message.tool_calls
@@ -52,8 +50,8 @@ async def test_tools_and_verbatim_tokens(open_world: OpenWorld) -> None:
     assert call.function.arguments == '{"code": "print(2**70)", "n": 1180591620717411303424}'
     messages += [first.message, {"role": "tool", "tool_call_id": call.id, "content": "1180591620717411303424"}]
     await agent.ask(messages, tools=TOOLS)
-    one, two = world.engine.requests
-    sampled = tuple(world.ids(f"let me see{CALL}<|im_end|>"))
+    one, two = agent.world.engine.requests
+    sampled = tuple(agent.world.ids(f"let me see{CALL}<|im_end|>"))
     assert two.input_ids[: len(one.input_ids) + len(sampled)] == one.input_ids + sampled
     assert agent.turns[1].parent == agent.turns[0].completions[0].id
     assert agent.turns[1].fork_reason is None
@@ -61,9 +59,8 @@ async def test_tools_and_verbatim_tokens(open_world: OpenWorld) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["", " ", "{ }"])
-async def test_a_call_without_arguments_is_recognised(open_world: OpenWorld, arguments: str) -> None:
-    world = await open_world('<tool_call>{"name": "python", "arguments": {}}</tool_call><|im_end|>', "so<|im_end|>")
-    agent = await world.start()
+async def test_a_call_without_arguments_is_recognised(open_agent: OpenAgent, arguments: str) -> None:
+    agent = await open_agent('<tool_call>{"name": "python", "arguments": {}}</tool_call><|im_end|>', "so<|im_end|>")
     question = {"role": "user", "content": "go"}
     reply = await agent.ask([question], tools=TOOLS)
     answer = reply.choices[0].message.model_dump()
@@ -88,12 +85,11 @@ async def test_without_tool_choice_a_call_is_text(open_world: OpenWorld) -> None
     assert world.gateway.stats().malformed_tool_calls == 0
 
 
-async def test_several_answers(open_world: OpenWorld) -> None:
-    world = await open_world("a<|im_end|>", "b<|im_end|>")
-    agent = await world.start()
+async def test_several_answers(open_agent: OpenAgent) -> None:
+    agent = await open_agent("a<|im_end|>", "b<|im_end|>")
     reply = await agent.ask(n=2, seed=7)
     assert sorted(choice.message.content for choice in reply.choices) == ["a", "b"]
-    assert [request.sampling.seed for request in world.engine.requests] == [7, 8]
+    assert [request.sampling.seed for request in agent.world.engine.requests] == [7, 8]
     assert [one.id for one in agent.turns[0].completions] == [f"{reply.id}-0", f"{reply.id}-1"]
     assert (await agent.reward(reward=1, interaction_id=f"{reply.id}-1"))[0] == 200
     assert (await agent.reward(reward=1, interaction_id=reply.id))[0] == 400
@@ -119,13 +115,12 @@ async def test_the_session_has_defaults(open_world: OpenWorld) -> None:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0.1, 0.2, 3, 5)
 
 
-async def test_max_tokens_is_cut_to_the_room(open_world: OpenWorld) -> None:
-    world = await open_world("a" * 500, max_context_tokens=100)
-    agent = await world.start()
+async def test_max_tokens_is_cut_to_the_room(open_agent: OpenAgent) -> None:
+    agent = await open_agent("a" * 500, max_context_tokens=100)
     reply = await agent.ask(max_tokens=400)
     assert reply.choices[0].finish_reason == "length"
     assert reply.usage.total_tokens == 100
-    assert world.engine.requests[0].sampling.temperature == 1.0
+    assert agent.world.engine.requests[0].sampling.temperature == 1.0
     assert agent.turns[0].completions[0].finish_reason is FinishReason.LENGTH
 
 
@@ -137,22 +132,20 @@ async def test_a_context_without_room_is_openais_error(open_world: OpenWorld) ->
     assert caught.value.param == "messages"
 
 
-async def test_text_parts_and_developers(open_world: OpenWorld) -> None:
-    world = await open_world("a<|im_end|>", "b<|im_end|>")
-    agent = await world.start()
+async def test_text_parts_and_developers(open_agent: OpenAgent) -> None:
+    agent = await open_agent("a<|im_end|>", "b<|im_end|>")
     parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     await agent.ask([{"role": "developer", "content": "x"}, {"role": "user", "content": parts}])
     await agent.ask([{"role": "system", "content": "x"}, {"role": "user", "content": "hello"}])
-    assert world.engine.requests[0].input_ids == world.engine.requests[1].input_ids
+    assert agent.world.engine.requests[0].input_ids == agent.world.engine.requests[1].input_ids
     assert agent.turns[1].fork_reason is ForkReason.REPEATED
-    assert world.gateway.stats().forks == {ForkReason.REPEATED: 1}
+    assert agent.world.gateway.stats().forks == {ForkReason.REPEATED: 1}
 
 
-async def test_the_default_model_and_the_path_without_version(open_world: OpenWorld) -> None:
-    world = await open_world("a<|im_end|>")
-    agent = await world.start()
+async def test_the_default_model_and_the_path_without_version(open_agent: OpenAgent) -> None:
+    agent = await open_agent("a<|im_end|>")
     body = {"model": "default", "messages": [{"role": "user", "content": "x"}]}
-    assert (await world.call("/chat/completions", body, key=agent.key))[0] == 200
+    assert (await agent.world.call("/chat/completions", body, key=agent.key))[0] == 200
 
 
 async def test_another_model_does_not_exist(open_world: OpenWorld) -> None:
@@ -161,9 +154,8 @@ async def test_another_model_does_not_exist(open_world: OpenWorld) -> None:
     assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
 
 
-async def test_models_are_listed(open_world: OpenWorld) -> None:
-    world = await open_world()
-    agent = await world.start()
+async def test_models_are_listed(open_agent: OpenAgent) -> None:
+    agent = await open_agent()
     assert [model.id async for model in agent.client.models.list()] == ["model"]
 
 
@@ -180,40 +172,37 @@ async def test_derived_seeds_depend_on_the_place_alone(open_world: OpenWorld) ->
     assert len({first, repeated, of_other}) == 3
 
 
-async def test_the_journal_has_the_turn(open_world: OpenWorld) -> None:
-    world = await open_world("hello<|im_end|>")
-    agent = await world.start()
+async def test_the_journal_has_the_turn(open_agent: OpenAgent) -> None:
+    agent = await open_agent("hello<|im_end|>")
     reply = await agent.ask("hi")
     (turn,) = agent.turns
     (completion,) = turn.completions
-    assert turn.new_prompt_ids == world.engine.requests[0].input_ids
+    assert turn.new_prompt_ids == agent.world.engine.requests[0].input_ids
     assert (turn.parent, turn.fork_at, turn.fork_reason) == (None, 0, None)
     assert turn.request_delta == ({"role": "user", "content": "hi"},)
     assert completion.id == reply.id
-    assert completion.token_ids == tuple(world.ids("hello<|im_end|>"))
+    assert completion.token_ids == tuple(agent.world.ids("hello<|im_end|>"))
     assert completion.logprobs == tuple(
         fake_logprob(token_id, position) for position, token_id in enumerate(completion.token_ids)
     )
     assert completion.distribution is Distribution.EXACT
 
 
-async def test_an_interrupted_answer_has_its_versions(open_world: OpenWorld) -> None:
-    world = await open_world("abcd", is_stepped=True)
-    agent = await world.start()
+async def test_an_interrupted_answer_has_its_versions(open_agent: OpenAgent) -> None:
+    agent = await open_agent("abcd", is_stepped=True)
     async with asyncio.TaskGroup() as group:
         group.create_task(agent.ask(max_tokens=4))
-        await world.engine.wait_for_requests(1)
-        world.engine.step(2)
-        await world.engine.pause(PauseMode.RETRACT)
-        await world.engine.update_weights(DiskWeights(path="new"), WeightVersion(step=1))
-        await world.engine.resume()
-        world.engine.step(2)
+        await agent.world.engine.wait_for_requests(1)
+        agent.world.engine.step(2)
+        await agent.world.engine.pause(PauseMode.RETRACT)
+        await agent.world.engine.update_weights(DiskWeights(path="new"), WeightVersion(step=1))
+        await agent.world.engine.resume()
+        agent.world.engine.step(2)
     assert agent.turns[0].completions[0].version_steps() == (0, 0, 1, 1)
 
 
-async def test_broken_text_is_no_error(open_world: OpenWorld) -> None:
-    world = await open_world(script=[[200, 0, 250, 1], [5, 1]])
-    agent = await world.start()
+async def test_broken_text_is_no_error(open_agent: OpenAgent) -> None:
+    agent = await open_agent(script=[[200, 0, 250, 1], [5, 1]])
     reply = (await agent.ask("x")).choices[0].message
     await agent.ask([{"role": "user", "content": "x"}, reply, {"role": "user", "content": "y"}])
     assert agent.turns[1].parent == agent.turns[0].completions[0].id

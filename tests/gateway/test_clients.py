@@ -27,7 +27,7 @@ from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import Distribution, GenerateRequest, Trajectory, WeightVersion
 
-from .conftest import Agent, OpenWorld, World
+from .conftest import Agent, OpenAgent, OpenWorld, World
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
 ANSWERS = (
@@ -148,12 +148,11 @@ def num_trained(trajectory: Trajectory) -> int:
     return sum(int(record.loss_mask.sum()) for record in token_records(trajectory))
 
 
-async def test_a_scripted_engine(open_world: OpenWorld, ledger: Ledger, tmp_path: Path) -> None:
+async def test_a_scripted_engine(open_agent: OpenAgent, ledger: Ledger, tmp_path: Path) -> None:
     def script(request: GenerateRequest) -> list[int]:
-        return world.ids(ANSWERS[len(request.input_ids) % len(ANSWERS)])
+        return agent.world.ids(ANSWERS[len(request.input_ids) % len(ANSWERS)])
 
-    world = await open_world(script=script, journal=ledger.own)
-    agent = await world.start()
+    agent = await open_agent(script=script, journal=ledger.own)
     await check(agent, ledger, tmp_path, await play(agent))
 
 

@@ -15,7 +15,7 @@ import pytest
 from areal_agent.errors import RequestError
 from areal_agent.gateway.completions import CompletionsRequest
 
-from .conftest import Agent, OpenWorld
+from .conftest import Agent, OpenAgent, OpenWorld
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 
@@ -24,59 +24,54 @@ async def complete(agent: Agent, prompt: Any, **options: Any) -> Any:
     return await agent.client.completions.create(model="model", prompt=prompt, **options)
 
 
-async def test_a_prompt_is_a_turn(open_world: OpenWorld) -> None:
-    world = await open_world(f"so {CALL}<|im_end|>", "b<|im_end|>")
-    agent = await world.start()
+async def test_a_prompt_is_a_turn(open_agent: OpenAgent) -> None:
+    agent = await open_agent(f"so {CALL}<|im_end|>", "b<|im_end|>")
     reply = await complete(agent, "say hello")
     assert reply.choices[0].text == f"so {CALL}"
     assert reply.choices[0].finish_reason == "stop"
     assert reply.id.startswith("cmpl-")
-    assert reply.usage.prompt_tokens == len(world.ids("say hello"))
+    assert reply.usage.prompt_tokens == len(agent.world.ids("say hello"))
     (turn,) = agent.turns
-    assert turn.new_prompt_ids == tuple(world.ids("say hello"))
+    assert turn.new_prompt_ids == tuple(agent.world.ids("say hello"))
     assert turn.request_delta == ()
     assert turn.completions[0].id == reply.id
-    await complete(agent, world.ids("say hello"))
-    assert world.engine.requests[1].input_ids == world.engine.requests[0].input_ids
+    await complete(agent, agent.world.ids("say hello"))
+    assert agent.world.engine.requests[1].input_ids == agent.world.engine.requests[0].input_ids
 
 
-async def test_prompts_are_turns_of_their_own(open_world: OpenWorld) -> None:
+async def test_prompts_are_turns_of_their_own(open_agent: OpenAgent) -> None:
     def script(request: Any) -> list[int]:
-        return world.ids(world.renderer.detokenizer.text_of(request.input_ids).upper() + "<|im_end|>")
+        return agent.world.ids(agent.world.renderer.detokenizer.text_of(request.input_ids).upper() + "<|im_end|>")
 
-    world = await open_world(script=script)
-    agent = await world.start()
+    agent = await open_agent(script=script)
     reply = await complete(agent, ["a", "b"], n=2)
     assert [choice.text for choice in reply.choices] == ["A", "A", "B", "B"]
     assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
     ids = sorted(completion.id for turn in agent.turns for completion in turn.completions)
     assert ids == [f"{reply.id}-{index}" for index in range(4)]
-    assert reply.usage.completion_tokens == 4 * len(world.ids("A<|im_end|>"))
+    assert reply.usage.completion_tokens == 4 * len(agent.world.ids("A<|im_end|>"))
 
 
 @pytest.mark.parametrize("has_ids", [False, True])
-async def test_a_longer_prompt_continues(open_world: OpenWorld, has_ids: bool) -> None:
-    world = await open_world(" world", "!<|im_end|>")
-    agent = await world.start()
-    first = await complete(agent, "hello", max_tokens=len(world.ids(" world")))
-    more = [*world.ids("hello"), *world.ids(" world"), *world.ids("?")] if has_ids else "hello world?"
+async def test_a_longer_prompt_continues(open_agent: OpenAgent, has_ids: bool) -> None:
+    agent = await open_agent(" world", "!<|im_end|>")
+    first = await complete(agent, "hello", max_tokens=len(agent.world.ids(" world")))
+    more = [*agent.world.ids("hello"), *agent.world.ids(" world"), *agent.world.ids("?")] if has_ids else "hello world?"
     await complete(agent, more)
     turn = agent.turns[1]
     assert turn.parent == first.id
-    assert turn.new_prompt_ids == tuple(world.ids("?"))
+    assert turn.new_prompt_ids == tuple(agent.world.ids("?"))
 
 
-async def test_a_stop_text_and_an_echo(open_world: OpenWorld) -> None:
-    world = await open_world(" b\nc<|im_end|>")
-    agent = await world.start()
+async def test_a_stop_text_and_an_echo(open_agent: OpenAgent) -> None:
+    agent = await open_agent(" b\nc<|im_end|>")
     reply = await complete(agent, "a", stop="\n", echo=True)
     assert reply.choices[0].text == "a b"
-    assert agent.turns[0].completions[0].token_ids == tuple(world.ids(" b\n"))
+    assert agent.turns[0].completions[0].token_ids == tuple(agent.world.ids(" b\n"))
 
 
-async def test_log_probabilities_are_columns(open_world: OpenWorld) -> None:
-    world = await open_world("xyz<|im_end|>")
-    agent = await world.start()
+async def test_log_probabilities_are_columns(open_agent: OpenAgent) -> None:
+    agent = await open_agent("xyz<|im_end|>")
     reply = await complete(agent, "a", logprobs=2, extra_body={"return_token_ids": True})
     choice = reply.choices[0]
     (completion,) = agent.turns[0].completions
@@ -88,14 +83,13 @@ async def test_log_probabilities_are_columns(open_world: OpenWorld) -> None:
     assert tuple(choice.prompt_token_ids) == agent.turns[0].new_prompt_ids
 
 
-async def test_a_stream(open_world: OpenWorld) -> None:
-    world = await open_world("xyz<|im_end|>", "uv<|im_end|>", is_stepped=True)
-    agent = await world.start()
+async def test_a_stream(open_agent: OpenAgent) -> None:
+    agent = await open_agent("xyz<|im_end|>", "uv<|im_end|>", is_stepped=True)
     asking = asyncio.create_task(
         complete(agent, ["a", "b"], stream=True, echo=True, stream_options={"include_usage": True})
     )
-    await world.engine.wait_for_requests(2)
-    while world.engine.step(1):
+    await agent.world.engine.wait_for_requests(2)
+    while agent.world.engine.step(1):
         pass
     *chunks, usage = [chunk async for chunk in await asking]
     texts, ends = ["", ""], ["", ""]
@@ -106,7 +100,7 @@ async def test_a_stream(open_world: OpenWorld) -> None:
     assert texts == ["axyz", "buv"]
     assert ends == ["stop", "stop"]
     assert len(chunks) > 4
-    assert usage.usage.completion_tokens == len(world.ids("xyz<|im_end|>uv<|im_end|>"))
+    assert usage.usage.completion_tokens == len(agent.world.ids("xyz<|im_end|>uv<|im_end|>"))
 
 
 MINIMAL: dict[str, Any] = {"model": "model", "prompt": "x"}

@@ -18,7 +18,7 @@ import pytest
 
 from areal_agent.gateway.bodies import Limits
 
-from .conftest import ADMIN_KEY, OpenWorld
+from .conftest import ADMIN_KEY, OpenAgent, OpenWorld
 from .raw import is_error_object, parse, say
 
 SECRET = "sk-this-key-is-a-secret-of-its-owner"
@@ -44,18 +44,16 @@ async def test_other_headers_for_keys(open_world: OpenWorld, header: str) -> Non
         ("/rl/set_reward", {"reward": SECRET}),
     ],
 )
-async def test_keys_are_not_repeated(open_world: OpenWorld, path: str, body: object) -> None:
-    world = await open_world()
-    agent = await world.start()
-    status, answer = await world.call(path, body, key=agent.key)
+async def test_keys_are_not_repeated(open_agent: OpenAgent, path: str, body: object) -> None:
+    agent = await open_agent()
+    status, answer = await agent.world.call(path, body, key=agent.key)
     assert status >= 400
     assert SECRET not in str(answer)
 
 
-async def test_keys_are_not_logged(open_world: OpenWorld, caplog: pytest.LogCaptureFixture) -> None:
+async def test_keys_are_not_logged(open_agent: OpenAgent, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    world = await open_world(script=[RuntimeError("a bug")])
-    agent = await world.start()
+    agent = await open_agent(script=[RuntimeError("a bug")])
     status, answer = await agent.post_chat()
     assert status == 500
     assert "failed" in caplog.text
@@ -99,26 +97,23 @@ async def test_any_content_type(open_world: OpenWorld, content_type: str) -> Non
         assert response.status == 200
 
 
-async def test_a_reward_said_twice_in_one_body(open_world: OpenWorld) -> None:
-    world = await open_world()
-    agent = await world.start()
-    status, answer = await world.call("/rl/set_reward", b'{"reward": 1, "reward": 0}', key=agent.key)
+async def test_a_reward_said_twice_in_one_body(open_agent: OpenAgent) -> None:
+    agent = await open_agent()
+    status, answer = await agent.world.call("/rl/set_reward", b'{"reward": 1, "reward": 0}', key=agent.key)
     assert (status, answer["error"]["param"]) == (400, "reward")
 
 
-async def test_a_parameter_said_twice_in_a_call(open_world: OpenWorld) -> None:
-    world = await open_world("a<|im_end|>")
-    agent = await world.start()
+async def test_a_parameter_said_twice_in_a_call(open_agent: OpenAgent) -> None:
+    agent = await open_agent("a<|im_end|>")
     body = b'{"model": "no", "messages": [{"role": "user", "content": "x"}], "model": "model"}'
-    assert (await world.call("/v1/chat/completions", body, key=agent.key))[0] == 200
+    assert (await agent.world.call("/v1/chat/completions", body, key=agent.key))[0] == 200
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "1" * 5000, '"\\ud800"', "[" * 2000 + "]" * 2000])
 @pytest.mark.parametrize("path", ["/rl/set_reward", "/v1/chat/completions"])
-async def test_values_that_are_not_json(open_world: OpenWorld, path: str, number: str) -> None:
-    world = await open_world()
-    agent = await world.start()
-    status, answer = await world.call(path, f'{{"reward": {number}}}'.encode(), key=agent.key)
+async def test_values_that_are_not_json(open_agent: OpenAgent, path: str, number: str) -> None:
+    agent = await open_agent()
+    status, answer = await agent.world.call(path, f'{{"reward": {number}}}'.encode(), key=agent.key)
     assert (status, is_error_object(answer)) == (400, True)
 
 
@@ -131,12 +126,11 @@ async def test_values_that_are_not_json(open_world: OpenWorld, path: str, number
     ],
     ids=["part", "call", "arguments"],
 )
-async def test_messages_that_no_journal_could_write(open_world: OpenWorld, message: dict[str, object]) -> None:
-    world = await open_world("a<|im_end|>")
-    agent = await world.start()
+async def test_messages_that_no_journal_could_write(open_agent: OpenAgent, message: dict[str, object]) -> None:
+    agent = await open_agent("a<|im_end|>")
     nested = json.dumps({"model": "model", "messages": [message]}, default=lambda _: None)
     body = nested.replace("null", "[" * 300 + "]" * 300)
-    status, answer = await world.call("/v1/chat/completions", body.encode(), key=agent.key)
+    status, answer = await agent.world.call("/v1/chat/completions", body.encode(), key=agent.key)
     assert (status, is_error_object(answer)) == (400, True)
 
 

@@ -18,7 +18,7 @@ from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.sessions import Traffic
 from areal_agent.types import Status, Trajectory
 
-from .conftest import ADMIN_KEY, MemoryJournal, OpenWorld, World
+from .conftest import ADMIN_KEY, MemoryJournal, OpenAgent, OpenWorld, World
 
 
 class BrokenJournal(MemoryJournal):
@@ -68,8 +68,7 @@ async def test_a_session_that_never_opened_takes_no_room(open_world: OpenWorld) 
 async def test_one_call_too_many(open_world: OpenWorld) -> None:
     world = await open_world("a<|im_end|>", "b<|im_end|>", is_stepped=True, limits=Limits(max_calls_per_session=1))
     agent, other = await world.start(), await world.start()
-    call = asyncio.create_task(agent.post_chat())
-    await world.engine.wait_for_requests(1)
+    call = await agent.under_way(agent.post_chat())
     body = {"model": "model", "messages": [{"role": "user", "content": "x"}]}
     assert (await retry_after(world, "/v1/chat/completions", body, agent.key))[:2] == (429, "too_many_calls")
     other_call = asyncio.create_task(other.post_chat())
@@ -79,13 +78,12 @@ async def test_one_call_too_many(open_world: OpenWorld) -> None:
     assert (await agent.reward(reward=1))[0] == 200  # there is room again
 
 
-async def test_a_silent_session_times_out(open_world: OpenWorld) -> None:
-    world = await open_world(limits=Limits(session_timeout_s=0.05))
-    agent = await world.start()
-    await world.journal.has_closed.wait()
-    assert world.journal.closed[agent.id].status is Status.TIMEOUT
+async def test_a_silent_session_times_out(open_agent: OpenAgent) -> None:
+    agent = await open_agent(limits=Limits(session_timeout_s=0.05))
+    await agent.world.journal.has_closed.wait()
+    assert agent.world.journal.closed[agent.id].status is Status.TIMEOUT
     assert (await agent.post_chat())[0] == 409
-    assert world.gateway.stats().ended_by_timeout == 1
+    assert agent.world.gateway.stats().ended_by_timeout == 1
 
 
 async def test_the_next_session_times_out_all_the_same(open_world: OpenWorld) -> None:
@@ -142,14 +140,12 @@ async def test_draining(open_world: OpenWorld) -> None:
     assert len(busy.turns) == 1
 
 
-async def test_draining_aborts_what_takes_too_long(open_world: OpenWorld) -> None:
-    world = await open_world("abc", is_stepped=True)
-    agent = await world.start()
-    call = asyncio.create_task(agent.post_chat())
-    await world.engine.wait_for_requests(1)
-    assert await world.gateway.drain(0.0) == 1
+async def test_draining_aborts_what_takes_too_long(open_agent: OpenAgent) -> None:
+    agent = await open_agent("abc", is_stepped=True)
+    call = await agent.under_way(agent.post_chat())
+    assert await agent.world.gateway.drain(0.0) == 1
     assert (await call)[0] == 409
-    assert world.engine.aborted_ids == [world.engine.requests[0].request_id]
+    assert agent.world.engine.aborted_ids == [agent.world.engine.requests[0].request_id]
 
 
 async def test_draining_with_a_broken_journal(open_world: OpenWorld) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from areal_agent.gateway.bodies import Limits
 
-from .conftest import ADMIN_KEY, OpenWorld
+from .conftest import ADMIN_KEY, OpenAgent, OpenWorld
 from .raw import address, is_error_object, parse, say
 
 SHORT_S = 0.05
@@ -89,19 +89,18 @@ async def test_a_client_that_takes_nothing(open_world: OpenWorld) -> None:
         assert response.status == 200
 
 
-async def test_hanging_up_is_no_error(open_world: OpenWorld, caplog: pytest.LogCaptureFixture) -> None:
-    world = await open_world("abc", is_stepped=True)
-    agent = await world.start()
+async def test_hanging_up_is_no_error(open_agent: OpenAgent, caplog: pytest.LogCaptureFixture) -> None:
+    agent = await open_agent("abc", is_stepped=True)
     body = b'{"model": "model", "messages": [{"role": "user", "content": "x"}]}'
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {agent.key}\r\n"
-    _, asking = await asyncio.open_connection(*address(world.url))
+    _, asking = await asyncio.open_connection(*address(agent.world.url))
     asking.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    _, sending = await asyncio.open_connection(*address(world.url))
+    _, sending = await asyncio.open_connection(*address(agent.world.url))
     sending.write(f"{head}Content-Length: 1000\r\n\r\n".encode() + body)
-    await world.engine.wait_for_requests(1)
+    await agent.world.engine.wait_for_requests(1)
     asking.close()
     sending.close()
-    await world.engine.was_aborted.wait()
+    await agent.world.engine.was_aborted.wait()
     assert (await agent.end())[0] == 200
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert world.gateway.stats().errors == {}
+    assert agent.world.gateway.stats().errors == {}

@@ -8,7 +8,7 @@
 
 import pytest
 
-from .conftest import ADMIN_KEY, OpenWorld
+from .conftest import ADMIN_KEY, OpenAgent, OpenWorld
 
 SESSION_PATHS = ["/v1/chat/completions", "/chat/completions", "/rl/set_reward", "/rl/end_session"]
 ADMIN_PATHS = ["/rl/start_session", "/export_trajectories"]
@@ -36,10 +36,9 @@ async def test_the_admin_key_is_no_sessions(open_world: OpenWorld, path: str) ->
 
 
 @pytest.mark.parametrize("path", ADMIN_PATHS)
-async def test_a_sessions_key_is_not_the_admins(open_world: OpenWorld, path: str) -> None:
-    world = await open_world()
-    agent = await world.start()
-    status, answer = await world.call(path, {"session_id": agent.id, "task_id": "t"}, key=agent.key)
+async def test_a_sessions_key_is_not_the_admins(open_agent: OpenAgent, path: str) -> None:
+    agent = await open_agent()
+    status, answer = await agent.world.call(path, {"session_id": agent.id, "task_id": "t"}, key=agent.key)
     assert (status, answer["error"]["type"]) == (403, "permission_error")
 
 

@@ -33,9 +33,10 @@ from areal_agent.gateway.session import EndRequest, Session
 from areal_agent.gateway.turn import Services
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import FinishReason, PauseMode, SessionPurpose, SessionRecord
+from areal_agent.types import FinishReason, PauseMode
+from tests import histories
 
-from .conftest import MemoryJournal, OpenWorld
+from .conftest import MemoryJournal, OpenAgent, OpenWorld
 
 
 async def hang_up(call: "asyncio.Task[Any]") -> None:
@@ -44,48 +45,44 @@ async def hang_up(call: "asyncio.Task[Any]") -> None:
         await call
 
 
-async def test_a_turn_is_journaled_before_its_answer_leaves(open_world: OpenWorld) -> None:
-    world = await open_world("a<|im_end|>")
-    agent = await world.start()
-    world.journal.may_write.clear()
+async def test_a_turn_is_journaled_before_its_answer_leaves(open_agent: OpenAgent) -> None:
+    agent = await open_agent("a<|im_end|>")
+    agent.world.journal.may_write.clear()
     call = asyncio.create_task(agent.post_chat())
-    await world.journal.is_writing.wait()
-    assert (await world.call("/rl/set_reward", {"reward": 1}, key=agent.key))[0] == 200  # time enough for an answer
+    await agent.world.journal.is_writing.wait()
+    assert (await agent.reward(reward=1))[0] == 200  # time enough for an answer
     assert not call.done()
-    world.journal.may_write.set()
+    agent.world.journal.may_write.set()
     assert (await call)[0] == 200
     assert len(agent.turns) == 1
 
 
-async def test_hanging_up_ends_the_engine_request_and_keeps_what_it_gave(open_world: OpenWorld) -> None:
-    world = await open_world("abc", is_stepped=True)
-    agent = await world.start()
-    call = asyncio.create_task(agent.post_chat())
-    await world.engine.wait_for_requests(1)
-    assert world.gateway.stats().num_engine_requests == 1
-    world.engine.step(2)
+async def test_hanging_up_ends_the_engine_request_and_keeps_what_it_gave(open_agent: OpenAgent) -> None:
+    agent = await open_agent("abc", is_stepped=True)
+    call = await agent.under_way(agent.post_chat())
+    assert agent.world.gateway.stats().num_engine_requests == 1
+    agent.world.engine.step(2)
     await hang_up(call)
-    await world.journal.is_writing.wait()
-    assert world.engine.aborted_ids == [world.engine.requests[0].request_id]
-    assert world.engine.num_in_flight == 0
+    await agent.world.journal.is_writing.wait()
+    assert agent.world.engine.aborted_ids == [agent.world.engine.requests[0].request_id]
+    assert agent.world.engine.num_in_flight == 0
     await agent.end(status="timeout")
-    (completion,) = world.journal.closed[agent.id].turns[0].completions
-    assert (completion.token_ids, completion.finish_reason) == (tuple(world.ids("ab")), FinishReason.ABORT)
+    (completion,) = agent.world.journal.closed[agent.id].turns[0].completions
+    assert (completion.token_ids, completion.finish_reason) == (tuple(agent.world.ids("ab")), FinishReason.ABORT)
 
 
-async def test_hanging_up_before_the_answer_leaves_an_orphan(open_world: OpenWorld) -> None:
-    world = await open_world("a<|im_end|>", "b<|im_end|>")
-    agent = await world.start()
+async def test_hanging_up_before_the_answer_leaves_an_orphan(open_agent: OpenAgent) -> None:
+    agent = await open_agent("a<|im_end|>", "b<|im_end|>")
     delivered = await agent.ask("first")
-    world.journal.may_write.clear()
-    world.journal.is_writing.clear()
+    agent.world.journal.may_write.clear()
+    agent.world.journal.is_writing.clear()
     call = asyncio.create_task(agent.post_chat())
-    await world.journal.is_writing.wait()
+    await agent.world.journal.is_writing.wait()
     await hang_up(call)
     ending = asyncio.create_task(agent.end(status="timeout"))
-    world.journal.may_write.set()
+    agent.world.journal.may_write.set()
     await ending
-    trajectory = world.journal.closed[agent.id]
+    trajectory = agent.world.journal.closed[agent.id]
     orphan = trajectory.turns[1].completions[0].id
     assert trajectory.undelivered == (orphan,)
     assert trajectory.turns[0].completions[0].id == delivered.id
@@ -93,94 +90,81 @@ async def test_hanging_up_before_the_answer_leaves_an_orphan(open_world: OpenWor
     assert trained == len(trajectory.turns[0].completions[0].token_ids)
 
 
-async def test_a_stream_without_its_end_is_an_orphan(open_world: OpenWorld) -> None:
-    world = await open_world("ab<|im_end|>")
-    agent = await world.start()
-    world.journal.may_write.clear()
+async def test_a_stream_without_its_end_is_an_orphan(open_agent: OpenAgent) -> None:
+    agent = await open_agent("ab<|im_end|>")
+    agent.world.journal.may_write.clear()
     stream = await agent.ask(stream=True)
-    await world.journal.is_writing.wait()
+    await agent.world.journal.is_writing.wait()
     await stream.close()
     ending = asyncio.create_task(agent.end(status="timeout"))
     while (await agent.reward(reward=1))[0] == 200:  # until the end has begun
         pass
-    world.journal.may_write.set()
+    agent.world.journal.may_write.set()
     await ending
-    trajectory = world.journal.closed[agent.id]
+    trajectory = agent.world.journal.closed[agent.id]
     assert trajectory.undelivered == (trajectory.turns[0].completions[0].id,)
 
 
-async def test_what_was_delivered_is_no_orphan(open_world: OpenWorld) -> None:
-    world = await open_world("a<|im_end|>", "b<|im_end|>", "c<|im_end|>")
-    agent = await world.start()
+async def test_what_was_delivered_is_no_orphan(open_agent: OpenAgent) -> None:
+    agent = await open_agent("a<|im_end|>", "b<|im_end|>", "c<|im_end|>")
     await agent.ask()
     [_ async for _ in await agent.ask(stream=True)]
     await agent.client.completions.create(model="model", prompt="x")
     await agent.end()
-    assert world.journal.closed[agent.id].undelivered == ()
+    assert agent.world.journal.closed[agent.id].undelivered == ()
     assert len(agent.turns) == 3
 
 
-async def test_the_end_keeps_partial_answers(open_world: OpenWorld) -> None:
-    world = await open_world("abcd", is_stepped=True)
-    agent = await world.start()
-    call = asyncio.create_task(agent.post_chat())
-    await world.engine.wait_for_requests(1)
-    world.engine.step(2)
+async def test_the_end_keeps_partial_answers(open_agent: OpenAgent) -> None:
+    agent = await open_agent("abcd", is_stepped=True)
+    call = await agent.under_way(agent.post_chat(), 2)
     status, answer = await agent.end(status="timeout", error="too slow")
     assert (status, answer["num_sampled_tokens"]) == (200, 2)
     status, answer = await call
     assert (status, answer["error"]["code"]) == (409, "session_ended")
-    trajectory = world.journal.closed[agent.id]
+    trajectory = agent.world.journal.closed[agent.id]
     assert trajectory.turns[0].completions[0].finish_reason is FinishReason.ABORT
     assert not any(record.loss_mask.any() for record in token_records(trajectory))
     assert trajectory.error == "too slow"
 
 
-async def test_no_answer_of_an_aborted_turn_is_trained(open_world: OpenWorld) -> None:
-    world = await open_world("a<|im_end|>", "bcdefgh", is_stepped=True)
-    agent = await world.start()
-    call = asyncio.create_task(agent.post_chat(n=2))
-    await world.engine.wait_for_requests(2)
-    world.engine.step(3)  # one answer is whole, the other is not
+async def test_no_answer_of_an_aborted_turn_is_trained(open_agent: OpenAgent) -> None:
+    agent = await open_agent("a<|im_end|>", "bcdefgh", is_stepped=True)
+    call = await agent.under_way(agent.post_chat(n=2), num_requests=2)
+    agent.world.engine.step(3)  # one answer is whole, the other is not
     await agent.end(status="timeout")
     assert (await call)[0] == 409
-    trajectory = world.journal.closed[agent.id]
+    trajectory = agent.world.journal.closed[agent.id]
     assert trajectory.num_sampled_tokens == 5
     assert not any(record.loss_mask.any() for record in token_records(trajectory))
 
 
-async def test_an_end_without_partial_tokens_has_no_turn(open_world: OpenWorld) -> None:
-    world = await open_world("abcd", is_stepped=True)
-    agent = await world.start()
-    call = asyncio.create_task(agent.post_chat())
-    await world.engine.wait_for_requests(1)
+async def test_an_end_without_partial_tokens_has_no_turn(open_agent: OpenAgent) -> None:
+    agent = await open_agent("abcd", is_stepped=True)
+    call = await agent.under_way(agent.post_chat())
     assert (await agent.end())[1]["num_turns"] == 0
     assert (await call)[0] == 409
 
 
-async def test_hanging_up_on_the_end_does_not_stop_it(open_world: OpenWorld) -> None:
-    world = await open_world("a<|im_end|>")
-    agent = await world.start()
-    world.journal.may_write.clear()
+async def test_hanging_up_on_the_end_does_not_stop_it(open_agent: OpenAgent) -> None:
+    agent = await open_agent("a<|im_end|>")
+    agent.world.journal.may_write.clear()
     chat = asyncio.create_task(agent.post_chat())
-    await world.journal.is_writing.wait()
+    await agent.world.journal.is_writing.wait()
     ending = asyncio.create_task(agent.end(status="cancelled"))
     while (await agent.reward(reward=1))[0] == 200:  # until the end has begun
         pass
     await hang_up(ending)
-    world.journal.may_write.set()
-    await world.journal.has_closed.wait()
+    agent.world.journal.may_write.set()
+    await agent.world.journal.has_closed.wait()
     await chat
-    assert len(world.journal.closed[agent.id].turns) == 1
+    assert len(agent.world.journal.closed[agent.id].turns) == 1
 
 
-async def test_an_engine_that_aborts_by_itself_has_failed(open_world: OpenWorld) -> None:
-    world = await open_world("abcd", is_stepped=True)
-    agent = await world.start()
-    call = asyncio.create_task(agent.post_chat())
-    await world.engine.wait_for_requests(1)
-    world.engine.step(1)
-    await world.engine.pause(PauseMode.ABORT)
+async def test_an_engine_that_aborts_by_itself_has_failed(open_agent: OpenAgent) -> None:
+    agent = await open_agent("abcd", is_stepped=True)
+    call = await agent.under_way(agent.post_chat(), 1)
+    await agent.world.engine.pause(PauseMode.ABORT)
     assert (await call)[0] == 503
     assert agent.turns[0].completions[0].finish_reason is FinishReason.ABORT
 
@@ -201,9 +185,7 @@ class DeafEngine:
 
 async def test_a_deaf_engine_does_not_hold_up_the_end(renderer: Renderer) -> None:
     engine, journal, ended = DeafEngine(), MemoryJournal(), list[Session]()
-    record = SessionRecord(
-        id="s", group_id="g", task_id="t", purpose=SessionPurpose.TRAIN, seed=0, key_hash="", started_s=0.0
-    )
+    record = histories.session("s")
     services = Services(
         sampler=engine,
         renderer=renderer,
@@ -235,9 +217,8 @@ async def test_a_deaf_engine_does_not_hold_up_the_end(renderer: Renderer) -> Non
     ],
     ids=lambda value: str(value),
 )
-async def test_engine_failures_are_error_objects(open_world: OpenWorld, failure: Exception, status: int) -> None:
-    world = await open_world(script=[failure, failure, failure])
-    agent = await world.start()
+async def test_engine_failures_are_error_objects(open_agent: OpenAgent, failure: Exception, status: int) -> None:
+    agent = await open_agent(script=[failure, failure, failure])
     answered, answer = await agent.post_chat()
     assert answered == status
     assert answer["error"]["type"] == ("server_error" if status >= 500 else "invalid_request_error")
@@ -245,7 +226,7 @@ async def test_engine_failures_are_error_objects(open_world: OpenWorld, failure:
     with pytest.raises(openai.APIStatusError) as caught:
         await agent.ask(n=2)
     assert caught.value.status_code == status
-    assert world.gateway.stats().errors == {status: 2}
+    assert agent.world.gateway.stats().errors == {status: 2}
     assert caught.value.response.headers.get("Retry-After") == ("1" if status == 503 else None)
     assert agent.turns == []
     assert (await agent.end(status="infra"))[0] == 200
@@ -263,10 +244,9 @@ async def test_engine_failures_are_error_objects(open_world: OpenWorld, failure:
     ],
     ids=["cut off", "a list", "not UTF-8", "lone surrogate", "deep", "large"],
 )
-async def test_bodies_that_cannot_be_read(open_world: OpenWorld, body: bytes, status: int) -> None:
-    world = await open_world()
-    agent = await world.start()
-    answered, answer = await world.call("/v1/chat/completions", body, key=agent.key)
+async def test_bodies_that_cannot_be_read(open_agent: OpenAgent, body: bytes, status: int) -> None:
+    agent = await open_agent()
+    answered, answer = await agent.world.call("/v1/chat/completions", body, key=agent.key)
     assert answered == status
     assert answer["error"]["type"] == "invalid_request_error"
 

@@ -196,9 +196,7 @@ async def test_a_reward_that_never_comes_is_missing(online: Online) -> None:
 async def test_a_lease_waits_for_enough(online: Online) -> None:
     agent = await online.world.start()
     leasing = asyncio.create_task(online.lease(1, wait_s=600))
-    await agent.post_chat()
-    await agent.reward(reward=1)
-    await agent.end()
+    await agent.play()
     assert ids_of(await leasing) == [[agent.id]]
 
 
@@ -246,9 +244,7 @@ async def test_drops_are_idempotent_and_all_or_none(online: Online) -> None:
 async def test_evaluations_are_leased_to_nobody(online: Online) -> None:
     for _ in range(20):  # more than the bound admits
         agent = await online.world.start(purpose="eval")
-        await agent.post_chat()
-        await agent.reward(reward=1)
-        await agent.end()
+        await agent.play()
     assert (await online.lease(1)).groups == ()
     assert (await online.done("status"))["state"]["capacity"] == 8
 
@@ -347,17 +343,13 @@ async def require_full_group_of_two(online: Online) -> None:
 async def test_the_next_process_waits_for_a_sibling_that_was_cut_off(online: Online) -> None:
     ended, _ = [await online.world.start(group_id="a", group_size=3) for _ in range(2)]
     failed = await online.world.start(group_id="a", group_size=3)
-    await ended.post_chat()
-    await ended.reward(reward=1)
-    await ended.end()
+    await ended.play()
     await failed.end(status="error")
     await online.restart()
     assert (await online.lease(1)).groups == ()
     replaced = await online.world.start(group_id="a", group_size=3)
     assert (await online.post("start_session", task_id="t", group_id="a", group_size=3))[0] == 409
-    await replaced.post_chat()
-    await replaced.reward(reward=1)
-    await replaced.end()
+    await replaced.play()
     assert ids_of(await online.lease(1)) == [ids([ended, replaced])]
 
 

@@ -16,7 +16,7 @@ from openai.types import chat, completion_create_params
 
 from areal_agent.gateway.openapi import openapi_document
 
-from .conftest import ADMIN_KEY, Agent, OpenWorld, World
+from .conftest import ADMIN_KEY, Agent, OpenAgent, OpenWorld
 
 DOCUMENT = openapi_document(is_leased_from=False)
 METHODS = ("get", "post")
@@ -81,10 +81,10 @@ def test_operations_have_names_of_their_own() -> None:
     assert len(names) == len(set(names)) == len(described(openapi_document(is_leased_from=True)))
 
 
-async def is_known(world: World, agent: Agent, path: str, name: str) -> bool:
+async def is_known(agent: Agent, path: str, name: str) -> bool:
     """Return whether the gateway knows a parameter; it may refuse its value, but not its name."""
     key = ADMIN_KEY if DOCUMENT["paths"][path]["post"]["security"] == [{"adminKey": []}] else agent.key
-    _, answer = await world.call(path, {name: False}, key=key)
+    _, answer = await agent.world.call(path, {name: False}, key=key)
     return answer.get("error", {}).get("code") != "unknown_parameter"
 
 
@@ -99,12 +99,11 @@ def posted() -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("path", "names"), posted(), ids=lambda value: value if isinstance(value, str) else "")
-async def test_it_names_what_the_gateway_knows(open_world: OpenWorld, path: str, names: list[str]) -> None:
-    world = await open_world()
-    agent = await world.start()
+async def test_it_names_what_the_gateway_knows(open_agent: OpenAgent, path: str, names: list[str]) -> None:
+    agent = await open_agent()
     for name in names:
-        assert await is_known(world, agent, path, name), name
-    assert not await is_known(world, agent, path, "no_such_parameter")
+        assert await is_known(agent, path, name), name
+    assert not await is_known(agent, path, "no_such_parameter")
 
 
 @pytest.mark.parametrize(
@@ -114,12 +113,11 @@ async def test_it_names_what_the_gateway_knows(open_world: OpenWorld, path: str,
         ("/v1/completions", completion_create_params.CompletionCreateParamsBase),
     ],
 )
-async def test_of_openais_it_names_those_that_are_known(open_world: OpenWorld, path: str, params: type) -> None:
-    world = await open_world()
-    agent = await world.start()
+async def test_of_openais_it_names_those_that_are_known(open_agent: OpenAgent, path: str, params: type) -> None:
+    agent = await open_agent()
     names = dict(posted())[path]
     for name in get_type_hints(params):
-        assert await is_known(world, agent, path, name) == (name in names), name
+        assert await is_known(agent, path, name) == (name in names), name
 
 
 async def test_it_is_served(open_world: OpenWorld) -> None:

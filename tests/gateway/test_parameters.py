@@ -22,7 +22,7 @@ from areal_agent.tokens.forest import Forest
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import Distribution
 
-from .conftest import OpenWorld
+from .conftest import OpenAgent, OpenWorld
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -244,9 +244,8 @@ def test_faults_in_tools_name_their_place(tool: Any, param: str) -> None:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_bias_of_no_token_is_refused(open_world: OpenWorld, is_streamed: bool) -> None:
-    world = await open_world("a<|im_end|>", vocab_size=400)
-    agent = await world.start()
+async def test_a_bias_of_no_token_is_refused(open_agent: OpenAgent, is_streamed: bool) -> None:
+    agent = await open_agent("a<|im_end|>", vocab_size=400)
     status, answer = await agent.post_chat(logit_bias={"5": 1, "400": 1}, stream=is_streamed)
     assert (status, answer["error"]["param"]) == (400, "logit_bias")
     assert "ids below 400" in answer["error"]["message"]

@@ -19,7 +19,7 @@ import pytest
 from areal_agent.gateway.sessions import NUM_ENDED_KEPT
 from areal_agent.types import Rewards, SessionPurpose, Status
 
-from .conftest import OpenWorld
+from .conftest import OpenAgent, OpenWorld
 
 
 async def test_a_started_session_is_in_the_journal(open_world: OpenWorld) -> None:
@@ -67,9 +67,8 @@ async def test_a_session_id_is_used_once(open_world: OpenWorld) -> None:
     assert (status, answer["error"]["code"]) == (409, "session_exists")
 
 
-async def test_rewards_of_every_kind(open_world: OpenWorld) -> None:
-    world = await open_world("a<|im_end|>")
-    agent = await world.start()
+async def test_rewards_of_every_kind(open_agent: OpenAgent) -> None:
+    agent = await open_agent("a<|im_end|>")
     reply = await agent.ask()
     for body in (
         {"reward": 0.0},
@@ -80,7 +79,7 @@ async def test_rewards_of_every_kind(open_world: OpenWorld) -> None:
     ):
         assert (await agent.reward(**body))[0] == 200
     await agent.end()
-    assert world.journal.closed[agent.id].rewards == Rewards(
+    assert agent.world.journal.closed[agent.id].rewards == Rewards(
         final=1.0, by_completion={reply.id: 2.0}, parts={"format": -0.5, "style": 3.0}
     )
 
@@ -100,10 +99,9 @@ async def test_rewards_of_every_kind(open_world: OpenWorld) -> None:
     ],
     ids=lambda body: repr(body)[:30],
 )
-async def test_what_a_trainer_could_not_add_up_is_refused(open_world: OpenWorld, body: bytes) -> None:
-    world = await open_world()
-    agent = await world.start()
-    assert (await world.call("/rl/set_reward", body, key=agent.key))[0] == 400
+async def test_what_a_trainer_could_not_add_up_is_refused(open_agent: OpenAgent, body: bytes) -> None:
+    agent = await open_agent()
+    assert (await agent.world.call("/rl/set_reward", body, key=agent.key))[0] == 400
 
 
 @pytest.mark.parametrize(
@@ -113,15 +111,14 @@ async def test_what_a_trainer_could_not_add_up_is_refused(open_world: OpenWorld,
         ("1", "reward is '1'; it must be a number from -1e+30 to 1e+30, or a boolean"),
     ],
 )
-async def test_a_refused_reward_is_told_with_the_remedy(open_world: OpenWorld, reward: object, told: str) -> None:
-    status, answer = await (await (await open_world()).start()).reward(reward=reward)
+async def test_a_refused_reward_is_told_with_the_remedy(open_agent: OpenAgent, reward: object, told: str) -> None:
+    status, answer = await (await open_agent()).reward(reward=reward)
     assert (status, answer["error"]["param"]) == (400, "reward")
     assert answer["error"]["message"] == told
 
 
-async def test_a_completion_has_no_parts(open_world: OpenWorld) -> None:
-    world = await open_world("a<|im_end|>")
-    agent = await world.start()
+async def test_a_completion_has_no_parts(open_agent: OpenAgent) -> None:
+    agent = await open_agent("a<|im_end|>")
     reply = await agent.ask()
     status, answer = await agent.reward(reward=1, name="style", interaction_id=reply.id)
     assert (status, answer["error"]["param"]) == (400, "name")
@@ -149,13 +146,12 @@ async def test_the_end_journals_the_trajectory(open_world: OpenWorld) -> None:
     assert trajectory.started_s <= trajectory.ended_s
 
 
-async def test_nothing_is_taken_after_the_end(open_world: OpenWorld) -> None:
-    world = await open_world()
-    agent = await world.start()
+async def test_nothing_is_taken_after_the_end(open_agent: OpenAgent) -> None:
+    agent = await open_agent()
     await agent.end()
     for status, answer in (await agent.post_chat(), await agent.reward(reward=1)):
         assert (status, answer["error"]["code"]) == (409, "session_ended")
-    assert world.gateway.stats().num_open_sessions == 0
+    assert agent.world.gateway.stats().num_open_sessions == 0
 
 
 @pytest.mark.parametrize(
@@ -169,34 +165,31 @@ async def test_nothing_is_taken_after_the_end(open_world: OpenWorld) -> None:
     ],
 )
 async def test_a_session_ends_as_what_it_is(
-    open_world: OpenWorld, has_turn: bool, has_reward: bool, said: str | None, status: Status
+    open_agent: OpenAgent, has_turn: bool, has_reward: bool, said: str | None, status: Status
 ) -> None:
-    world = await open_world("a<|im_end|>")
-    agent = await world.start()
+    agent = await open_agent("a<|im_end|>")
     if has_turn:
         await agent.ask()
     if has_reward:
         await agent.reward(reward=0)
     assert (await agent.end(status=said))[1]["status"] == status
-    trajectory = world.journal.closed[agent.id]
+    trajectory = agent.world.journal.closed[agent.id]
     assert trajectory.status is status
     assert (trajectory.error is None) is (status is Status.COMPLETED or said not in (None, "completed"))
 
 
-async def test_an_unknown_status_is_refused(open_world: OpenWorld) -> None:
-    world = await open_world()
-    agent = await world.start()
+async def test_an_unknown_status_is_refused(open_agent: OpenAgent) -> None:
+    agent = await open_agent()
     assert (await agent.end(status="fine"))[0] == 400
-    assert world.gateway.stats().num_open_sessions == 1
+    assert agent.world.gateway.stats().num_open_sessions == 1
 
 
-async def test_an_ended_session_is_exported(open_world: OpenWorld) -> None:
-    world = await open_world("a<|im_end|>")
-    agent = await world.start()
+async def test_an_ended_session_is_exported(open_agent: OpenAgent) -> None:
+    agent = await open_agent("a<|im_end|>")
     reply = await agent.ask()
     await agent.reward(reward=1)
     await agent.end()
-    status, answer = await world.call("/export_trajectories", {"session_id": agent.id})
+    status, answer = await agent.world.call("/export_trajectories", {"session_id": agent.id})
     assert status == 200
     assert answer["trajectory"]["rewards"]["final"] == 1.0
     assert answer["trajectory"]["turns"][0]["completions"][0]["id"] == reply.id
@@ -204,14 +197,13 @@ async def test_an_ended_session_is_exported(open_world: OpenWorld) -> None:
     sampled = [
         token_id for token_id, is_sampled in zip(record["token_ids"], record["loss_mask"], strict=True) if is_sampled
     ]
-    assert sampled == world.ids("a<|im_end|>")
+    assert sampled == agent.world.ids("a<|im_end|>")
 
 
-async def test_an_open_or_unknown_session_is_not_exported(open_world: OpenWorld) -> None:
-    world = await open_world()
-    agent = await world.start()
-    assert (await world.call("/export_trajectories", {"session_id": agent.id}))[0] == 409
-    assert (await world.call("/export_trajectories", {"session_id": "nobody"}))[0] == 404
+async def test_an_open_or_unknown_session_is_not_exported(open_agent: OpenAgent) -> None:
+    agent = await open_agent()
+    assert (await agent.world.call("/export_trajectories", {"session_id": agent.id}))[0] == 409
+    assert (await agent.world.call("/export_trajectories", {"session_id": "nobody"}))[0] == 404
 
 
 async def test_sessions_that_ended_long_ago_are_forgotten(open_world: OpenWorld) -> None:

@@ -24,7 +24,7 @@ from areal_agent.gateway.bodies import Limits
 from areal_agent.tokens.records import token_records
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk
 
-from .conftest import OpenWorld, World
+from .conftest import QUESTION, OpenAgent, OpenWorld, World
 from .raw import address
 
 TOOLS = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
@@ -49,58 +49,51 @@ async def next_content(stream: AsyncIterator[Any]) -> str:
             return delta.content
 
 
-async def test_tokens_leave_as_they_are_sampled(open_world: OpenWorld) -> None:
-    world = await open_world("abc<|im_end|>", is_stepped=True)
-    agent = await world.start()
-    asking = asyncio.create_task(agent.ask(stream=True))
-    await world.engine.wait_for_requests(1)
-    world.engine.step(1)
+async def test_tokens_leave_as_they_are_sampled(open_agent: OpenAgent) -> None:
+    agent = await open_agent("abc<|im_end|>", is_stepped=True)
+    asking = await agent.under_way(agent.ask(stream=True), 1)
     stream = aiter(await asking)
     first = await anext(stream)
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
     assert await next_content(stream) == "a"
     for letter in "bc":
-        world.engine.step(1)
+        agent.world.engine.step(1)
         assert await next_content(stream) == letter
-    world.engine.step(1)
+    agent.world.engine.step(1)
     last = await anext(stream)
     assert last.choices[0].finish_reason == "stop"
     assert last.id == first.id == agent.turns[0].completions[0].id
     assert await whole(stream) == []
 
 
-async def test_the_turn_is_in_the_journal_before_the_finish(open_world: OpenWorld) -> None:
-    world = await open_world("abc<|im_end|>")
-    agent = await world.start()
-    world.journal.may_write.clear()
+async def test_the_turn_is_in_the_journal_before_the_finish(open_agent: OpenAgent) -> None:
+    agent = await open_agent("abc<|im_end|>")
+    agent.world.journal.may_write.clear()
     stream = aiter(await agent.ask(stream=True))
     assert [await next_content(stream) for _ in "abc"] == ["a", "b", "c"]
-    await world.journal.is_writing.wait()
+    await agent.world.journal.is_writing.wait()
     finish = asyncio.ensure_future(anext(stream))
-    assert (await world.call("/rl/set_reward", {"reward": 1}, key=agent.key))[0] == 200  # time enough for a chunk
+    assert (await agent.reward(reward=1))[0] == 200  # time enough for a chunk
     assert not finish.done()
-    world.journal.may_write.set()
+    agent.world.journal.may_write.set()
     assert (await finish).choices[0].finish_reason == "stop"
 
 
-async def test_usage_comes_last_when_asked_for(open_world: OpenWorld) -> None:
-    world = await open_world("abc<|im_end|>", "abc<|im_end|>")
-    agent = await world.start()
+async def test_usage_comes_last_when_asked_for(open_agent: OpenAgent) -> None:
+    agent = await open_agent("abc<|im_end|>", "abc<|im_end|>")
     *chunks, last = await whole(await agent.ask(stream=True, stream_options={"include_usage": True}))
     assert last.choices == []
-    assert last.usage.completion_tokens == len(world.ids("abc<|im_end|>"))
-    assert last.usage.prompt_tokens == len(world.engine.requests[0].input_ids)
+    assert last.usage.completion_tokens == len(agent.world.ids("abc<|im_end|>"))
+    assert last.usage.prompt_tokens == len(agent.world.engine.requests[0].input_ids)
     assert all(chunk.usage is None for chunk in chunks)
     assert all(chunk.choices for chunk in await whole(await agent.ask(stream=True)))
 
 
-async def test_answers_are_told_apart_by_their_index(open_world: OpenWorld) -> None:
-    world = await open_world("ab<|im_end|>", "cd<|im_end|>", is_stepped=True)
-    agent = await world.start()
-    asking = asyncio.create_task(agent.ask(stream=True, n=2))
-    await world.engine.wait_for_requests(2)
+async def test_answers_are_told_apart_by_their_index(open_agent: OpenAgent) -> None:
+    agent = await open_agent("ab<|im_end|>", "cd<|im_end|>", is_stepped=True)
+    asking = await agent.under_way(agent.ask(stream=True, n=2), num_requests=2)
     for _ in range(3):
-        world.engine.step(1)
+        agent.world.engine.step(1)
     stream = await asking
     texts, ends = {0: "", 1: ""}, {}
     async for chunk in stream:
@@ -113,15 +106,12 @@ async def test_answers_are_told_apart_by_their_index(open_world: OpenWorld) -> N
     assert [one.id for one in agent.turns[0].completions] == [f"{chunk.id}-0", f"{chunk.id}-1"]
 
 
-async def test_reasoning_leaves_in_pieces_and_a_call_whole(open_world: OpenWorld) -> None:
-    world = await open_world(
+async def test_reasoning_leaves_in_pieces_and_a_call_whole(open_agent: OpenAgent) -> None:
+    agent = await open_agent(
         f"<think>\nwell, so\n</think>\n\nhm {CALL}{CALL}<|im_end|>", "done<|im_end|>", is_stepped=True
     )
-    agent = await world.start()
-    question: list[Any] = [{"role": "user", "content": "x"}]
-    asking = asyncio.create_task(agent.ask(question, tools=TOOLS, stream=True))
-    await world.engine.wait_for_requests(1)
-    step_to_the_end(world)
+    asking = await agent.under_way(agent.ask(QUESTION, stream=True, tools=TOOLS))
+    step_to_the_end(agent.world)
     chunks = await whole(await asking)
     deltas = [chunk.choices[0].delta for chunk in chunks]
     reasoning = [delta.reasoning_content for delta in deltas if hasattr(delta, "reasoning_content")]
@@ -136,25 +126,23 @@ async def test_reasoning_leaves_in_pieces_and_a_call_whole(open_world: OpenWorld
     assert len(ids) == 2
     echo = {"role": "assistant", "content": "hm", "tool_calls": calls}
     results = [{"role": "tool", "tool_call_id": call["id"], "content": "1"} for call in calls]
-    again = asyncio.create_task(agent.ask([*question, echo, *results], tools=TOOLS))
-    await world.engine.wait_for_requests(2)
-    world.engine.step(100)
+    again = asyncio.create_task(agent.ask([*QUESTION, echo, *results], tools=TOOLS))
+    await agent.world.engine.wait_for_requests(2)
+    agent.world.engine.step(100)
     await again
     assert agent.turns[1].parent == agent.turns[0].completions[0].id
 
 
 @pytest.mark.parametrize("rest", [", oops</tool_call>", "}", ""])
-async def test_a_malformed_call_is_text(open_world: OpenWorld, rest: str) -> None:
+async def test_a_malformed_call_is_text(open_agent: OpenAgent, rest: str) -> None:
     malformed = f'<tool_call>{{"name": "python", "arguments": {{"code": "1"}}{rest}'
-    world = await open_world(f"{malformed}<|im_end|>", "b<|im_end|>")
-    agent = await world.start()
-    question: list[Any] = [{"role": "user", "content": "x"}]
-    chunks = await whole(await agent.ask(question, tools=TOOLS, stream=True))
+    agent = await open_agent(f"{malformed}<|im_end|>", "b<|im_end|>")
+    chunks = await whole(await agent.ask(QUESTION, tools=TOOLS, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == malformed
     assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
     assert chunks[-1].choices[0].finish_reason == "stop"
-    assert world.gateway.stats().malformed_tool_calls == 1
-    more = [*question, {"role": "assistant", "content": malformed}, {"role": "user", "content": "?"}]
+    assert agent.world.gateway.stats().malformed_tool_calls == 1
+    more = [*QUESTION, {"role": "assistant", "content": malformed}, {"role": "user", "content": "?"}]
     await agent.ask(more, tools=TOOLS)
     assert agent.turns[1].parent == agent.turns[0].completions[0].id
 
@@ -181,53 +169,44 @@ async def test_a_stream_that_holds_a_call_back_says_that_it_is_alive(open_world:
     writer.close()
 
 
-async def test_only_what_may_be_a_stop_text_is_held_back(open_world: OpenWorld) -> None:
-    world = await open_world("aQbé", is_stepped=True)
-    agent = await world.start()
-    asking = asyncio.create_task(agent.ask(stream=True, stop="QQ", max_tokens=100))
-    await world.engine.wait_for_requests(1)
+async def test_only_what_may_be_a_stop_text_is_held_back(open_agent: OpenAgent) -> None:
+    agent = await open_agent("aQbé", is_stepped=True)
+    asking = await agent.under_way(agent.ask(stream=True, stop="QQ", max_tokens=100))
     contents = list[str]()
-    world.engine.step(1)
+    agent.world.engine.step(1)
     stream = aiter(await asking)
-    for _ in range(len(world.ids("Qb"))):
-        world.engine.step(1)
+    for _ in range(len(agent.world.ids("Qb"))):
+        agent.world.engine.step(1)
     for _ in range(2):
         contents.append(await next_content(stream))
     assert "".join(contents) == "aQb"
-    world.engine.step(100)
+    agent.world.engine.step(100)
     assert await next_content(stream) == "é"
 
 
-async def test_a_stop_text_ends_the_stream(open_world: OpenWorld) -> None:
-    world = await open_world("a\n\nbcdefgh<|im_end|>", "z<|im_end|>", is_stepped=True)
-    agent = await world.start()
-    question: list[Any] = [{"role": "user", "content": "x"}]
-    asking = asyncio.create_task(agent.ask(question, stream=True, stop=["\n\n"]))
-    await world.engine.wait_for_requests(1)
-    world.engine.step(4)
+async def test_a_stop_text_ends_the_stream(open_agent: OpenAgent) -> None:
+    agent = await open_agent("a\n\nbcdefgh<|im_end|>", "z<|im_end|>", is_stepped=True)
+    asking = await agent.under_way(agent.ask(QUESTION, stream=True, stop=["\n\n"]), 4)
     chunks = await whole(await asking)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "a"
     assert chunks[-1].choices[0].finish_reason == "stop"
-    assert world.engine.aborted_ids == [world.engine.requests[0].request_id]
+    assert agent.world.engine.aborted_ids == [agent.world.engine.requests[0].request_id]
     (completion,) = agent.turns[0].completions
-    assert completion.token_ids == tuple(world.ids("a\n\n"))
+    assert completion.token_ids == tuple(agent.world.ids("a\n\n"))
     assert completion.finish_reason is FinishReason.STOP
-    more = [*question, {"role": "assistant", "content": "a"}, {"role": "user", "content": "y"}]
+    more = [*QUESTION, {"role": "assistant", "content": "a"}, {"role": "user", "content": "y"}]
     again = asyncio.create_task(agent.ask(more))
-    await world.engine.wait_for_requests(2)
-    world.engine.step(10)
+    await agent.world.engine.wait_for_requests(2)
+    agent.world.engine.step(10)
     await again
     assert agent.turns[1].parent == completion.id
 
 
-async def test_tokens_and_their_log_probabilities_leave_with_the_text(open_world: OpenWorld) -> None:
-    world = await open_world("aé🙂b<|im_end|>", is_stepped=True)
-    agent = await world.start()
-    asking = asyncio.create_task(
-        agent.ask(stream=True, logprobs=True, top_logprobs=2, extra_body={"return_token_ids": True})
-    )
-    await world.engine.wait_for_requests(1)
-    step_to_the_end(world)
+async def test_tokens_and_their_log_probabilities_leave_with_the_text(open_agent: OpenAgent) -> None:
+    agent = await open_agent("aé🙂b<|im_end|>", is_stepped=True)
+    call = agent.ask(stream=True, logprobs=True, top_logprobs=2, extra_body={"return_token_ids": True})
+    asking = await agent.under_way(call)
+    step_to_the_end(agent.world)
     chunks = await whole(await asking)
     (turn,) = agent.turns
     (completion,) = turn.completions
@@ -240,24 +219,21 @@ async def test_tokens_and_their_log_probabilities_leave_with_the_text(open_world
     assert tuple(token_ids) == completion.token_ids
 
 
-async def test_who_hangs_up_stops_the_engine(open_world: OpenWorld) -> None:
-    world = await open_world("abcdef<|im_end|>", is_stepped=True)
-    agent = await world.start()
-    asking = asyncio.create_task(agent.ask(stream=True))
-    await world.engine.wait_for_requests(1)
-    world.engine.step(2)
+async def test_who_hangs_up_stops_the_engine(open_agent: OpenAgent) -> None:
+    agent = await open_agent("abcdef<|im_end|>", is_stepped=True)
+    asking = await agent.under_way(agent.ask(stream=True), 2)
     stream = await asking
     chunks = aiter(stream)
     assert [await next_content(chunks) for _ in "ab"] == ["a", "b"]
     await stream.close()
-    await world.journal.is_writing.wait()
+    await agent.world.journal.is_writing.wait()
     assert (await agent.end(status="timeout"))[1]["num_turns"] == 1
-    trajectory = world.journal.closed[agent.id]
+    trajectory = agent.world.journal.closed[agent.id]
     (completion,) = trajectory.turns[0].completions
     assert completion.finish_reason is FinishReason.ABORT
-    assert completion.token_ids == tuple(world.ids("ab"))
+    assert completion.token_ids == tuple(agent.world.ids("ab"))
     assert not any(record.loss_mask.any() for record in token_records(trajectory))
-    assert world.engine.num_in_flight == 0
+    assert agent.world.engine.num_in_flight == 0
 
 
 class BreakingEngine:
@@ -274,24 +250,20 @@ class BreakingEngine:
         pass
 
 
-async def test_a_failure_in_the_middle_is_an_event(open_world: OpenWorld) -> None:
-    world = await open_world(engine=BreakingEngine())
-    agent = await world.start()
+async def test_a_failure_in_the_middle_is_an_event(open_agent: OpenAgent) -> None:
+    agent = await open_agent(engine=BreakingEngine())
     stream = aiter(await agent.ask(stream=True))
     await next_content(stream)
     with pytest.raises(openai.APIError, match="the engine died") as caught:
         await whole(stream)
     assert caught.value.code == "engine_failed"
-    assert world.gateway.stats().errors == {503: 1}
+    assert agent.world.gateway.stats().errors == {503: 1}
     assert agent.turns == []
 
 
-async def test_the_end_of_the_session_is_an_event(open_world: OpenWorld) -> None:
-    world = await open_world("abcdef", is_stepped=True)
-    agent = await world.start()
-    asking = asyncio.create_task(agent.ask(stream=True))
-    await world.engine.wait_for_requests(1)
-    world.engine.step(1)
+async def test_the_end_of_the_session_is_an_event(open_agent: OpenAgent) -> None:
+    agent = await open_agent("abcdef", is_stepped=True)
+    asking = await agent.under_way(agent.ask(stream=True), 1)
     stream = aiter(await asking)
     assert await next_content(stream) == "a"
     assert (await agent.end())[1]["num_sampled_tokens"] == 1
@@ -313,8 +285,7 @@ async def test_before_the_first_token_a_failure_is_a_status(
     assert world.gateway.stats().errors == {status: 1}
 
 
-async def test_before_the_first_token_a_fault_is_a_status(open_world: OpenWorld) -> None:
-    world = await open_world(max_context_tokens=20)
-    agent = await world.start()
+async def test_before_the_first_token_a_fault_is_a_status(open_agent: OpenAgent) -> None:
+    agent = await open_agent(max_context_tokens=20)
     with pytest.raises(openai.BadRequestError, match="maximum context length"):
         await agent.ask("long " * 30, stream=True)

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from areal_agent.errors import RequestError
 from areal_agent.gateway.conversation import strict_tools
 
-from .conftest import OpenWorld
+from .conftest import OpenAgent, OpenWorld
 
 
 class Weather(BaseModel):
@@ -31,9 +31,8 @@ BAD = '<tool_call>{"name": "Weather", "arguments": {"city": "Delft", "unit": "k"
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
-async def test_parse_gets_an_object_of_the_tools_class(open_world: OpenWorld) -> None:
-    world = await open_world(f"{GOOD}<|im_end|>", "so<|im_end|>")
-    agent = await world.start()
+async def test_parse_gets_an_object_of_the_tools_class(open_agent: OpenAgent) -> None:
+    agent = await open_agent(f"{GOOD}<|im_end|>", "so<|im_end|>")
     reply = await agent.client.chat.completions.parse(model="model", messages=HELLO, tools=[TOOL])
     message = reply.choices[0].message
     assert message.tool_calls is not None

@@ -5,14 +5,12 @@
 - a forced call ends the reasoning first, unless the template does not open it there
 """
 
-from typing import Any
-
 import pytest
 from tokenizers import Tokenizer
 
 from areal_agent.tokens.renderer import Renderer
 
-from .conftest import TEMPLATE, OpenWorld, new_renderer
+from .conftest import QUESTION, TEMPLATE, OpenAgent, OpenWorld, new_renderer
 
 PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}
 
@@ -26,27 +24,23 @@ async def test_reasoning_ends_at_its_tag(open_world: OpenWorld, thinking_rendere
     assert "".join(message.content or "" for message in messages) == "hello"
 
 
-async def test_reasoning_that_never_ends_is_all(open_world: OpenWorld, thinking_renderer: Renderer) -> None:
-    world = await open_world("well, so", "ok</think>yes<|im_end|>", model=thinking_renderer)
-    agent = await world.start()
-    question: list[Any] = [{"role": "user", "content": "x"}]
-    reply = await agent.ask(question, max_tokens=len(world.ids("well, so")))
+async def test_reasoning_that_never_ends_is_all(open_agent: OpenAgent, thinking_renderer: Renderer) -> None:
+    agent = await open_agent("well, so", "ok</think>yes<|im_end|>", model=thinking_renderer)
+    reply = await agent.ask(QUESTION, max_tokens=len(agent.world.ids("well, so")))
     message = reply.choices[0].message
     assert (message.reasoning_content, message.content, reply.choices[0].finish_reason) == ("well, so", "", "stop")
-    assert reply.usage.completion_tokens_details.reasoning_tokens == len(world.ids("well, so"))
-    await agent.ask([*question, message, {"role": "user", "content": "y"}])
+    assert reply.usage.completion_tokens_details.reasoning_tokens == len(agent.world.ids("well, so"))
+    await agent.ask([*QUESTION, message, {"role": "user", "content": "y"}])
     assert agent.turns[1].parent == reply.id
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_a_forced_call_ends_the_reasoning(
-    open_world: OpenWorld, thinking_renderer: Renderer, is_streamed: bool
+    open_agent: OpenAgent, thinking_renderer: Renderer, is_streamed: bool
 ) -> None:
-    world = await open_world(' {"code": "1"}}</tool_call><|im_end|>', "</think>so<|im_end|>", model=thinking_renderer)
-    agent = await world.start()
-    question: list[Any] = [{"role": "user", "content": "x"}]
+    agent = await open_agent(' {"code": "1"}}</tool_call><|im_end|>', "</think>so<|im_end|>", model=thinking_renderer)
     choice = {"type": "function", "function": {"name": "python"}}
-    reply = await agent.ask(question, tools=[PYTHON], tool_choice=choice, stream=is_streamed)
+    reply = await agent.ask(QUESTION, tools=[PYTHON], tool_choice=choice, stream=is_streamed)
     messages = [chunk.choices[0].delta async for chunk in reply] if is_streamed else [reply.choices[0].message]
     calls = [call for message in messages for call in message.tool_calls or ()]
     assert calls[0].function.name == "python"
@@ -58,24 +52,22 @@ async def test_a_forced_call_ends_the_reasoning(
         "function": {"name": "python", "arguments": '{"code": "1"}'},
     }
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
-    await agent.ask([*question, answer, {"role": "tool", "tool_call_id": call["id"], "content": "1"}], tools=[PYTHON])
+    await agent.ask([*QUESTION, answer, {"role": "tool", "tool_call_id": call["id"], "content": "1"}], tools=[PYTHON])
     assert agent.turns[1].parent == agent.turns[0].completions[0].id
 
 
-async def test_a_forced_call_ends_no_reasoning_that_is_not_open(open_world: OpenWorld, backend: Tokenizer) -> None:
+async def test_a_forced_call_ends_no_reasoning_that_is_not_open(open_agent: OpenAgent, backend: Tokenizer) -> None:
     thinks_after_questions = TEMPLATE.replace(
         "assistant\\n' }}{%- endif %}",
         "assistant\\n' + ('<think>\\n' if messages[-1].role == 'user' else '') }}{%- endif %}",
     )
     model = new_renderer(backend, thinks_after_questions)
-    world = await open_world("hm</think>so<|im_end|>", ' {"code": "1"}}</tool_call><|im_end|>', model=model)
-    agent = await world.start()
-    question: list[Any] = [{"role": "user", "content": "x"}]
-    answer = (await agent.ask(question)).choices[0].message
+    agent = await open_agent("hm</think>so<|im_end|>", ' {"code": "1"}}</tool_call><|im_end|>', model=model)
+    answer = (await agent.ask(QUESTION)).choices[0].message
     choice = {"type": "function", "function": {"name": "python"}}
     result = {"role": "tool", "tool_call_id": "c", "content": "1"}
-    reply = await agent.ask([*question, answer, result], tools=[PYTHON], tool_choice=choice)
-    assert world.renderer.text_of(world.engine.requests[1].input_ids, has_ended=False).endswith(
+    reply = await agent.ask([*QUESTION, answer, result], tools=[PYTHON], tool_choice=choice)
+    assert agent.world.renderer.text_of(agent.world.engine.requests[1].input_ids, has_ended=False).endswith(
         '<|im_start|>assistant\n<tool_call>{"name": "python", "arguments":'
     )
     assert reply.choices[0].message.tool_calls[0].function.arguments == '{"code": "1"}'

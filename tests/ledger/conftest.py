@@ -1,7 +1,6 @@
 """Makes sessions, turns and trajectories for a ledger, and opens a ledger in a folder of its own."""
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from areal_agent.types import (
     Completion,
     ForkReason,
     SamplingParams,
-    SessionPurpose,
     SessionRecord,
     Trajectory,
     Turn,
@@ -56,21 +54,11 @@ class Make:
     START_S = 1_700_000_000.0
 
     def session(self, id: str, **changes: Any) -> SessionRecord:
-        record = SessionRecord(
-            id=id,
-            group_id="g000000",
-            task_id="task-1",
-            purpose=SessionPurpose.TRAIN,
-            seed=7,
-            key_hash="ab" * 32,
-            started_s=self.START_S,
-        )
-        return replace(record, **changes)
+        fields = {"group_id": "g000000", "task_id": "task-1", "seed": 7, "started_s": self.START_S}
+        return histories.session(id, **(fields | changes))
 
     def completion(self, id: str, num_tokens: int = 4, step: int = 0) -> Completion:
-        span = VersionSpan(version=WeightVersion(step=step), start=0, end=num_tokens)
-        made = histories.completion(id, (step,) * num_tokens)
-        return replace(made, token_ids=tuple(range(100, 100 + num_tokens)), versions=(span,))
+        return histories.completion(id, (step,) * num_tokens, token_ids=tuple(range(100, 100 + num_tokens)))
 
     def turn(self, session_id: str, number: int = 0, **changes: Any) -> Turn:
         fields: dict[str, Any] = {

@@ -25,6 +25,7 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.ledger.verify import Invariant, verify
 from areal_agent.types import Drop, SessionPurpose, VersionSpan, WeightVersion
+from tests.histories import open_ledger
 
 from .conftest import Make
 
@@ -163,14 +164,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     async def record() -> None:
         make = Make()
-        ledger = await Ledger.open(path, create=True)
-        await ledger.begin_incarnation(0)
-        shard = await LedgerShard.open(ledger.shard_path("w0"), create=True)
-        await make.closed(shard, "sharded")
-        await live(ledger, make)
-        await make.leased(ledger, 2, "sharded")
-        await shard.aclose()
-        await ledger.aclose()
+        async with open_ledger(path.parent) as ledger:
+            shard = await LedgerShard.open(ledger.shard_path("w0"), create=True)
+            await make.closed(shard, "sharded")
+            await live(ledger, make)
+            await make.leased(ledger, 2, "sharded")
+            await shard.aclose()
 
     asyncio.run(record())
     return path

@@ -26,20 +26,8 @@ from areal_agent.tokens.forest import Forest, Prompt, Reply
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import HistoryThinking
-from areal_agent.types import (
-    Completion,
-    Distribution,
-    FinishReason,
-    ForkReason,
-    JsonObject,
-    Rewards,
-    SamplingParams,
-    Status,
-    Trajectory,
-    Turn,
-    VersionSpan,
-    WeightVersion,
-)
+from areal_agent.types import ForkReason, JsonObject, Trajectory, Turn
+from tests import histories
 
 NAMES = ("qwen25", "qwen3", "llama3", "mistral", "deepseek", "deepseek_r1")
 THINKING = ("qwen3", "deepseek_r1")
@@ -122,18 +110,7 @@ class Chat:
             turn_of(number, prompt, ids, start)
             for number, (prompt, ids, start) in enumerate(zip(self.prompts, self.answers, starts, strict=False), 1)
         ]
-        return Trajectory(
-            session_id="s",
-            group_id="g",
-            task_id="t",
-            turns=tuple(turns),
-            rewards=Rewards(final=1.0),
-            status=Status.COMPLETED,
-            error=None,
-            logged={},
-            started_s=0.0,
-            ended_s=0.0,
-        )
+        return histories.trajectory("s", (), 1.0, turns=tuple(turns))
 
     def rendered_ids(self) -> list[int]:
         """Return the ids of the template's own rendering of the conversation."""
@@ -142,24 +119,13 @@ class Chat:
 
 def turn_of(number: int, prompt: Prompt, token_ids: tuple[int, ...], first_logprob: int) -> Turn:
     """Return a turn whose log-probabilities count down, so that each token has its own."""
-    completion = Completion(
-        id=f"c{number}",
-        token_ids=token_ids,
-        logprobs=tuple(float(-first_logprob - n) for n in range(len(token_ids))),
-        versions=(VersionSpan(version=WeightVersion(), start=0, end=len(token_ids)),),
-        finish_reason=FinishReason.STOP,
-        distribution=Distribution.EXACT,
-    )
-    return Turn(
-        id=f"t{number}",
+    logprobs = tuple(float(-first_logprob - n) for n in range(len(token_ids)))
+    return histories.turn(
+        f"t{number}",
+        histories.completion(f"c{number}", [0] * len(token_ids), token_ids=token_ids, logprobs=logprobs),
         parent=prompt.parent.completion_id if prompt.parent else None,
         fork_at=prompt.fork_at,
         new_prompt_ids=tuple(prompt.new_ids),
-        completions=(completion,),
-        request_delta=(),
-        sampling=SamplingParams(),
-        started_s=0.0,
-        ended_s=0.0,
     )
 
 

@@ -23,19 +23,8 @@ from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningForm
 from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import (
-    Completion,
-    Distribution,
-    FinishReason,
-    JsonObject,
-    Rewards,
-    SamplingParams,
-    Status,
-    Trajectory,
-    Turn,
-    VersionSpan,
-    WeightVersion,
-)
+from areal_agent.types import Completion, JsonObject, Trajectory, Turn
+from tests import histories
 
 HERMES = AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.NONE)
 NUM_SPECIAL = 7
@@ -101,16 +90,12 @@ class Agent:
         assert tuple(prompt.path())[prompt.fork_at :] == tuple(prompt.new_ids)
         assert len(prompt.path()) == prompt.num_tokens
         self.turns.append(
-            Turn(
-                id=f"t{len(self.turns)}",
-                parent=parent.completion_id if parent else None,
+            histories.turn(
+                f"t{len(self.turns)}",
+                *map(self._completion, replies),
+                parent=parent_of(prompt),
                 fork_at=prompt.fork_at,
                 new_prompt_ids=tuple(prompt.new_ids),
-                completions=tuple(self._completion(reply) for reply in replies),
-                request_delta=(),
-                sampling=SamplingParams(),
-                started_s=0.0,
-                ended_s=0.0,
                 fork_reason=fork_reason,
             )
         )
@@ -135,15 +120,9 @@ class Agent:
         )
 
     def _completion(self, reply: Reply) -> Completion:
-        num_tokens = len(reply.token_ids)
-        return Completion(
-            id=reply.completion_id,
-            token_ids=reply.token_ids,
-            logprobs=tuple(-next(self.numbers) / 1024 for _ in range(num_tokens)),
-            versions=(VersionSpan(version=WeightVersion(step=len(self.turns)), start=0, end=num_tokens),),
-            finish_reason=FinishReason.STOP,
-            distribution=Distribution.EXACT,
-        )
+        logprobs = tuple(-next(self.numbers) / 1024 for _ in reply.token_ids)
+        versions = [len(self.turns)] * len(reply.token_ids)
+        return histories.completion(reply.completion_id, versions, token_ids=reply.token_ids, logprobs=logprobs)
 
 
 moves = st.tuples(
@@ -185,18 +164,7 @@ def play(renderer: Renderer, steps: list[tuple[tuple[int, str, str], list[list[i
 
 
 def trajectory_of(turns: list[Turn]) -> Trajectory:
-    return Trajectory(
-        session_id="s",
-        group_id="g",
-        task_id="t",
-        turns=tuple(turns),
-        rewards=Rewards(final=1.0),
-        status=Status.COMPLETED,
-        error=None,
-        logged={},
-        started_s=0.0,
-        ended_s=0.0,
-    )
+    return histories.trajectory("s", (), 1.0, turns=tuple(turns))
 
 
 @settings(max_examples=150, deadline=None)

@@ -25,53 +25,30 @@ from areal_agent.types import (
     FinishReason,
     Rewards,
     SamplingParams,
-    Status,
     Trajectory,
     Turn,
     VersionSpan,
     WeightVersion,
 )
+from tests import histories
 
 
 def completion(completion_id: str, *token_ids: int, step: int = 0, **changes: Any) -> Completion:
-    fields: dict[str, Any] = {
-        "id": completion_id,
-        "token_ids": token_ids,
-        "logprobs": tuple(-token_id / 8 for token_id in token_ids),
-        "versions": (VersionSpan(version=WeightVersion(step=step), start=0, end=len(token_ids)),),
-        "finish_reason": FinishReason.STOP,
-        "distribution": Distribution.EXACT,
-    }
-    return Completion(**(fields | changes))
+    logprobs = tuple(-token_id / 8 for token_id in token_ids)
+    made = histories.completion(completion_id, [step] * len(token_ids), token_ids=token_ids, logprobs=logprobs)
+    return replace(made, **changes)
 
 
-def turn(prompt: tuple[int, ...], *completions: Completion, parent: str | None = None, fork_at: int = 0) -> Turn:
-    return Turn(
-        id=f"turn-{completions[0].id}",
-        parent=parent,
-        fork_at=fork_at,
-        new_prompt_ids=prompt,
-        completions=completions,
-        request_delta=(),
-        sampling=SamplingParams(temperature=0.5),
-        started_s=0.0,
-        ended_s=0.0,
+def turn(prompt: tuple[int, ...], *completions: Completion, **changes: Any) -> Turn:
+    sampling = SamplingParams(temperature=0.5)
+    return histories.turn(
+        f"turn-{completions[0].id}", *completions, new_prompt_ids=prompt, sampling=sampling, **changes
     )
 
 
 def trajectory(*turns: Turn, final: float | None = 1.0, **by_completion: float) -> Trajectory:
-    return Trajectory(
-        session_id="s",
-        group_id="g",
-        task_id="t",
-        turns=turns,
-        rewards=Rewards(final=final, by_completion=by_completion),
-        status=Status.COMPLETED,
-        error=None,
-        logged={},
-        started_s=0.0,
-        ended_s=0.0,
-    )
+    rewards = Rewards(final=final, by_completion=by_completion)
+    return histories.trajectory("s", (), 0.0, turns=turns, rewards=rewards)
 
 
 def test_two_turns_by_hand() -> None:

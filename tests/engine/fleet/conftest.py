@@ -67,6 +67,11 @@ class Server:
     async def until_asked(self, num_requests: int = 1) -> None:
         await self.fake.wait_for_requests(num_requests)
 
+    async def finish(self) -> None:
+        """Once it has been asked, sample to the end whatever it has."""
+        await self.until_asked()
+        self.fake.step(100)
+
     # ------------------------------------------------------------------------------------- MemberEngine
 
     async def generate(
@@ -154,6 +159,21 @@ class Stage:
 
     def start(self, request: GenerateRequest, **options: Any) -> "asyncio.Future[GenerateResult]":
         return asyncio.ensure_future(self.fleet.generate(request, **options))
+
+    async def holder(self) -> tuple[Server, Server]:
+        """Return the server that has the request, and another one."""
+        await self.until(lambda: any(server.fake.num_in_flight for server in self.servers.values()))
+        first, second, *_ = sorted(self.servers.values(), key=lambda server: -server.fake.num_in_flight)
+        return first, second
+
+    async def under_way(
+        self, request: GenerateRequest | None = None, *, num_tokens: int = 3, **options: Any
+    ) -> tuple["asyncio.Future[GenerateResult]", Server, Server]:
+        """Begin a request; return its answer, the server that has sampled so many tokens of it, and another one."""
+        answer = self.start(request or ask(), **options)
+        first, second = await self.holder()
+        first.fake.step(num_tokens)
+        return answer, first, second
 
     def state(self, server: Server) -> MemberState:
         return self.report(server).state

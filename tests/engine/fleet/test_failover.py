@@ -37,19 +37,11 @@ def spans(*lengths: tuple[object, int]) -> tuple[VersionSpan, ...]:
     return tuple(made)
 
 
-async def asked(stage: Stage) -> tuple[Server, Server]:
-    """Return the server that has the request, and the other one."""
-    await stage.until(lambda: any(server.fake.num_in_flight for server in stage.servers.values()))
-    return sorted(stage.servers.values(), key=lambda server: -server.fake.num_in_flight)  # type: ignore[return-value]
-
-
 async def broken_off(
     stage: Stage, request: GenerateRequest | None = None, **options: Any
 ) -> tuple["asyncio.Future[GenerateResult]", Server]:
     """Send a request whose server dies after three tokens; return its answer, and the server that has it then."""
-    answer = stage.start(request or ask(), **options)
-    first, second = await asked(stage)
-    first.fake.step(3)
+    answer, first, second = await stage.under_way(request, **options)
     first.kill()
     await second.until_asked()
     return answer, second
@@ -85,15 +77,12 @@ async def test_it_goes_on_where_it_was(stage, is_watched):
 
 
 async def test_each_token_bears_the_version_that_sampled_it(stage):
-    answer = stage.start(ask())
-    first, second = await asked(stage)
-    first.fake.step(2)
+    answer, first, second = await stage.under_way(num_tokens=2)
     first.fake.version = NEW
     first.fake.step(1)
     second.fake.version = NEW
     first.kill()
-    await second.until_asked()
-    second.fake.step(100)
+    await second.finish()
     assert (await answer).versions == spans((OLD, 2), (NEW, 6))
 
 
@@ -115,12 +104,9 @@ async def test_the_likeliest_tokens_are_whole(stage):
 
 
 async def test_a_server_that_ends_a_request_by_itself_loses_it(stage):
-    answer = stage.start(ask())
-    first, second = await asked(stage)
-    first.fake.step(3)
+    answer, first, second = await stage.under_way()
     await first.fake.abort(COMPLETE)  # as a server does that shuts down
-    await second.until_asked()
-    second.fake.step(100)
+    await second.finish()
     assert (await answer).token_ids == tokens(ask(), 8)
 
 
@@ -129,10 +115,10 @@ async def test_it_may_move_more_than_once(open_stage):
     async with open_stage(*servers) as stage:
         answer = stage.start(ask())
         for left in (2, 1):
-            server = (await asked(stage))[0]
+            server = (await stage.holder())[0]
             server.fake.step(left)
             server.kill()
-        server = (await asked(stage))[0]
+        server = (await stage.holder())[0]
         server.fake.step(100)
         assert (await answer).token_ids == tokens(ask(), 8)
         assert (await answer).versions == spans((OLD, 8))
@@ -165,8 +151,7 @@ async def test_a_wrong_request_is_asked_once(open_stage):
 
 
 async def test_an_id_that_is_in_flight_is_refused(stage):
-    answer = stage.start(ask())
-    first, _ = await asked(stage)
+    answer, first, _ = await stage.under_way(num_tokens=0)
     with pytest.raises(EngineRejected, match="in flight"):
         await stage.fleet.generate(ask())
     first.fake.step(100)
@@ -184,15 +169,12 @@ async def test_one_that_fails_everywhere_says_where_and_how(open_stage):
 
 
 async def test_with_nobody_serving_it_waits_for_one(stage):
-    answer = stage.start(ask())
-    first, second = await asked(stage)
-    first.fake.step(3)
+    answer, first, second = await stage.under_way()
     second.kill()
     first.kill()
     await stage.until(lambda: stage.report(second).state is not MemberState.SERVING)
     second.restart(OLD)
-    await second.until_asked()
-    second.fake.step(100)
+    await second.finish()
     assert (await answer).token_ids == tokens(ask(), 8)
 
 
@@ -208,21 +190,15 @@ async def test_nobody_for_too_long_says_who_is_how(open_stage):
 
 
 async def test_an_abort_at_a_server(stage):
-    answer = stage.start(ask())
-    first, _ = await asked(stage)
-    first.fake.step(3)
+    answer, *_ = await stage.under_way()
     await stage.fleet.abort(COMPLETE)
     result = await answer
     assert (result.token_ids, result.finish_reason) == (tokens(ask(), 3), FinishReason.ABORT)
 
 
 async def test_an_abort_between_two_servers(stage):
-    answer = stage.start(ask())
-    first, second = await asked(stage)
-    first.fake.step(3)
-    second.kill()
-    first.kill()
-    await stage.until(lambda: not any(one.state is MemberState.SERVING for one in stage.fleet.report()))
+    answer, *_ = await stage.under_way()
+    await stage.kill_all()
     await stage.fleet.abort(COMPLETE)
     result = await answer
     assert (result.token_ids, result.finish_reason) == (tokens(ask(), 3), FinishReason.ABORT)
@@ -231,9 +207,7 @@ async def test_an_abort_between_two_servers(stage):
 
 async def test_an_abort_at_a_server_that_is_silent(open_stage):
     async with open_stage(*map(Server, URLS), patience=replace(PATIENT, abort_s=0.05)) as stage:
-        answer = stage.start(ask())
-        first, _ = await asked(stage)
-        first.fake.step(3)
+        answer, first, _ = await stage.under_way()
         first.fake.hang_next(Operation.ABORT)
         await stage.fleet.abort(COMPLETE)
         result = await answer
@@ -297,9 +271,7 @@ async def test_what_counts_from_the_first_token_begins_again(open_stage, samplin
 )
 async def test_what_was_handed_out_is_not_taken_back(open_stage, make, sampling, why):
     async with open_stage(*map(make, URLS)) as stage:
-        answer = stage.start(ask(**sampling), on_chunk=Chunks())
-        first, _ = await asked(stage)
-        first.fake.step(3)
+        answer, first, _ = await stage.under_way(ask(**sampling), on_chunk=Chunks())
         first.kill()
         with pytest.raises(EngineUnreachable, match=f"broke off after 3 tokens.*{why}"):
             await answer

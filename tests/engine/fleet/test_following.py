@@ -35,12 +35,9 @@ def view(*serving: str, out: dict[str, str] | None = None, versions: tuple[Weigh
 
 async def test_who_is_out_there_is_out_here_and_back_at_once(stage: Stage):
     stage.fleet.follow(view(*URLS))
-    answer = stage.start(ask())
-    await stage.one.until_asked()
-    stage.one.fake.step(3)
+    answer, *_ = await stage.under_way()
     stage.fleet.follow(view(URLS[1], out={URLS[0]: "it missed a push"}))
-    await stage.two.until_asked()
-    stage.two.fake.step(100)
+    await stage.two.finish()
     assert (await answer).token_ids == tokens(ask(), 8)
     num_infos = stage.one.num_infos
     await stage.until(lambda: stage.one.num_infos > num_infos + 3)  # it answers, and its keeper may not believe it
@@ -73,8 +70,7 @@ async def test_who_is_out_there_while_it_is_taken_back_stays_out(stage: Stage):
 async def test_who_joins_and_leaves_there_does_so_here(open_stage):
     spare = Server("http://three")
     async with open_stage(*map(Server, URLS), spare=(spare,)) as stage:
-        answer = stage.start(ask())
-        await stage.one.until_asked()
+        answer, *_ = await stage.under_way(num_tokens=0)
         stage.fleet.follow(view(URLS[1], spare.base_url))
         await stage.until_serving(spare)
         assert stage.state(stage.one) is MemberState.LEAVING
@@ -85,8 +81,7 @@ async def test_who_joins_and_leaves_there_does_so_here(open_stage):
 
 
 async def test_one_that_joins_again_while_it_leaves_is_there_in_the_end(stage: Stage):
-    answer = stage.start(ask())
-    await stage.one.until_asked()
+    answer, *_ = await stage.under_way(num_tokens=0)
     stage.fleet.follow(view(URLS[1]))
     stage.fleet.follow(view(*URLS))
     assert stage.state(stage.one) is MemberState.LEAVING
@@ -162,9 +157,7 @@ async def test_who_is_silent_in_a_load_there_does_not_hang_here(open_stage):
 async def test_tokens_of_a_version_that_was_never_given_are_sampled_elsewhere(open_stage):
     async with open_stage(*map(Server, URLS), patience=SHORT) as stage:
         stage.fleet.follow(view(*URLS))
-        answer = stage.start(ask())
-        await stage.one.until_asked()
-        stage.one.fake.step(3)
+        answer, *_ = await stage.under_way()
         stage.one.fake.version = STRANGE  # somebody else has started it again, or pushes to it
         stage.one.fake.step(100)
         await stage.two.until_asked()
@@ -180,8 +173,7 @@ async def test_a_watched_answer_with_such_tokens_fails(open_stage):
     async with open_stage(*map(Server, URLS), patience=SHORT) as stage:
         stage.fleet.follow(view(*URLS))
         seen: list[TokenChunk] = []
-        answer = stage.start(ask(), on_chunk=seen.append)
-        await stage.one.until_asked()
+        answer, *_ = await stage.under_way(num_tokens=0, on_chunk=seen.append)
         stage.one.fake.version = STRANGE
         stage.one.fake.step(100)
         with pytest.raises(
@@ -192,8 +184,7 @@ async def test_a_watched_answer_with_such_tokens_fails(open_stage):
 
 async def test_word_of_a_version_may_come_after_its_tokens(stage: Stage):
     stage.fleet.follow(view(*URLS))
-    answer = stage.start(ask())
-    await stage.one.until_asked()
+    answer, *_ = await stage.under_way(num_tokens=0)
     stage.one.fake.version = NEW
     stage.one.fake.step(100)
     await asyncio.sleep(0)
@@ -207,13 +198,10 @@ async def test_within_an_answer_versions_never_go_back(stage: Stage):
     stage.fleet.follow(view(*URLS, versions=(NEW,)))
     for server in stage.servers.values():
         server.fake.version = NEW
-    answer = stage.start(ask())
-    await stage.one.until_asked()
-    stage.one.fake.step(3)
+    answer, *_ = await stage.under_way()
     stage.two.fake.version = OLD  # it has been started again, and nobody has noticed yet
     stage.one.kill()
-    await stage.two.until_asked()
-    stage.two.fake.step(100)
+    await stage.two.finish()
     await stage.until(lambda: stage.state(stage.two) is not MemberState.SERVING)
     stage.one.restart(NEW)
     await stage.one.until_asked(2)

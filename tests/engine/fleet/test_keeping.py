@@ -34,15 +34,15 @@ WEIGHTS = DiskWeights(path="weights-8")
 ZERO = WeightVersion()
 
 
-async def fallen(stage: Stage, server: Server) -> str:
-    """Wait until a server is quarantined, and return the reason."""
+async def killed(stage: Stage, server: Server) -> str:
+    """Kill a server; once it is quarantined, return the reason."""
+    server.kill()
     await stage.until(lambda: stage.state(server) is not MemberState.SERVING)
     return stage.report(server).reason
 
 
 async def test_one_that_is_down_is_quarantined_and_it_is_said_once(stage, caplog):
-    stage.one.kill()
-    assert "http://one is down" in await fallen(stage, stage.one)
+    assert "http://one is down" in await killed(stage, stage.one)
     num_infos = stage.one.num_infos
     await stage.until(lambda: stage.one.num_infos > num_infos + 3)
     assert [record.message for record in caplog.records if "quarantined" in record.message] == [
@@ -151,8 +151,7 @@ async def test_the_requests_of_one_that_hangs_move(open_stage):
         await stage.until(lambda: bool(stage.one.fake.num_in_flight))
         stage.one.fake.step(3)
         stage.one.answers.clear()
-        await stage.two.until_asked()
-        stage.two.fake.step(100)
+        await stage.two.finish()
         assert (await answer).token_ids == tokens(ask(), 8)
         assert stage.one.fake.aborted_ids  # the one that hangs was hung up on
         stage.one.answers.set()
@@ -164,8 +163,7 @@ async def test_the_requests_of_one_that_hangs_move(open_stage):
 
 async def test_with_the_right_label_it_serves_again(stage):
     stage.fleet.pushes.begin_with(MODEL, OLD)
-    stage.one.kill()
-    await fallen(stage, stage.one)
+    await killed(stage, stage.one)
     stage.one.restart(OLD)
     await stage.until_serving(stage.one)
     assert (stage.one.loaded, stage.one.fake.weights) == ([], [])
@@ -173,8 +171,7 @@ async def test_with_the_right_label_it_serves_again(stage):
 
 async def test_before_the_first_push_it_is_given_the_model(stage):
     stage.fleet.pushes.begin_with(MODEL, OLD)
-    stage.one.kill()
-    await fallen(stage, stage.one)
+    await killed(stage, stage.one)
     stage.one.restart(ZERO)
     await stage.until_serving(stage.one)
     assert stage.one.loaded == [(MODEL, OLD)]
@@ -182,8 +179,7 @@ async def test_before_the_first_push_it_is_given_the_model(stage):
 
 async def test_after_a_push_it_is_given_what_was_pushed(stage):
     await push([stage.fleet], WEIGHTS, NEW)
-    stage.one.kill()
-    await fallen(stage, stage.one)
+    await killed(stage, stage.one)
     stage.one.restart(ZERO)
     await stage.until_serving(stage.one)
     assert (stage.one.fake.weights[-1], stage.one.fake.version, stage.one.fake.paused) == (WEIGHTS, NEW, None)
@@ -199,8 +195,7 @@ async def test_a_label_that_goes_back_without_a_failure_is_noticed(stage):
 
 async def test_damaged_weights_keep_it_out_until_the_next_ones(stage):
     await push([stage.fleet], WEIGHTS, NEW)
-    stage.one.kill()
-    await fallen(stage, stage.one)
+    await killed(stage, stage.one)
     for _ in range(1000):
         stage.one.fake.corrupt_next_push()
     stage.one.restart(ZERO)
@@ -216,15 +211,13 @@ async def test_without_weights_to_give_it_stays_out(stage):
     push_id = "p"
     await stage.fleet.begin_push(push_id)  # from here on the fleet says what is served
     await stage.fleet.abort_push(push_id)
-    stage.one.kill()
-    await fallen(stage, stage.one)
+    await killed(stage, stage.one)
     stage.one.restart(ZERO)
     await stage.until(lambda: "has no weights" in stage.report(stage.one).reason)
 
 
 async def test_another_model_stays_out(stage):
-    stage.one.kill()
-    await fallen(stage, stage.one)
+    await killed(stage, stage.one)
     stage.one.fake._vocab_size = 17
     stage.one.restart(OLD)
     await stage.until(lambda: "serves fake, with 17 ids" in stage.report(stage.one).reason)
@@ -251,8 +244,7 @@ async def test_where_others_push_the_one_behind_comes_last(stage):
     num_infos = stage.one.num_infos
     await stage.until(lambda: stage.one.num_infos > num_infos + 2)
     answer = stage.start(ask())
-    await stage.one.until_asked()
-    stage.one.fake.step(100)
+    await stage.one.finish()
     await answer
     assert not stage.one.fake.weights and stage.one.fake.paused is None
 
@@ -268,8 +260,7 @@ async def test_a_server_is_added(open_stage):
         await stage.fleet.add(spare.base_url)
         assert (stage.state(spare), spare.fake.version) == (MemberState.SERVING, NEW)
         answers = [stage.start(ask(number)) for number in range(2)]
-        await spare.until_asked()
-        spare.fake.step(100)
+        await spare.finish()
         stage.one.fake.step(100)
         await asyncio.gather(*answers)
         spare.kill()  # it has a keeper, too
@@ -373,8 +364,7 @@ async def test_one_that_is_removed_in_a_push_leaves_after_it(stage):
 
 
 async def test_who_gives_up_waiting_for_a_removal_does_not_stop_it(stage):
-    answer = stage.start(ask())
-    await stage.one.until_asked()
+    answer, *_ = await stage.under_way(num_tokens=0)
     leaving = asyncio.ensure_future(stage.fleet.remove(URLS[0]))
     await stage.until(lambda: stage.state(stage.one) is MemberState.LEAVING)
     leaving.cancel()
@@ -385,8 +375,7 @@ async def test_who_gives_up_waiting_for_a_removal_does_not_stop_it(stage):
 
 
 async def test_the_only_one_that_serves_stays(stage):
-    stage.two.kill()
-    await fallen(stage, stage.two)
+    await killed(stage, stage.two)
     with pytest.raises(ServerRefused, match=r"the only server that serves \(http://two is"):
         await stage.fleet.remove(URLS[0])
     await stage.fleet.remove(URLS[1])
@@ -403,8 +392,7 @@ async def test_a_server_that_cannot_take_the_weights_is_not_added(open_stage):
 
 
 async def test_a_server_that_is_removed_ends_what_it_has(stage):
-    answer = stage.start(ask())
-    await stage.one.until_asked()
+    answer, *_ = await stage.under_way(num_tokens=0)
     leaving = asyncio.ensure_future(stage.fleet.remove(URLS[0]))
     await stage.until(lambda: stage.state(stage.one) is MemberState.LEAVING)
     another = stage.start(ask(2))
@@ -417,12 +405,9 @@ async def test_a_server_that_is_removed_ends_what_it_has(stage):
 
 
 async def test_what_does_not_end_in_time_moves(stage):
-    answer = stage.start(ask())
-    await stage.one.until_asked()
-    stage.one.fake.step(3)
+    answer, *_ = await stage.under_way()
     await stage.fleet.remove(URLS[0], drain_s=0.01)
-    await stage.two.until_asked()
-    stage.two.fake.step(100)
+    await stage.two.finish()
     assert (await answer).token_ids == tokens(ask(), 8)
 
 

@@ -198,18 +198,14 @@ async def test_a_push_that_is_not_open_is_a_conflict(stage):
 
 
 async def test_a_pause_that_aborts_gives_what_there_is(stage):
-    answer = stage.start(ask())
-    await stage.one.until_asked()
-    stage.one.fake.step(3)
+    answer, *_ = await stage.under_way()
     await stage.fleet.pause(PauseMode.ABORT)
     assert ((await answer).token_ids, (await answer).finish_reason) == (tokens(ask(), 3), FinishReason.ABORT)
     await stage.fleet.resume()
 
 
 async def test_requests_of_one_that_falls_in_a_push_go_on_after_it(stage):
-    answer = stage.start(ask())
-    await stage.one.until_asked()
-    stage.one.fake.step(3)
+    answer, *_ = await stage.under_way()
     stage.one.fake.fail_next(Operation.COMMIT_PUSH, WeightUpdateError("will not"))
     await push([stage.fleet], WEIGHTS, NEW)
     await stage.until(lambda: bool(stage.one.fake.step(100) + stage.two.fake.step(100)))

@@ -5,10 +5,9 @@ The real server is started once, in the environment that `make_environment.sh` m
 
 import asyncio
 import json
-import os
 import shutil
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,23 +22,21 @@ from areal_agent.types import DiskWeights, GenerateRequest, PauseMode, SharedMem
 from areal_agent.weights.push import push
 
 from ..sampled import Weights
-from ..servers import running_server
+from ..servers import python_of, running_server
 
 DEADLINE_S = 300.0  # only a hang is longer
 CONTEXT = 4096
+ON_CPU = {
+    "backend": "sglang",
+    "device": "cpu",
+    "max_context_tokens": CONTEXT - CONTEXT_MARGIN,
+    "kv_tokens": 8 * CONTEXT,
+}
 
 
 @pytest.fixture(scope="session")
 def sglang_python() -> str:
-    """The Python of SGLang's environment."""
-    python = os.environ.get("AREAL_AGENT_SGLANG_PYTHON")
-    if not python:
-        pytest.skip(
-            "AREAL_AGENT_SGLANG_PYTHON is not set: make it with areal_agent/engine/sglang/make_environment.sh DIR"
-        )
-    if not Path(python).is_file():
-        pytest.skip(f"AREAL_AGENT_SGLANG_PYTHON is {python!r}, and there is no such file")
-    return python
+    return python_of("sglang")
 
 
 def with_tokenizer(model: Path, donor: Path) -> Path:
@@ -77,9 +74,7 @@ def long_other(make_model) -> Path:
 @pytest.fixture(scope="session")
 def real_server(sglang_python, real_model, tmp_path_factory) -> Iterator[str]:
     """The URL of a server that all tests share."""
-    room = {"max_context_tokens": CONTEXT - CONTEXT_MARGIN, "kv_tokens": 8 * CONTEXT}
-    logs = tmp_path_factory.mktemp("sglang")
-    with running_server(start_sglang, sglang_python, real_model, logs, backend="sglang", device="cpu", **room) as url:
+    with running_server(start_sglang, sglang_python, real_model, tmp_path_factory.mktemp("sglang"), **ON_CPU) as url:
         yield url
 
 
@@ -91,11 +86,8 @@ def running(real_server: str, real_other: Path) -> tuple[EngineConfig, Path]:
 
 async def serve_again(url: str, model: Path, version: WeightVersion) -> None:
     """Make the server serve its initial weights, whatever other tests have left there."""
-    engine = ForeignEngine(SglangServer(url))
-    try:
+    async with aclosing(ForeignEngine(SglangServer(url))) as engine:
         await engine.load(model, version)
-    finally:
-        await engine.aclose()
 
 
 @dataclass(kw_only=True, slots=True)
@@ -144,25 +136,23 @@ async def open_stage(
     server: ForeignServer, model: Path, other: Path, *, num_long: int, begun_with: Path | None = None
 ) -> AsyncGenerator[Stage]:
     """Open a stage in front of a real server, which serves `model`, by that folder or by `begun_with`."""
-    engine = ForeignEngine(server)
-    try:
+    async with aclosing(ForeignEngine(server)) as engine:
         served = (await engine.info()).weight_version
         version = WeightVersion(step=served.step + 1)
         await engine.load(begun_with or model, version)  # whatever the test before has left
-        yield Stage(engine=engine, model=model, other=other, old=version, is_real=True, num_long=num_long)
-    finally:
-        await engine.resume()
-        await engine.aclose()
+        try:
+            yield Stage(engine=engine, model=model, other=other, old=version, is_real=True, num_long=num_long)
+        finally:
+            await engine.resume()
 
 
 @asynccontextmanager
 async def _embedded_stage(serve, model: Path, other: Path) -> AsyncGenerator[Stage]:
-    async with serve(model, max_context=CONTEXT - CONTEXT_MARGIN) as served:
-        engine = ForeignEngine(SglangServer(served.engine.base_url))
-        try:
-            yield Stage(engine=engine, model=model, other=other, old=WeightVersion(step=7), is_real=False)
-        finally:
-            await engine.aclose()
+    async with (
+        serve(model, max_context=CONTEXT - CONTEXT_MARGIN) as served,
+        aclosing(ForeignEngine(SglangServer(served.engine.base_url))) as engine,
+    ):
+        yield Stage(engine=engine, model=model, other=other, old=WeightVersion(step=7), is_real=False)
 
 
 @pytest.fixture(params=["embedded", pytest.param("real", marks=pytest.mark.slow)])

@@ -7,86 +7,35 @@
 - a server that was started elsewhere is added: it gets the fleet's weights before it serves, and can be removed
 """
 
-import asyncio
 import os
 import signal
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 
-from areal_agent.cluster.engines import RunningEngine, open_engine
-from areal_agent.engine.config import EngineConfig
-from areal_agent.engine.fleet.fleet import Fleet
-from areal_agent.engine.fleet.member import MemberState
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import VersionSpan, WeightVersion
-from areal_agent.weights.channels import DistributedChannel
 from areal_agent.weights.push import push
 
-from ..servers import STARTUP_S
+from ..servers import running_fleet
 from ..transfers import open_channel, parameters_of
-from .conftest import CONTEXT, CONTEXT_MARGIN, Watched, serve_again
+from .conftest import ON_CPU, Watched, serve_again
 
 OLD, NEW, NEXT = (WeightVersion(step=step) for step in (7, 8, 9))
-DEADLINE_S = 1200.0  # only a hang is longer
 LENGTH = 1000
-
-
-@dataclass(kw_only=True, slots=True)
-class Run:
-    """The engine side of a run."""
-
-    engine: RunningEngine
-    fleet: Fleet
-
-    def process_id(self, url: str) -> int:
-        servers = self.engine.servers
-        assert servers is not None
-        return list(servers.process_ids().values())[servers.urls.index(url)]
-
-    async def until_all_serve(self, version: WeightVersion) -> None:
-        while any(  # noqa: ASYNC110 (a fleet tells nobody of its servers' states)
-            one.state is not MemberState.SERVING or one.version != version for one in self.fleet.report()
-        ):
-            await asyncio.sleep(0.5)
-
-
-@asynccontextmanager
-async def running(python: str, model: Path, logs: Path) -> AsyncGenerator[Run]:
-    config = EngineConfig(
-        backend="sglang",
-        python=python,
-        num_servers=2,
-        device="cpu",
-        max_context_tokens=CONTEXT - CONTEXT_MARGIN,
-        kv_tokens=8 * CONTEXT,
-        max_running_requests=16,
-        startup_timeout_s=STARTUP_S,
-        hung_after_s=45.0,
-        wait_s=STARTUP_S,
-    )
-    async with asyncio.timeout(DEADLINE_S), open_engine(config, model, OLD, logs) as engine:
-        assert isinstance(engine.client, Fleet)
-        await engine.client.info()
-        yield Run(engine=engine, fleet=engine.client)
-
-
-@pytest.fixture
-def channel(real_model: Path) -> Iterator[DistributedChannel]:
-    with open_channel(real_model) as channel:
-        yield channel
 
 
 @pytest.mark.slow
 async def test_servers_are_killed_stopped_and_added(
-    sglang_python, real_model, real_other, real_server, ask, share, channel, tmp_path
+    sglang_python, real_model, real_other, real_server, ask, share, tmp_path
 ):
     """One test: two servers take minutes to start."""
     async with AsyncExitStack() as stack:
-        run = await stack.enter_async_context(running(sglang_python, real_model, tmp_path))
+        channel = stack.enter_context(open_channel(real_model))
+        run = await stack.enter_async_context(
+            running_fleet(real_model, tmp_path, python=sglang_python, hung_after_s=45.0, **ON_CPU)
+        )
         fleet = run.fleet
         request = ask(1, max_tokens=LENGTH, temperature=0.0)
         truth = (await fleet.generate(request)).token_ids

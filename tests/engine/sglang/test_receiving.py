@@ -2,7 +2,7 @@
 
 - each scheduler receives all of them, in one process group of both and the trainer, and loads them at the commit
 - weights that are damaged, of another model or from nobody are loaded by none; the next push works
-- after a load that fails, the schedulers load the previous weights that they hold
+- after a load that fails, the schedulers load the previous weights that they hold, or the previous folder
 - a server that was started again between send and commit holds nothing: the commit fails
 - each replica of a server receives them
 - at most two sets are held, and none once a folder serves; a server with another launcher is recognised
@@ -167,8 +167,12 @@ async def test_what_is_wrong_is_loaded_by_none(server, channel, tiny, other, fau
     assert serve(scripted.receivers, other)
 
 
-async def test_a_load_that_fails_brings_back_what_they_hold(server, channel, tiny, other):
+async def test_a_load_that_fails_brings_back_what_was_there_before(server, channel, tiny, other):
     scripted, engine = server
+    scripted.receivers[0].num_failures = 1
+    with pytest.raises(WeightUpdateError, match="the previous weights were loaded again"):
+        await push([engine], channel.write(parameters_of(other)), NEW)
+    assert [one.serves for one in scripted.receivers] == [str(tiny)] * len(scripted.receivers)
     await push([engine], channel.write(parameters_of(other)), NEW)
     scripted.receivers[0].num_failures = 1
     with pytest.raises(WeightUpdateError, match="the previous weights were loaded again"):

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from areal_agent.errors import PushConflict, WeightUpdateError
 from areal_agent.files import MANIFEST, encode_manifest
@@ -23,6 +22,7 @@ from areal_agent.types import PauseMode, VersionSpan
 from areal_agent.weights.channels import DiskChannel
 
 from ..sampled import assert_sampled_by, assert_swapped
+from ..transfers import parameters_of
 from .conftest import Watched, until_one_waits
 
 
@@ -31,8 +31,7 @@ def new_weights(request, stage, share, tmp_path):
     """The weights of `stage.other`, as the trainer hands them over."""
     if request.param == "shared_memory":
         return share(stage.other)
-    model = AutoModelForCausalLM.from_pretrained(stage.other, dtype=torch.float32)
-    return DiskChannel(tmp_path / "weights", torch.float32).write(dict(model.named_parameters()))
+    return DiskChannel(tmp_path / "weights", torch.float32).write(parameters_of(stage.other))
 
 
 async def test_after_a_swap_the_new_model_goes_on(stage, ask, truth, new_weights):
@@ -48,8 +47,8 @@ async def test_after_a_swap_the_new_model_goes_on(stage, ask, truth, new_weights
     assert_sampled_by(stage.after, fresh, await stage.engine.generate(fresh), truth)
 
 
-async def test_a_request_that_was_frozen_goes_on_under_the_new_version(stage, ask, share):
-    await stage.send(share(stage.other))
+async def test_a_request_that_was_frozen_goes_on_under_the_new_version(stage, ask, new_weights):
+    await stage.send(new_weights)
     watched = Watched(stage.engine, ask(3, max_tokens=stage.num_long))
     await watched.until(5)
     await stage.swap(PauseMode.IN_PLACE)
@@ -133,8 +132,7 @@ FAULTS = [damage_bytes, cut_short, lose_manifest, lack_a_tensor, have_one_too_ma
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_folder_that_is_damaged_or_does_not_fit_changes_nothing(stage, ask, share, tmp_path, fault):
-    model = AutoModelForCausalLM.from_pretrained(stage.other, dtype=torch.float32)
-    weights = DiskChannel(tmp_path / "weights", torch.float32).write(dict(model.named_parameters()))
+    weights = DiskChannel(tmp_path / "weights", torch.float32).write(parameters_of(stage.other))
     fault(Path(weights.path))
     request = ask(7, temperature=0.0)
     before = await stage.engine.generate(request)

@@ -4,7 +4,6 @@ Without that environment these tests skip.
 """
 
 import asyncio
-import os
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
@@ -16,22 +15,17 @@ from areal_agent.cluster.servers import start_vllm
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.vllm.server import VllmServer
 
-from ..servers import running_server
+from ..servers import python_of, running_server
 from ..sglang.conftest import CONTEXT, DEADLINE_S, Stage, open_stage, with_tokenizer
 
+ON_CPU = {"backend": "vllm", "max_context_tokens": CONTEXT, "kv_tokens": 8 * CONTEXT}
 HEAD_DIM = 32  # the least that vLLM has attention for on a CPU
 LONG = 3500  # tokens: on busy cores its front end has told of the first when hundreds are sampled
 
 
 @pytest.fixture(scope="session")
 def vllm_python() -> str:
-    """The Python of vLLM's environment."""
-    python = os.environ.get("AREAL_AGENT_VLLM_PYTHON")
-    if not python:
-        pytest.skip("AREAL_AGENT_VLLM_PYTHON is not set: make it with areal_agent/engine/vllm/make_environment.sh DIR")
-    if not Path(python).is_file():
-        pytest.skip(f"AREAL_AGENT_VLLM_PYTHON is {python!r}, and there is no such file")
-    return python
+    return python_of("vllm")
 
 
 @pytest.fixture(scope="session")
@@ -49,8 +43,7 @@ def vllm_other(make_model) -> Path:
 
 def running_vllm(python: str, model: Path, logs: Path) -> AbstractContextManager[str]:
     """The URL of a server that serves a model, or applies adapters to one."""
-    room = {"max_context_tokens": CONTEXT, "kv_tokens": 8 * CONTEXT}
-    return running_server(start_vllm, python, model, logs, backend="vllm", **room)
+    return running_server(start_vllm, python, model, logs, **ON_CPU)
 
 
 @pytest.fixture(scope="session")

@@ -18,11 +18,15 @@ from safetensors.torch import load_file, save_file
 from areal_agent.engine.foreign.weight_folders import AdapterForm, begin_adapter, read_shapes
 from areal_agent.engine.vllm.server import VllmServer
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import DiskWeights, PauseMode
+from areal_agent.types import DiskWeights
 from areal_agent.weights.channels import DiskChannel
 
-from ..sampled import assert_sampled_by, assert_swapped
-from ..sglang.conftest import DEADLINE_S, Stage, Watched, open_stage
+from ..sampled import assert_sampled_by
+from ..sglang.conftest import DEADLINE_S, Stage, open_stage
+from ..sglang.test_swaps import (  # noqa: F401
+    test_a_request_that_was_frozen_goes_on_under_the_new_version,
+    test_after_a_swap_the_new_model_goes_on,
+)
 from .conftest import running_vllm
 
 pytestmark = pytest.mark.slow
@@ -90,31 +94,15 @@ def publish(vllm_model: Path, tmp_path: Path):
     return write
 
 
+@pytest.fixture
+def new_weights(publish) -> DiskWeights:
+    """For the tests of swaps: the adapters, which make the model `merged`."""
+    return publish()
+
+
 async def test_it_begins_with_adapters_that_change_nothing(stage, ask, truth):
     request = ask(1, max_tokens=20)
     assert_sampled_by(stage.before, request, await stage.engine.generate(request), truth)
-
-
-async def test_after_a_swap_the_new_adapters_go_on(stage, ask, truth, publish):
-    request = ask(2, max_tokens=stage.num_long)
-    await stage.send(publish())
-    watched = Watched(stage.engine, request)
-    await watched.until(5)
-    await stage.swap(PauseMode.RETRACT)
-    result = await watched.answer
-    assert_swapped(stage.before, stage.after, request, result, truth)
-    fresh = ask(3, max_tokens=10)
-    assert_sampled_by(stage.after, fresh, await stage.engine.generate(fresh), truth)
-
-
-async def test_a_request_that_was_frozen_goes_on_under_the_new_version(stage, ask, publish):
-    await stage.send(publish())
-    watched = Watched(stage.engine, ask(4, max_tokens=stage.num_long))
-    await watched.until(5)
-    await stage.swap(PauseMode.IN_PLACE)
-    result = await watched.answer
-    assert [span.version for span in result.versions] == [stage.old, stage.new]
-    assert result.versions[-1].end == stage.num_long
 
 
 async def test_adapters_that_do_not_fit_change_nothing(stage, ask, publish):

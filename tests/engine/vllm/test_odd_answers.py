@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from areal_agent.cluster.servers import wait_until_it_serves
 from areal_agent.engine.foreign.engine import ForeignEngine
@@ -31,6 +30,7 @@ from ..sglang.test_odd_answers import (  # noqa: F401
     test_health_is_that_of_the_scheduler,
     test_nothing_is_sampled_from_weights_that_nobody_knows,
 )
+from ..transfers import parameters_of
 from .scripted import OLD, ScriptedServer, answering, ended, event, spans
 
 NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
@@ -62,7 +62,7 @@ async def test_loads_that_fail_in_a_row_are_undone(scripted, tiny, other, tmp_pa
     """The sender keeps two folders, and the one that serves is neither of them by then."""
     server, engine = scripted
     await engine.load(tiny, OLD)
-    parameters = dict(AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32).named_parameters())
+    parameters = parameters_of(other)
     channel = DiskChannel(tmp_path, torch.float32)
     await push([engine], channel.write(parameters), NEW)
     serving = server.loaded[-1]
