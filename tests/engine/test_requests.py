@@ -108,7 +108,7 @@ REFUSED = {
     "negative temperature": (params(temperature=-1), "temperature"),
     "unknown parameter": (params(min_tokens=3), "'sampling_params.min_tokens' is unknown; sampling_params takes ebnf"),
     "a million wrong ids": ({"input_ids": [0.5] * 1_000_000}, "input_ids.0 is 0.5"),
-    "top_p zero": (params(top_p=0), "top_p is 0.0; it must be above 0 and at most 1 (off)"),
+    "top_p zero": (params(top_p=0), "top_p is 0; it must be above 0 and at most 1 (off)"),
     "top_k zero": (params(top_k=0), "top_k"),
     "temperature too small": (params(temperature=1e-40), "temperature is 1e-40"),
     "temperature too large": (params(temperature=1e39), "temperature"),
