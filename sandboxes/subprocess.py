@@ -8,9 +8,9 @@ not isolate: `capabilities` lists what it cannot stop, and README.md says why. O
 """
 
 import asyncio
-import contextlib
 import logging
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from typing import Self, TypeVar
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Capabilities
-from sandboxes.folder import OpenFolder, remove_tree
-from sandboxes.inner.files import FOLDER_FLAGS
+from sandboxes.folder import OpenFolder
+from sandboxes.inner.files import FOLDER_FLAGS, remove_tree
 from sandboxes.launched import Cells, LaunchedCell
 from sandboxes.link import LauncherLink
 from sandboxes.owner import PREFIX, is_abandoned, own_tag
@@ -180,9 +180,20 @@ def reap_folders() -> int:
     abandoned = [
         folder
         for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*")
-        if is_abandoned(folder.name.removeprefix(PREFIX).partition("-")[0])
+        if is_own_folder(folder) and is_abandoned(folder.name.removeprefix(PREFIX).partition("-")[0])
     ]
     for folder in abandoned:
-        with contextlib.suppress(PermissionError):  # it belongs to another user
+        try:
             remove_tree(folder)
+        except OSError as error:
+            logger.warning("the files of a dead process were not removed: %s", error)
     return sum(not folder.exists() for folder in abandoned)
+
+
+def is_own_folder(path: Path) -> bool:
+    """Return whether a path is a folder of this user; anybody may put a link or a folder of theirs in /tmp."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
