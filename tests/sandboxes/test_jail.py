@@ -8,7 +8,7 @@ programs; 8. a jail that cannot be built is an error with its reason; 9. the dis
 isolation than there is is refused, also by `auto`, which takes a jail where there is one; 11. a share of the CPUs slows
 a program down; 12. no descriptor stays open, neither when a process may have no more; 13. jails of one zygote do not
 reach each other, nor use up the processes of each other where a user without root has no control groups; 14. old
-names of the backend work, with a warning.
+names of the backend work, with a warning; 15. the umask of the host does not matter.
 """
 
 import asyncio
@@ -323,6 +323,16 @@ async def test_more_isolation_than_there_is_is_refused(backend: str, pool: Pool)
     with pytest.raises(SandboxError, match="min_isolation is 'vm'"):
         async with open_pool(backend="auto", min_isolation=Isolation.VM):
             pass
+
+
+async def test_strict_umask_of_the_host(backend: str) -> None:
+    before = os.umask(0o077)
+    try:
+        async with open_pool(backend=backend) as pool, pool.acquire() as box:
+            result = await box.exec_python("import statistics; open('/dev/null', 'w').close(); open('x', 'w').close()")
+    finally:
+        os.umask(before)
+    assert (result.status, result.stderr) == (Status.OK, b"")
 
 
 async def test_auto_takes_a_jail_or_better_and_embedded_a_jail(backend: str) -> None:
