@@ -1,9 +1,9 @@
 """Containers come and go, and none is left.
 
 1. closing a cell ends its programs, and its container is removed; 2. closing the provider removes all, also one that is
-just being made; 3. a closed one makes no more; 4. a container that is killed from outside fails its calls, and is known
-to be dead; 5. after a `kill -9` of its process nothing is left, though nobody reaps; 6. reaping takes what dead owners
-left, and nothing else.
+just being made, or whose caller is cancelled; 3. a closed one makes no more; 4. a container that is killed from outside
+fails its calls, and is known to be dead; 5. after a `kill -9` of its process nothing is left, though nobody reaps; 6.
+reaping takes what dead owners left, and nothing else.
 """
 
 import asyncio
@@ -71,6 +71,19 @@ async def test_closed_provider_leaves_nothing(engine: Engine) -> None:
     assert await engine.containers(provider.ownership.filter) == []
     with pytest.raises(SandboxError, match="closed"):
         await provider.create(SPEC)
+
+
+@pytest.mark.parametrize("num_steps", [1, 5, 50, 500])
+async def test_start_that_is_cancelled_as_the_provider_closes(engine: Engine, num_steps: int) -> None:
+    provider = await DockerProvider.start()
+    makings = [asyncio.create_task(provider.create(SPEC)) for _ in range(6)]
+    for _ in range(num_steps):
+        await asyncio.sleep(0.001)
+    for making in makings:
+        making.cancel()
+    await asyncio.gather(*makings, return_exceptions=True)
+    await provider.close()
+    assert await engine.containers(provider.ownership.filter) == []
 
 
 async def test_container_that_is_killed_from_outside(engine: Engine, provider: DockerProvider) -> None:
