@@ -347,9 +347,10 @@ async def test_auto_takes_a_jail_or_better_and_embedded_a_jail(backend: str) -> 
 
 @pytest.mark.parametrize("old_name", ["bubblewrap", "namespaces"])
 async def test_old_names_warn(backend: str, old_name: str) -> None:
-    with pytest.warns(FutureWarning, match=f"backend '{old_name}' is now called 'jail'"):
+    with pytest.warns(FutureWarning, match=f"backend '{old_name}' is now called 'jail'") as warned:
         async with open_pool(backend=old_name) as pool:
             assert pool.capabilities().backend == "jail"
+    assert warned[0].filename == __file__
 
 
 async def test_a_share_of_the_cpus(pool: Pool) -> None:

@@ -9,6 +9,7 @@ reaping takes what dead owners left, and nothing else.
 import asyncio
 import signal
 import sys
+import time
 
 import pytest
 
@@ -73,12 +74,21 @@ async def test_closed_provider_leaves_nothing(engine: Engine) -> None:
         await provider.create(SPEC)
 
 
-@pytest.mark.parametrize("num_steps", [1, 5, 50, 500])
-async def test_start_that_is_cancelled_as_the_provider_closes(engine: Engine, num_steps: int) -> None:
+@pytest.mark.parametrize("cancelled_after_s", [0.0, 0.3, 0.6])
+async def test_start_that_is_cancelled_as_the_provider_closes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, cancelled_after_s: float
+) -> None:
     provider = await DockerProvider.start()
-    makings = [asyncio.create_task(provider.create(SPEC)) for _ in range(6)]
-    for _ in range(num_steps):
-        await asyncio.sleep(0.001)
+    client = provider._engine._client
+    create = client.create_container_from_config
+
+    def create_late(config: object) -> object:
+        time.sleep(0.5)
+        return create(config)
+
+    monkeypatch.setattr(client, "create_container_from_config", create_late)
+    makings = [asyncio.create_task(provider.create(SPEC)) for _ in range(2)]
+    await asyncio.sleep(cancelled_after_s)
     for making in makings:
         making.cancel()
     await asyncio.gather(*makings, return_exceptions=True)
