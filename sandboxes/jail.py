@@ -122,12 +122,9 @@ async def try_jail() -> None:
     """Build a jail, run a program and remove it; SandboxError with the reason where one of these fails."""
     zygotes, limits = Zygotes(), Limits()
     try:
-        ground = await JailGround.start(zygotes, CellSpec(limits=limits), None)
-        cell = LaunchedCell(ground, limits, lambda _: None)
-        try:
+        async with contextlib.aclosing(await JailGround.start(zygotes, CellSpec(limits=limits), None)) as ground:
+            cell = LaunchedCell(ground, limits, lambda _: None)
             result = await cell.exec(Program(source=TRIAL), stdin=b"", limits=limits)
-        finally:
-            await cell.close()
         if not result.is_ok:
             raise SandboxError(f"programs fail in it: {result.status.value} {result.stderr[-200:]!r}")
     except SandboxError as error:

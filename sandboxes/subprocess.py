@@ -180,20 +180,13 @@ def reap_folders() -> int:
     abandoned = [
         folder
         for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*")
-        if is_own_folder(folder) and is_abandoned(folder.name.removeprefix(PREFIX).partition("-")[0])
+        if is_abandoned(folder.name.removeprefix(PREFIX).partition("-")[0])
     ]
     for folder in abandoned:
         try:
-            remove_tree(folder)
+            status = os.lstat(folder)
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():  # anybody may put things in /tmp
+                remove_tree(folder)
         except OSError as error:
             logger.warning("the files of a dead process were not removed: %s", error)
-    return sum(not folder.exists() for folder in abandoned)
-
-
-def is_own_folder(path: Path) -> bool:
-    """Return whether a path is a folder of this user; anybody may put a link or a folder of theirs in /tmp."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return sum(not os.path.lexists(folder) for folder in abandoned)

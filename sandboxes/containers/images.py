@@ -229,26 +229,21 @@ async def run_build(engine: Engine, content: bytes, name: str, bounds: BuildBoun
 
 async def follow(engine: Engine, response: aiohttp.ClientResponse, bounds: BuildBounds) -> None:
     """Follow the build to its end; SandboxError when it fails."""
-    steps: asyncio.Queue[str | None] = asyncio.Queue(MAX_WAITING_STEPS)
+    said: deque[str] = deque(maxlen=MAX_SAID_LINES)
+    steps: asyncio.Queue[str | None] = asyncio.Queue(MAX_WAITING_STEPS)  # their containers
     try:
         async with asyncio.TaskGroup() as group:  # the engine may not answer until what a step prints is read
             group.create_task(bound_steps(engine, steps, bounds))
-            await read_log(response, steps)
+            async for line in response.content:
+                told: dict[str, Any] = json.loads(line)
+                said.append(told.get("stream", ""))
+                if step := RUNNING.fullmatch(said[-1]):
+                    await steps.put(step[1])
+                if "error" in told:
+                    raise SandboxError(f"the image was not built: {told['error']}; {''.join(said)[-1000:]}")
+            await steps.put(None)
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-
-
-async def read_log(response: aiohttp.ClientResponse, steps: asyncio.Queue[str | None]) -> None:
-    """Read what the builder says, and queue the containers of its steps; SandboxError when the build fails."""
-    said: deque[str] = deque(maxlen=MAX_SAID_LINES)
-    async for line in response.content:
-        told: dict[str, Any] = json.loads(line)
-        said.append(told.get("stream", ""))
-        if step := RUNNING.fullmatch(said[-1]):
-            await steps.put(step[1])
-        if "error" in told:
-            raise SandboxError(f"the image was not built: {told['error']}; {''.join(said)[-1000:]}")
-    await steps.put(None)
 
 
 async def bound_steps(engine: Engine, steps: asyncio.Queue[str | None], bounds: BuildBounds) -> None:

@@ -62,8 +62,7 @@ class DockerProvider:
         self._cells: dict[str, ContainerCell] = {}  # by container
         self._without_python: set[str] = set()  # image ids
         self._left: set[str] = set()  # containers that could not be removed because the daemon was down
-        self._discards: set[asyncio.Task[None]] = set()  # removals under way
-        self._makings: set[asyncio.Task[Any]] = set()  # cells that are being made, or given up
+        self._tasks: set[asyncio.Task[Any]] = set()  # cells that are being made or given up, and removals
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
@@ -158,7 +157,6 @@ class DockerProvider:
         await self._remove_left()
         if self._closing is not None:
             await cell.close()
-            await asyncio.gather(*self._discards)
             self._check_open()
         return cell
 
@@ -190,16 +188,14 @@ class DockerProvider:
     def _own(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
         """Start work that `close` waits for."""
         task = asyncio.create_task(work)
-        self._makings.add(task)
-        task.add_done_callback(self._makings.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
     def _discard_soon(self, container: str) -> None:
         """Remove a dead container in the background: whoever closes a cell need not wait for the engine to tidy up."""
         self._cells.pop(container, None)
-        task = asyncio.create_task(self._discard(container))
-        self._discards.add(task)
-        task.add_done_callback(self._discards.discard)
+        self._own(self._discard(container))
 
     async def _discard(self, container: str) -> None:
         """Remove a container. A failure is retried when the next one is made; `close` and the keeper also catch it."""
@@ -221,9 +217,8 @@ class DockerProvider:
 
     async def _close(self) -> None:
         await asyncio.gather(*(cell.close() for cell in tuple(self._cells.values())))
-        while self._makings:
-            await asyncio.wait(self._makings)
-        await asyncio.gather(*self._discards)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
         with contextlib.suppress(SandboxError):  # there is no daemon, or the keeper has more patience than we
             left = await self._engine.containers(self.ownership.filter)
             await asyncio.gather(*(self._discard(container["Id"]) for container in left))

@@ -146,11 +146,8 @@ def _open_unlocked(folder: str | os.PathLike[str], parent: int | None = None) ->
     except PermissionError:  # it is locked, and we are not root
         os.chmod(folder, 0o700, dir_fd=parent, follow_symlinks=False)
         opened = os.open(folder, FOLDER_FLAGS, dir_fd=parent)
-    try:
+    with contextlib.suppress(OSError):  # it is not ours, and removing will fail
         os.fchmod(opened, 0o700)
-    except BaseException:
-        os.close(opened)
-        raise
     return opened
 
 
