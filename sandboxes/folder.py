@@ -1,8 +1,7 @@
-"""The working directory of one sandbox, which the host reads, writes and removes; and tars of its files.
+"""The working directory of one sandbox, which the host reads and writes; and tars of its files.
 
-What a program leaves in the directory is not to be trusted: no symlink is followed, only regular files are read, and
-everything is removed however deep, locked or large it is. A file that is not as expected raises OSError, as opening a
-file does: the program is at fault, not the sandbox.
+What a program leaves in the directory is not to be trusted: no symlink is followed, and only regular files are read. A
+file that is not as expected raises OSError, as opening a file does: the program is at fault, not the sandbox.
 
 A tar from outside is hostile too: links, devices and paths that lead out are refused. A sandbox only gets a tar made
 anew from what was understood here, so that two readers cannot read it in two ways.
@@ -13,14 +12,12 @@ All of it blocks: callers use a thread.
 import errno
 import io
 import os
-import shutil
-import subprocess
 import tarfile
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.inner.files import REMOVE, entries_below, open_folder, read_file, write_file
+from sandboxes.inner.files import entries_below, open_folder, read_file, write_file
 from sandboxes.spec import folder_parts, relative_parts
 
 TAR_BLOCK_BYTES = 512  # the least that an entry takes
@@ -72,18 +69,6 @@ class OpenFolder:
                 if room < 0:
                     raise OSError(errno.EFBIG, f"its files are more than max_bytes, {max_bytes}", path)
                 yield Entry(path=name, data=data, is_executable=is_executable)
-
-
-def remove_tree(root: Path) -> None:
-    """Remove a folder that hostile programs have filled; OSError if some of it stays."""
-    try:
-        shutil.rmtree(root)
-    except FileNotFoundError:
-        return
-    except (OSError, RecursionError):  # locked or too deep for Python: a shell removes any tree
-        subprocess.run(["/bin/sh", "-c", REMOVE, "sh", str(root)], stderr=subprocess.DEVNULL, check=False)
-        if root.exists():
-            raise OSError(errno.ENOTEMPTY, "some of it could not be removed", str(root)) from None
 
 
 def pack(entries: Iterable[Entry]) -> bytes:

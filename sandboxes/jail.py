@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import ENFORCED_BY_WALLS, Capabilities
+from sandboxes.base import ENFORCED_BY_WALLS, Capabilities, Program
 from sandboxes.cgroups import DEFAULT_PIDS, ControlGroup, GroupTree, reap_groups
 from sandboxes.execution import base_environment
 from sandboxes.folder import OpenFolder
@@ -61,6 +61,7 @@ DEFAULT_WORKDIR = "/work"
 TAKEN_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "dev", "proc", "sys", "tmp")
 DEFAULT_DISK_BYTES = 64 * 2**20
 DEFAULT_INODES = 10_000
+TRIAL = "import colorsys; open('/dev/null', 'w').close(); open('file', 'w').close()"
 
 
 class JailProvider:
@@ -118,14 +119,19 @@ class JailProvider:
 
 
 async def try_jail() -> None:
-    """Build a jail and remove it; SandboxError with the reason where none can be built."""
-    zygotes = Zygotes()
+    """Build a jail, run a program and remove it; SandboxError with the reason where one of these fails."""
+    zygotes, limits = Zygotes(), Limits()
     try:
-        await (await zygotes.fork(CellSpec(limits=Limits()))).aclose()
+        async with contextlib.aclosing(await JailGround.start(zygotes, CellSpec(limits=limits), None)) as ground:
+            cell = LaunchedCell(ground, limits, lambda _: None)
+            result = await cell.exec(Program(source=TRIAL), stdin=b"", limits=limits)
+        if not result.is_ok:
+            raise SandboxError(f"programs fail in it: {result.status.value} {result.stderr[-200:]!r}")
     except SandboxError as error:
         raise SandboxError(
             f"no jail can be built on this machine ({error}); run as root, allow user namespaces "
-            "(sysctl user.max_user_namespaces), or use the subprocess backend"
+            "(sysctl user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns), "
+            "or use the subprocess backend"
         ) from error
     finally:
         await zygotes.aclose()

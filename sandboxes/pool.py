@@ -314,7 +314,7 @@ async def start_provider(backend: Backend, min_isolation: Isolation | None) -> P
         warnings.warn(
             f"sandbox backend {backend!r} is now called {OLD_NAMES[backend]!r}; the next release drops the old name",
             FutureWarning,
-            stacklevel=2,
+            stacklevel=4,  # the caller of `open_pool`
         )
     name = OLD_NAMES.get(backend, backend)
     if name not in BACKENDS:

@@ -157,7 +157,7 @@ class Interpreter:
                 if kind == DONE:
                     return data
                 self._is_truncated = self._is_truncated or len(data) > self._room
-                self._printed[kind].append(data[: self._room])
+                self._printed[STDOUT if kind == STDOUT else STDERR].append(data[: self._room])
                 self._room -= len(data[: self._room])
                 if is_bounded and self._is_truncated:
                     return None

@@ -8,9 +8,9 @@ not isolate: `capabilities` lists what it cannot stop, and README.md says why. O
 """
 
 import asyncio
-import contextlib
 import logging
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from typing import Self, TypeVar
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Capabilities
-from sandboxes.folder import OpenFolder, remove_tree
-from sandboxes.inner.files import FOLDER_FLAGS
+from sandboxes.folder import OpenFolder
+from sandboxes.inner.files import FOLDER_FLAGS, remove_tree
 from sandboxes.launched import Cells, LaunchedCell
 from sandboxes.link import LauncherLink
 from sandboxes.owner import PREFIX, is_abandoned, own_tag
@@ -183,6 +183,10 @@ def reap_folders() -> int:
         if is_abandoned(folder.name.removeprefix(PREFIX).partition("-")[0])
     ]
     for folder in abandoned:
-        with contextlib.suppress(PermissionError):  # it belongs to another user
-            remove_tree(folder)
-    return sum(not folder.exists() for folder in abandoned)
+        try:
+            status = os.lstat(folder)
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():  # anybody may put things in /tmp
+                remove_tree(folder)
+        except OSError as error:
+            logger.warning("the files of a dead process were not removed: %s", error)
+    return sum(not os.path.lexists(folder) for folder in abandoned)

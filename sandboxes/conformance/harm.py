@@ -228,7 +228,7 @@ try: print(socket.getaddrinfo('example.com', 80))
 except OSError: pass
 """
 UNDOING_THE_WALLS = """
-import ctypes, os, glob
+import ctypes, os, glob, sys
 libc = ctypes.CDLL(None, use_errno=True)
 for name in (
     '/var/run/docker.sock', '/run/docker.sock', '/dev/mem', '/dev/kmsg',
@@ -257,8 +257,8 @@ groups = [
     path for name in ('cgroup.procs', '*.max') for path in glob.glob(f'/sys/fs/cgroup/**/{name}', recursive=True)
 ]
 for path in (
-    '/', '/usr', '/dev', '/sandbox', '/proc/sys/kernel/hostname', '/proc/sysrq-trigger', '/sys/kernel/uevent_helper',
-    '/sys/fs/cgroup', *groups[:50],
+    '/', '/usr', '/etc', '/dev', sys.base_prefix, '/proc/sys/kernel/hostname', '/proc/sysrq-trigger',
+    '/sys/kernel/uevent_helper', '/sys/fs/cgroup', *groups[:50],
 ):
     if os.access(path, os.W_OK) and os.path.isdir(path): print(path, 'is writable')
     try:

@@ -378,7 +378,7 @@ class PlainCell:
 
 def shell(script: str, *arguments: str) -> Sequence[str]:
     """Return the command for a script, which first waits for a line: it comes when the host can hear the script."""
-    return ("sh", "-c", f"read -r _; {script}", "sh", *arguments)
+    return ("sh", "-c", f"read -r _ || exit 1; {script}", "sh", *arguments)
 
 
 async def talk(stream: Stream, stdin: bytes, limits: Limits) -> tuple[bytes, bytes, Status | None]:

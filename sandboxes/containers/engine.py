@@ -12,6 +12,7 @@ import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -77,6 +78,7 @@ class Engine:
         def open_client() -> tuple[Any, Mapping[str, Any]]:
             knock(path)  # the package has no type stubs
             client: Any = docker.APIClient(base_url=host, version="auto", timeout=CALL_TIMEOUT_S)
+            client.post = partial(client.post, timeout=CALL_TIMEOUT_S)  # attaching gives none
             return client, client.info()
 
         try:
@@ -205,6 +207,8 @@ class Engine:
         except asyncio.CancelledError:
             taking.add_done_callback(lambda taken: taken.cancelled() or taken.exception() or taken.result().close())
             raise
+        except OSError as error:
+            raise SandboxError(f"a container's stream could not be opened: {error}") from error
 
     async def _find(self, look: Callable[[], Answer]) -> Answer | None:
         """Run `look` in a thread; None where the engine has no such thing."""

@@ -198,6 +198,8 @@ def refusal(line: str, reason: str) -> SandboxError:
 
 MAX_SAID_LINES = 50
 RUNNING = re.compile(r" ---> Running in ([0-9a-f]{12,64})\n")
+MAX_WAITING_STEPS = 64
+"""A step may print the lines that name containers. Beyond this number it has to wait until those were looked up."""
 READ_AHEAD_BYTES = 4 * 2**20
 """The longest line of the engine: an escaped chunk of what a step prints."""
 
@@ -228,19 +230,25 @@ async def run_build(engine: Engine, content: bytes, name: str, bounds: BuildBoun
 async def follow(engine: Engine, response: aiohttp.ClientResponse, bounds: BuildBounds) -> None:
     """Follow the build to its end; SandboxError when it fails."""
     said: deque[str] = deque(maxlen=MAX_SAID_LINES)
-    bounding: list[asyncio.Task[None]] = []  # beside the reading: the engine may not answer until it is read
+    steps: asyncio.Queue[str | None] = asyncio.Queue(MAX_WAITING_STEPS)  # their containers
     try:
-        async for line in response.content:
-            told: dict[str, Any] = json.loads(line)
-            said.append(told.get("stream", ""))
-            if step := RUNNING.fullmatch(said[-1]):
-                bounding.append(asyncio.create_task(bound_processes(engine, step[1], bounds.processes)))
-            if "error" in told:
-                raise SandboxError(f"the image was not built: {told['error']}; {''.join(said)[-1000:]}")
-        await asyncio.gather(*bounding)
-    finally:
-        for task in bounding:
-            task.cancel()
+        async with asyncio.TaskGroup() as group:  # the engine may not answer until what a step prints is read
+            group.create_task(bound_steps(engine, steps, bounds))
+            async for line in response.content:
+                told: dict[str, Any] = json.loads(line)
+                said.append(told.get("stream", ""))
+                if step := RUNNING.fullmatch(said[-1]):
+                    await steps.put(step[1])
+                if "error" in told:
+                    raise SandboxError(f"the image was not built: {told['error']}; {''.join(said)[-1000:]}")
+            await steps.put(None)
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+
+
+async def bound_steps(engine: Engine, steps: asyncio.Queue[str | None], bounds: BuildBounds) -> None:
+    while (container := await steps.get()) is not None:
+        await bound_processes(engine, container, bounds.processes)
 
 
 async def bound_processes(engine: Engine, container: str, num_processes: int) -> None:

@@ -8,9 +8,10 @@ import asyncio
 import contextlib
 import logging
 import sys
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import ENFORCED_BY_WALLS, Capabilities, Program
@@ -47,6 +48,7 @@ RESTART_PATIENCE_S = 60.0
 RESTART_PAUSE_S = 1.0
 
 ContainerCell = AgentCell | PlainCell
+Answer = TypeVar("Answer")
 
 
 class DockerProvider:
@@ -60,7 +62,7 @@ class DockerProvider:
         self._cells: dict[str, ContainerCell] = {}  # by container
         self._without_python: set[str] = set()  # image ids
         self._left: set[str] = set()  # containers that could not be removed because the daemon was down
-        self._discards: set[asyncio.Task[None]] = set()  # removals under way
+        self._tasks: set[asyncio.Task[Any]] = set()  # cells that are being made or given up, and removals
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
@@ -85,8 +87,16 @@ class DockerProvider:
         check(spec, self._engine.runtimes)
 
     async def create(self, spec: CellSpec) -> ContainerCell:
-        """Make a cell. While the daemon restarts, wait for it and try again."""
+        """Make a cell. While the daemon restarts, wait for it and try again. A cancelled caller's cell is closed."""
         self.check(spec)
+        making = self._own(self._create_patiently(spec))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            self._own(give_up(making))
+            raise
+
+    async def _create_patiently(self, spec: CellSpec) -> ContainerCell:
         deadline_s = asyncio.get_running_loop().time() + RESTART_PATIENCE_S
         while True:
             self._check_open()
@@ -147,7 +157,6 @@ class DockerProvider:
         await self._remove_left()
         if self._closing is not None:
             await cell.close()
-            await asyncio.gather(*self._discards)
             self._check_open()
         return cell
 
@@ -176,12 +185,17 @@ class DockerProvider:
         env = {**env, **proxy_environment()} if tunnel else env
         return AgentCell(link, bounds, spec.limits, user_of(spec), env, remove)
 
+    def _own(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
+        """Start work that `close` waits for."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
     def _discard_soon(self, container: str) -> None:
         """Remove a dead container in the background: whoever closes a cell need not wait for the engine to tidy up."""
         self._cells.pop(container, None)
-        task = asyncio.create_task(self._discard(container))
-        self._discards.add(task)
-        task.add_done_callback(self._discards.discard)
+        self._own(self._discard(container))
 
     async def _discard(self, container: str) -> None:
         """Remove a container. A failure is retried when the next one is made; `close` and the keeper also catch it."""
@@ -203,13 +217,20 @@ class DockerProvider:
 
     async def _close(self) -> None:
         await asyncio.gather(*(cell.close() for cell in tuple(self._cells.values())))
-        await asyncio.gather(*self._discards)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
         with contextlib.suppress(SandboxError):  # there is no daemon, or the keeper has more patience than we
             left = await self._engine.containers(self.ownership.filter)
             await asyncio.gather(*(self._discard(container["Id"]) for container in left))
         self._keeper.kill()
         await self._keeper.wait()
         await self._engine.aclose()
+
+
+async def give_up(making: asyncio.Task[ContainerCell]) -> None:
+    """Close a cell, once it is made, whose caller no longer wants it."""
+    with contextlib.suppress(SandboxError):
+        await (await making).close()
 
 
 async def open_tunnel(link: AgentLink, spec: CellSpec) -> NetworkTunnel | None:

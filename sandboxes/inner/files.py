@@ -5,6 +5,7 @@ The host uses it for the folders of launched cells, the agent for those of conta
 
 import contextlib
 import errno
+import itertools
 import os
 import stat
 from collections.abc import Generator, Iterator, Sequence
@@ -13,8 +14,6 @@ FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # opening a FIFO would wait for a writer
 NEW_FILE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 CHUNK_BYTES = 1 << 20
-REMOVE = 'chmod -R u+rwX -- "$1"; exec rm -rf -- "$1"'
-"""Removes a tree, in shell: a program may have locked its folders."""
 
 
 @contextlib.contextmanager
@@ -97,3 +96,60 @@ def entries_below(
                 yield from entries_below(below, max_bytes, max_depth, f"{prefix}{name}/")
         elif stat.S_ISREG(mode):
             yield prefix + name, read_file(folder, name, max_bytes), bool(mode & 0o100)
+
+
+def remove_tree(root: str | os.PathLike[str]) -> None:
+    """Remove a folder that hostile programs have filled, and may still be changing; OSError if some of it stays.
+
+    The children of each folder in it are moved up into `root` before the folder goes, so that paths stay short, and
+    few descriptors are open, however deep it was. Nothing follows a link, so nothing outside is touched.
+    """
+    try:
+        top = _open_unlocked(root)
+    except FileNotFoundError:
+        return
+    try:
+        prefix = f".{os.urandom(8).hex()}-"  # a name that no program has taken
+        new_names = (f"{prefix}{number}" for number in itertools.count())
+        while names := os.listdir(top):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # somebody else has removed it
+                    if _is_folder(name, top):
+                        _lift_children(top, name, new_names)
+                        os.rmdir(name, dir_fd=top)
+                    else:
+                        os.unlink(name, dir_fd=top)
+    finally:
+        os.close(top)
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(root)
+
+
+def _lift_children(top: int, name: str, new_names: Iterator[str]) -> None:
+    """Unlink the files of a folder and move its folders beside it."""
+    folder = _open_unlocked(name, top)
+    try:
+        for child in os.listdir(folder):
+            if _is_folder(child, folder):
+                os.close(_open_unlocked(child, folder))  # moving a folder rewrites its '..'
+                os.rename(child, next(new_names), src_dir_fd=folder, dst_dir_fd=top)
+            else:
+                os.unlink(child, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def _open_unlocked(folder: str | os.PathLike[str], parent: int | None = None) -> int:
+    """Open a folder, and let its owner read and change it."""
+    try:
+        opened = os.open(folder, FOLDER_FLAGS, dir_fd=parent)
+    except PermissionError:  # it is locked, and we are not root
+        os.chmod(folder, 0o700, dir_fd=parent, follow_symlinks=False)
+        opened = os.open(folder, FOLDER_FLAGS, dir_fd=parent)
+    with contextlib.suppress(OSError):  # it is not ours, and removing will fail
+        os.fchmod(opened, 0o700)
+    return opened
+
+
+def _is_folder(name: str, parent: int) -> bool:
+    return stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode)

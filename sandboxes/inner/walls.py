@@ -56,6 +56,7 @@ SIOCSIFFLAGS, IFF_UP_AND_RUNNING = 0x8914, 0x41
 def main() -> None:
     control, config = control_socket(int(sys.argv[1])), json.loads(sys.argv[2])
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.umask(0o022)  # the programs' user must reach what is made here, whatever the host's mask
     with telling_the_host(control):
         if os.getuid() != 0:
             own_users(config["uid"])

@@ -9,13 +9,16 @@ a FIFO and the like is row 11 of the hostile suite.)
 
 import os
 import stat
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sandboxes import Pool, Sandbox, Status
-from sandboxes.folder import remove_tree
+from sandboxes.inner.files import remove_tree
+from sandboxes.owner import PREFIX, own_tag
+from sandboxes.subprocess import reap_folders
 
 
 async def path_of(box: Sandbox) -> Path:
@@ -113,6 +116,42 @@ for _ in range(1200):  # beyond Python's recursion, and the longest path that th
 def test_removing_what_is_not_there(tmp_path: Path) -> None:
     remove_tree(tmp_path / "never")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_removing_follows_no_link_and_needs_few_descriptors(tmp_path: Path, descriptors_left) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    outside.write_text("whole")
+    outside.chmod(0o6444)
+    (root / "locked").mkdir(parents=True)
+    (root / "locked" / "link").symlink_to(outside)
+    deepest = Path(root, *["deep"] * 300)
+    deepest.mkdir(parents=True)
+    os.link(outside, deepest / "hard")
+    (root / "locked").chmod(0)
+    root.chmod(0)
+    with descriptors_left(4):
+        remove_tree(root)
+    assert not os.path.lexists(root)
+    assert (outside.read_text(), stat.S_IMODE(outside.stat().st_mode)) == ("whole", 0o6444)
+    root.symlink_to(tmp_path)
+    with pytest.raises(OSError, match=r"symbolic links|Not a directory"):
+        remove_tree(root)
+    assert outside.exists()
+
+
+def test_reaping_leaves_links_and_the_folders_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tag = own_tag().replace(f"{os.getpid()}.", f"{2**22 + 1}.", 1)  # of a process that cannot be
+    left, link, kept = (tmp_path / f"{PREFIX}{tag}-{name}" for name in ("left", "link", "kept"))
+    left.mkdir()
+    link.symlink_to(tmp_path)
+    kept.write_text("")
+    assert reap_folders() == 1
+    assert sorted(tmp_path.iterdir()) == [kept, link]
+    if os.getuid() == 0:
+        left.mkdir()
+        os.chown(left, 12345, 12345)
+        assert reap_folders() == 0
 
 
 async def test_sandboxes_do_not_share_a_folder(pool: Pool) -> None:

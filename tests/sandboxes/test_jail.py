@@ -8,7 +8,7 @@ programs; 8. a jail that cannot be built is an error with its reason; 9. the dis
 isolation than there is is refused, also by `auto`, which takes a jail where there is one; 11. a share of the CPUs slows
 a program down; 12. no descriptor stays open, neither when a process may have no more; 13. jails of one zygote do not
 reach each other, nor use up the processes of each other where a user without root has no control groups; 14. old
-names of the backend work, with a warning.
+names of the backend work, with a warning; 15. the umask of the host does not matter.
 """
 
 import asyncio
@@ -325,6 +325,16 @@ async def test_more_isolation_than_there_is_is_refused(backend: str, pool: Pool)
             pass
 
 
+async def test_strict_umask_of_the_host(backend: str) -> None:
+    before = os.umask(0o077)
+    try:
+        async with open_pool(backend=backend) as pool, pool.acquire() as box:
+            result = await box.exec_python("import statistics; open('/dev/null', 'w').close(); open('x', 'w').close()")
+    finally:
+        os.umask(before)
+    assert (result.status, result.stderr) == (Status.OK, b"")
+
+
 async def test_auto_takes_a_jail_or_better_and_embedded_a_jail(backend: str) -> None:
     async with open_pool(backend="auto", min_isolation=Isolation.NAMESPACES) as pool:
         assert pool.capabilities().isolation.covers(Isolation.NAMESPACES)
@@ -337,9 +347,10 @@ async def test_auto_takes_a_jail_or_better_and_embedded_a_jail(backend: str) -> 
 
 @pytest.mark.parametrize("old_name", ["bubblewrap", "namespaces"])
 async def test_old_names_warn(backend: str, old_name: str) -> None:
-    with pytest.warns(FutureWarning, match=f"backend '{old_name}' is now called 'jail'"):
+    with pytest.warns(FutureWarning, match=f"backend '{old_name}' is now called 'jail'") as warned:
         async with open_pool(backend=old_name) as pool:
             assert pool.capabilities().backend == "jail"
+    assert warned[0].filename == __file__
 
 
 async def test_a_share_of_the_cpus(pool: Pool) -> None:

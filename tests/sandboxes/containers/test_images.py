@@ -4,14 +4,17 @@
 content anew; 3. a folder without a Dockerfile; 4. a build has no network; 5. a build that fails says why; 6. an image
 that is not here is not fetched, neither to run nor to build upon; 7. an image that declares a volume is refused, unless
 a disk of ours is in its place; 8. a build is held to its bounds: memory, length of a file, processes, share of CPUs,
-time, and the size of its image, which is not kept; 9. a build ends with its client; 10. a step may print much.
+time, and the size of its image, which is not kept; 9. a build ends with its client; 10. a step may print much;
+11. one that prints the builder's own lines has to wait; 12. a step that cannot be bounded ends its build at once.
 """
 
 import asyncio
 import io
 import uuid
+from collections.abc import AsyncIterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import docker
 import pytest
@@ -19,7 +22,7 @@ import pytest
 from areal_agent.errors import SandboxError
 from sandboxes.base import Program
 from sandboxes.containers.engine import Engine
-from sandboxes.containers.images import DEFAULT_IMAGE, BuildBounds, build_image_with
+from sandboxes.containers.images import DEFAULT_IMAGE, MAX_WAITING_STEPS, BuildBounds, build_image_with, follow
 from sandboxes.containers.provider import DockerProvider
 from sandboxes.spec import CellSpec, Limits
 
@@ -143,3 +146,40 @@ async def test_image_that_is_too_large_is_not_kept(engine: Engine) -> None:
     for _ in range(2):  # not found the second time either
         with pytest.raises(SandboxError, match="leave files out"):
             await build_image_with(engine, None, text, BuildBounds(added_bytes=2**20))
+
+
+RUNNING = b'{"stream": " ---> Running in 0123456789ab\\n"}\n'
+
+
+async def test_step_that_prints_the_builders_lines_has_to_wait() -> None:
+    num_read = num_looked_up = most_ahead = 0
+
+    async def content() -> AsyncIterator[bytes]:
+        nonlocal num_read, most_ahead
+        for num_read in range(1, 1001):
+            most_ahead = max(most_ahead, num_read - num_looked_up)
+            yield RUNNING
+
+    async def find_container(_container: str) -> None:
+        nonlocal num_looked_up
+        num_looked_up += 1
+        await asyncio.sleep(0)
+
+    await follow(SimpleNamespace(find_container=find_container), SimpleNamespace(content=content()), BuildBounds())
+    assert (num_read, num_looked_up) == (1000, 1000)
+    assert most_ahead <= MAX_WAITING_STEPS + 2
+
+
+async def test_step_that_cannot_be_bounded_ends_its_build() -> None:
+    async def content() -> AsyncIterator[bytes]:
+        yield RUNNING
+        await asyncio.sleep(1000)
+
+    async def find_container(_container: str) -> None:
+        raise SandboxError("no answer")
+
+    async with asyncio.timeout(10):
+        with pytest.raises(SandboxError, match="no answer"):
+            await follow(
+                SimpleNamespace(find_container=find_container), SimpleNamespace(content=content()), BuildBounds()
+            )

@@ -1,14 +1,15 @@
 """Containers come and go, and none is left.
 
 1. closing a cell ends its programs, and its container is removed; 2. closing the provider removes all, also one that is
-just being made; 3. a closed one makes no more; 4. a container that is killed from outside fails its calls, and is known
-to be dead; 5. after a `kill -9` of its process nothing is left, though nobody reaps; 6. reaping takes what dead owners
-left, and nothing else.
+just being made, or whose caller is cancelled; 3. a closed one makes no more; 4. a container that is killed from outside
+fails its calls, and is known to be dead; 5. after a `kill -9` of its process nothing is left, though nobody reaps; 6.
+reaping takes what dead owners left, and nothing else.
 """
 
 import asyncio
 import signal
 import sys
+import time
 
 import pytest
 
@@ -71,6 +72,28 @@ async def test_closed_provider_leaves_nothing(engine: Engine) -> None:
     assert await engine.containers(provider.ownership.filter) == []
     with pytest.raises(SandboxError, match="closed"):
         await provider.create(SPEC)
+
+
+@pytest.mark.parametrize("cancelled_after_s", [0.0, 0.3, 0.6])
+async def test_start_that_is_cancelled_as_the_provider_closes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, cancelled_after_s: float
+) -> None:
+    provider = await DockerProvider.start()
+    client = provider._engine._client
+    create = client.create_container_from_config
+
+    def create_late(config: object) -> object:
+        time.sleep(0.5)
+        return create(config)
+
+    monkeypatch.setattr(client, "create_container_from_config", create_late)
+    makings = [asyncio.create_task(provider.create(SPEC)) for _ in range(2)]
+    await asyncio.sleep(cancelled_after_s)
+    for making in makings:
+        making.cancel()
+    await asyncio.gather(*makings, return_exceptions=True)
+    await provider.close()
+    assert await engine.containers(provider.ownership.filter) == []
 
 
 async def test_container_that_is_killed_from_outside(engine: Engine, provider: DockerProvider) -> None:

@@ -2,13 +2,17 @@
 
 1. a Python without `ctypes`, `json` and `resource` runs the agent: programs, limits and files as ever; 2. without any
 Python programs run by the engine's own exec: output, stdin, status, limits, files, and nothing is left of them; what
-cannot be given is refused.
+cannot be given is refused; 3. a stdin that ends before the host can hear the script runs nothing.
 """
+
+import asyncio
+from asyncio.subprocess import PIPE
 
 import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Program
+from sandboxes.containers.cell import shell
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE, build_image_with
 from sandboxes.containers.provider import DockerProvider
@@ -59,3 +63,9 @@ async def test_image_without_python(engine: Engine, provider: DockerProvider) ->
     finally:
         await cell.close()
     assert not cell.is_alive
+
+
+async def test_stdin_that_ends_at_once_runs_nothing() -> None:
+    for line, printed in ((b"", b""), (b"\n", b"ran\n")):
+        ran = await asyncio.create_subprocess_exec(*shell("echo ran"), stdin=PIPE, stdout=PIPE)
+        assert await ran.communicate(line) == (printed, None)
