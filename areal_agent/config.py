@@ -113,8 +113,9 @@ class Config(Section):
             raise ValueError("rollout.gateway_admin_key_file needs rollout.gateway_url, which is not set; leave it out")
         if self.tasks is None:
             raise ValueError("'tasks' is missing; give it a value")
-        for source in self.tasks.sources if self.eval.num_tasks and self.eval.tasks is None else ():
-            if not source.has_held_out_split:
+        needs_held_out = self.eval.num_tasks and self.eval.tasks is None
+        for source in self.tasks.sources:
+            if needs_held_out and not source.has_held_out_split:
                 raise ValueError(
                     f"tasks.source {source.source!r} is one {'split' if source.split else 'file'}, and evaluation "
                     "needs held-out tasks: set eval.tasks, or eval.num_tasks=0"

@@ -169,13 +169,8 @@ class FileLock:
                 raise LedgerError(
                     f"the ledger {path} cannot be locked: {error.strerror}; put the run folder on a local disk"
                 ) from None
-            raise LedgerError(
-                f"a worker is still writing to {path.name} of the run folder {path.parent}; wait until it has ended, "
-                "or stop it"
-                if is_shard
-                else f"another process is writing to the run folder {path.parent}; wait until that run has ended, or "
-                "stop it"
-            ) from None
+            writer = f"a worker is still writing to {path.name} of" if is_shard else "another process is writing to"
+            raise LedgerError(f"{writer} the run folder {path.parent}; wait until it has ended, or stop it") from None
         return cls(fd)
 
     def release(self) -> None:

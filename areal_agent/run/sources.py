@@ -299,6 +299,13 @@ async def make_producer(
     draws = await open_draws(stream, make_curriculum(config, tasks), ledger)
     draws.restore(beginning.run_state.get(TASKS, {}))
     step = beginning.version.step
+    dynamic_sampling = DynamicSampling(
+        max_flat_groups=config.rollout.max_flat_groups,
+        part_weights=config.algorithm.reward_parts,
+        discount=config.algorithm.discount,
+        compares_turns=config.algorithm.step_group_weight > 0,
+        trains_altered=config.rollout.train_altered,
+    )
     producer = Producer(
         run_group=run_group,
         draws=draws,
@@ -315,15 +322,7 @@ async def make_producer(
         max_concurrent=config.rollout.max_concurrent,
         max_failed_groups=config.rollout.max_failed_groups,
         trains_altered=config.rollout.train_altered,
-        dynamic_sampling=DynamicSampling(
-            max_flat_groups=config.rollout.max_flat_groups,
-            part_weights=config.algorithm.reward_parts,
-            discount=config.algorithm.discount,
-            compares_turns=config.algorithm.step_group_weight > 0,
-            trains_altered=config.rollout.train_altered,
-        )
-        if config.algorithm.dynamic_sampling
-        else None,  # every group that can be trained is trained
+        dynamic_sampling=dynamic_sampling if config.algorithm.dynamic_sampling else None,
     )
     await producer.restore(await ledger.ask(questions.waiting))
     return producer

@@ -104,9 +104,7 @@ class Prompt:
     parent: Answer | None
     fork_at: int  # the number of tokens of the parent's path that it keeps
     new_ids: "array[int]" = field(repr=False)
-    num_opened: int = (
-        0  # the last ones of `new_ids`, which belong to the answer: thinking or a tool call, opened for it
-    )
+    num_opened: int = 0  # the last of `new_ids` that belong to the answer: thinking or a tool call, opened for it
     opened: str = ""  # the thinking that the template opens for the answer
     opening: str = ""  # the text that the answer must begin with, after `opened`
     is_thinking: bool = False  # it ends inside an opened <think>

@@ -60,14 +60,16 @@ class Trainer:
             critic=critic,
             reference=reference,
         )
-        other = policy.logprobs_without_adapter if lora is not None else reference and reference.logprobs_and_entropy
+        by_reference = None if reference is None else reference.logprobs_and_entropy
+        if has_reference and lora is not None:  # without its adapter, the policy is what it was at the start
+            by_reference = policy.logprobs_without_adapter
         self._stepper = Stepper(
             policy,
             self._training.optimizer,
             self._training.generator,
             algorithm,
             config,
-            reference=other if has_reference else None,
+            reference=by_reference,
             critic=critic,
             group=group,
         )
