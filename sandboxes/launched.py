@@ -283,7 +283,7 @@ class SpawnedProcess:
 
 
 class Chunks:
-    """What a program prints into a pipe, for one reader. A little is read ahead; the rest stays in the pipe."""
+    """The output of a program in a pipe, for one reader. A little is read ahead; the rest stays in the pipe."""
 
     def __init__(self, reader: asyncio.StreamReader, transport: asyncio.ReadTransport) -> None:
         self._reader = reader

@@ -75,14 +75,14 @@ REPORT = struct.Struct("=BQiQQ")
 
 
 class Order(IntEnum):
-    """What the relay asks of the forker."""
+    """The requests of the relay to the forker."""
 
     START = 1
     KILL = 2
 
 
 class Report(IntEnum):
-    """What the forker, or a child of it that could not be set up, tells the relay."""
+    """The reports of the forker, or of a child of it that could not be set up, to the relay."""
 
     ENDED = 1
     FAILED = 2
