@@ -145,7 +145,7 @@ class Session:
         defaults: SamplingWishes,
         truncates: bool = False,
     ) -> None:
-        """With `truncates`, a full context gives an empty answer with finish reason `length` instead of an error."""
+        """If it `truncates`, a full context gives an empty answer with finish reason `length`, not an error."""
         self.record = record
         self.state = SessionState.OPEN
         self.trajectory: Trajectory | None = None  # set once it has ended
