@@ -243,7 +243,7 @@ class Gateway:
     def _require_model(self, model: str) -> None:
         if model not in (self._model_name, DEFAULT_MODEL):
             raise RequestError(
-                f"the model {model!r:.200} does not exist; this gateway has {self._model_name!r}",
+                f"the model {model!r:.200} does not exist; send {self._model_name!r} or {DEFAULT_MODEL!r}",
                 status=404,
                 param="model",
                 code="model_not_found",
