@@ -106,7 +106,9 @@ async def try_backend(backend: str) -> None:
         await box.exec(["true"])
 
 
-@pytest.mark.parametrize(("config", "backend"), [("code", "jail"), ("code_docker", "docker")])
+@pytest.mark.parametrize(
+    ("config", "backend"), [("code", "jail"), pytest.param("code_docker", "docker", marks=pytest.mark.full)]
+)
 def test_code_rewards_are_learnt(config: str, backend: str, tmp_path: Path) -> None:
     try:
         asyncio.run(try_backend(backend))
