@@ -48,6 +48,7 @@ class Choice:
     parsed: ParsedAnswer
     rows: tuple[TokenRow, ...] = ()
     num_reasoning_tokens: int = 0
+    stop_text: str = ""  # the stop text that ended it
 
     @property
     def finish_reason(self) -> str:
@@ -80,6 +81,7 @@ class Choice:
             token_ids=token_ids,
             message=self.message,
             has_thinking=self.parsed.reasoning is not None,
+            stop_text=self.stop_text,
         )
 
 
