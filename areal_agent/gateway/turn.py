@@ -376,6 +376,7 @@ class PendingTurn:
             parsed=parsed,
             rows=draft.rows() if draft and plan.order.num_top_logprobs is not None else (),
             num_reasoning_tokens=self._num_reasoning_tokens(parsed, result),
+            stop_text=draft.stop_text if draft else "",
             num_given=plan.reading.num_given,
         )
 
