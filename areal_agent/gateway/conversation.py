@@ -378,6 +378,7 @@ class Conversation:
     choice: ToolChoice = ToolChoice()
     template_options: JsonObject = field(default_factory=dict[str, Any])  # more variables for the chat template
     continues_last: bool = False  # the answer goes on where the last message, an assistant's, ends
+    last_param: str | None = None  # the request's name for the last message, unless it is messages[INDEX]
 
     @property
     def may_call_tools(self) -> bool:
@@ -422,7 +423,7 @@ class Conversation:
 
     def _given_opening(self, renderer: Renderer) -> Opening:
         """Return the opening that repeats the last message. Raises RequestError if that cannot be continued."""
-        last = f"messages[{len(self.messages) - 1}]"
+        last = self.last_param or f"messages[{len(self.messages) - 1}]"
         message = read_message(self.messages[-1], len(self.messages) - 1)
         text: str = message["content"]
         if message["role"] != "assistant" or message.get("tool_calls") or message.get("reasoning_content"):

@@ -382,7 +382,7 @@ class MessagesRequest(CountRequest):
         return "output_format" if self.output_config.format is None else "output_config.format"
 
     def order(self) -> Order:
-        conversation = replace(self.conversation, continues_last=self.continues_last)
+        conversation = replace(self.conversation, continues_last=self.continues_last, last_param="messages[-1]")
         return Order(
             id_prefix="msg_",
             model=self.model,
