@@ -426,6 +426,12 @@ class Conversation:
         last = self.last_param or f"messages[{len(self.messages) - 1}]"
         message = read_message(self.messages[-1], len(self.messages) - 1)
         text: str = message["content"]
+        if len(self.messages) == 1:
+            raise RequestError(
+                f"{last} cannot be continued: it is the only message; send a question before it",
+                param=last,
+                code="invalid_value",
+            )
         if message["role"] != "assistant" or message.get("tool_calls") or message.get("reasoning_content"):
             raise RequestError(
                 f"{last} cannot be continued: only an assistant's message with text and nothing else can",

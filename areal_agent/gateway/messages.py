@@ -13,7 +13,8 @@ engine's affair: `cache_control` is accepted and ignored.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from itertools import groupby
+from typing import Annotated, Any, Literal, Self, cast
 
 import orjson
 from pydantic import Discriminator, Field, PlainValidator, Tag, TypeAdapter, ValidationInfo, model_validator
@@ -84,11 +85,8 @@ class CallBlock(Open):
     input: ShallowObject
 
     def as_chat(self) -> JsonObject:
-        return {
-            "id": self.id,
-            "type": "function",
-            "function": {"name": self.name, "arguments": format_json(self.input)},
-        }
+        function = {"name": self.name, "arguments": format_json(self.input)}
+        return {"id": self.id, "type": "function", "function": function}
 
 
 class ResultBlock(Open):
@@ -108,13 +106,7 @@ UserBlock = Annotated[TextPart | ResultBlock, Field(discriminator="type")]
 AnswerBlock = Annotated[TextPart | ThinkingBlock | RedactedBlock | CallBlock, Field(discriminator="type")]
 
 
-class BlocksMessage(Body):
-    """Fields of messages of every role."""
-
-    ignores_empty: ClassVar[bool] = True
-
-
-class UserMessage(BlocksMessage):
+class UserMessage(Body):
     """What the user says and the results of tools."""
 
     role: Literal["user"]
@@ -126,21 +118,15 @@ class UserMessage(BlocksMessage):
         if isinstance(self.content, str):
             return [{"role": "user", "content": self.content}]
         messages: list[JsonObject] = []
-        texts: list[str] = []
-        for block in self.content:
-            if isinstance(block, TextPart):
-                texts.append(block.text)
-                continue
-            if texts:
-                messages.append({"role": "user", "content": "".join(texts)})
-                texts = []
-            messages.append(block.as_chat())
-        if texts or not messages:
-            messages.append({"role": "user", "content": "".join(texts)})
-        return messages
+        for _, group in groupby(self.content, type):
+            blocks = list(group)
+            texts = [block for block in blocks if isinstance(block, TextPart)]
+            results = [block.as_chat() for block in blocks if isinstance(block, ResultBlock)]
+            messages += results or [{"role": "user", "content": text_of(texts)}]
+        return messages or [{"role": "user", "content": ""}]
 
 
-class SystemMessage(BlocksMessage):
+class SystemMessage(Body):
     """More instructions in the middle of a conversation."""
 
     role: Literal["system"]
@@ -150,7 +136,7 @@ class SystemMessage(BlocksMessage):
         return [{"role": "system", "content": text_of(self.content)}]
 
 
-class EarlierAnswer(BlocksMessage):
+class EarlierAnswer(Body):
     """An answer of the assistant, sampled or written by the client."""
 
     role: Literal["assistant"]
@@ -161,7 +147,7 @@ class EarlierAnswer(BlocksMessage):
     def as_chat(self) -> list[JsonObject]:
         if isinstance(self.content, str):
             return [{"role": "assistant", "content": self.content}]
-        text = "".join(block.text for block in self.content if isinstance(block, TextPart))
+        text = text_of([block for block in self.content if isinstance(block, TextPart)])
         thinking = "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock))
         calls = [block.as_chat() for block in self.content if isinstance(block, CallBlock)]
         message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text}
@@ -212,13 +198,13 @@ class CustomTool(Open):
         return value
 
     def as_chat(self) -> JsonObject:
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        function["parameters"] = self.input_schema
-        if self.strict:
-            function["strict"] = True
-        return {"type": "function", "function": function}
+        function = {
+            "name": self.name,
+            "description": self.description,
+            "parameters": self.input_schema,
+            "strict": self.strict or None,
+        }
+        return {"type": "function", "function": {name: one for name, one in function.items() if one is not None}}
 
 
 TOOLS = TypeAdapter(list[CustomTool])

@@ -13,17 +13,22 @@
 - the official client understands all of it
 """
 
+import contextlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from areal_agent.engine.fake import FakeEngine
-from areal_agent.errors import EngineUnreachable
+from areal_agent.errors import EngineUnreachable, RequestError
 from areal_agent.gateway.bodies import Limits
+from areal_agent.gateway.messages import MessagesRequest
+from areal_agent.tokens.forest import Forest
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import GenerateRequest, GenerateResult, TokenChunk
 
@@ -44,8 +49,8 @@ async def ask(agent: Agent, **body: Any) -> Any:
     return answer
 
 
-async def refusal(agent: Agent, path: str = "/v1/messages", **body: Any) -> tuple[int, dict[str, Any]]:
-    status, answer = await agent.world.call(path, filled(body), key=agent.key)
+async def refusal(agent: Agent, **body: Any) -> tuple[int, dict[str, Any]]:
+    status, answer = await agent.world.call("/v1/messages", filled(body), key=agent.key)
     assert answer.keys() == {"type", "error"}, answer
     return status, answer["error"]
 
@@ -259,14 +264,11 @@ async def test_an_answer_sent_back_is_continued(open_agent: OpenAgent, ask_it: A
 async def test_what_is_not_for_the_model_may_change(open_agent: OpenAgent) -> None:
     agent = await open_agent(f"a{END}", f"b{END}")
     question = {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}
-    for number in range(2):
-        header = {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2; cch={number};"}
-        system = [header, {"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
-        if not number:
-            answer = await ask(agent, messages=[question], system=system)
-            continue
-        more = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "y"}]
-        await ask(agent, messages=[*QUESTION, *more], system=system)
+    headers = [{"type": "text", "text": f"x-anthropic-billing-header: cch={number};"} for number in range(2)]
+    system = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    answer = await ask(agent, messages=[question], system=[headers[0], *system])
+    more = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "y"}]
+    await ask(agent, messages=[*QUESTION, *more], system=[headers[1], *system])
     assert agent.turns[1].parent == answer["id"]
     assert prompt(agent).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
 
@@ -344,12 +346,10 @@ async def test_options_of_the_template(open_agent: OpenAgent, backend: Tokenizer
     assert [prompt(agent, i).partition("<")[0] for i in range(3)] == ["True ", "True low", "False "]
 
 
-@pytest.mark.parametrize("form", [{"output_config": {"format": {}}}, {"output_format": {}}])
-async def test_a_form_of_the_output(open_world: OpenWorld, form: Any) -> None:
-    (name,) = form
+@pytest.mark.parametrize("param", ["output_config.format", "output_format"])
+async def test_a_form_of_the_output(open_world: OpenWorld, param: str) -> None:
     wanted = {"type": "json_schema", "schema": SCHEMA}
-    body = {name: {"format": wanted} if form[name] else wanted}
-    param = "output_config.format" if form[name] else name
+    body: dict[str, Any] = {"output_config": {"format": wanted}} if "." in param else {param: wanted}
     agent = await (await open_world(f'{{"x": 1}}{END}', has_grammar=True)).start()
     assert (await ask(agent, **body))["content"] == [{"type": "text", "text": '{"x": 1}'}]
     assert json.loads(agent.world.engine.requests[0].sampling.json_schema or "") == SCHEMA
@@ -381,6 +381,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [*QUESTION, {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f"}]}]},
      "messages[1].content[0].input"),
     ({"messages": [*QUESTION, {"role": "assistant", "content": "<think>"}]}, "messages[-1]"),
+    ({"messages": [{"role": "assistant", "content": "a"}]}, "messages[-1]"),
     ({"messages": [*QUESTION, {"role": "assistant", "content": "a"}], "tools": [TOOL], "tool_choice": {"type": "any"}},
      "tool_choice"),
 ]  # fmt: skip
@@ -391,6 +392,28 @@ async def test_what_is_refused_is_named(open_agent: OpenAgent, body: dict[str, A
     status, error = await refusal(await open_agent(), **body)
     assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param)
     assert param in error["message"]
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.just({"a": 1.5}) | st.just([{}])
+BLOCKS = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "thinking", "redacted_thinking", "tool_use", "tool_result"])},
+    optional={
+        "content": VALUES | st.just([{"type": "text", "text": "a"}]),
+        "input": VALUES,
+        **dict.fromkeys(["text", "thinking", "id", "name", "tool_use_id"], st.text(max_size=3) | VALUES),
+    },
+)
+MESSAGES = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system"]), "content": st.lists(BLOCKS, max_size=3) | VALUES}
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(messages=st.lists(MESSAGES, max_size=3))
+def test_any_blocks_are_read_or_refused(renderer: Renderer, messages: list[Any]) -> None:
+    with contextlib.suppress(RequestError):
+        (question,) = MessagesRequest.read(filled({"messages": messages})).order().questions
+        assert question.place(Forest(renderer), renderer).new_ids
 
 
 async def test_what_claude_code_sends(open_agent: OpenAgent) -> None:
@@ -478,6 +501,7 @@ async def test_the_official_client(open_world: OpenWorld) -> None:
     ) as client:
         asked: dict[str, Any] = {"model": "model", "max_tokens": 200, "tools": [TOOL]}
         messages: list[Any] = list(QUESTION)
+        answer: Any = None
         for _ in EPISODE:
             async with client.messages.stream(messages=messages, **asked) as stream:
                 answer = await stream.get_final_message()
