@@ -1,4 +1,4 @@
-"""An OpenAI-compatible HTTP gateway in front of an engine: agents send text, and the ledger records every token.
+"""An HTTP gateway with OpenAI's and Anthropic's API in front of an engine: agents send text, and the ledger records every token.
 
 ::
 
@@ -9,20 +9,21 @@
     chat.py           /v1/chat/completions: its body and its answer
     conversation.py   the messages and tools of a chat
     completions.py    /v1/completions: its body and its answer
+    messages.py       /v1/messages, Anthropic's protocol: its body and its answer
     session.py        one rollout's conversation, the gateway's main mutable object; the bodies of /rl/*
     turn.py           one turn: placing the prompt, sampling, recording
     draft.py          one answer while it is sampled: stop texts, tool calls, what a stream sends
     answers.py        finished answers, and the engine requests and deliveries of a session
     rollouts.py       the handlers of /rl/* and /export_trajectories
     sessions.py       all sessions: look-up, limits, timeouts, draining
-    server.py         the listening socket, its connections, JSON replies and OpenAI's error objects
+    server.py         the listening socket, its connections, JSON replies and error objects
     metrics.py        counters and /metrics
     openapi.py        /openapi.json, /health and the model list
     online/           leasing finished rollouts to a trainer that runs elsewhere
     engine_servers.py connecting to engines that are already running
     __main__.py       the gateway as a program of its own (`python -m areal_agent.gateway`)
 
-The path of a turn: `app` finds the session by its key, `chat` or `completions` reads the body, `session` places the
+The path of a turn: `app` finds the session by its key, `chat`, `completions` or `messages` reads the body, `session` places the
 prompt in its forest (`tokens.forest`), `turn` samples it and appends the turn to the journal, and `app` sends the
 answer. A stream sends text as it is sampled, but its finish reason only after the journal has the turn.
 """

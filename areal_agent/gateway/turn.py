@@ -251,10 +251,10 @@ class TurnLog:
 def _turn_id(completion_id: str) -> str:
     """Derive a turn's id from its first completion's: another random number would cost a system call.
 
-    >>> _turn_id("chatcmpl-7f"), _turn_id("chatcmpl-7f-2")
-    ('turn-7f', 'turn-7f-2')
+    >>> _turn_id("chatcmpl-7f"), _turn_id("chatcmpl-7f-2"), _turn_id("resp_7f")
+    ('turn-7f', 'turn-7f-2', 'turn-7f')
     """
-    return f"turn-{completion_id.partition('-')[2]}"
+    return f"turn-{completion_id.replace('_', '-', 1).partition('-')[2]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
