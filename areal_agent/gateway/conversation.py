@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache, partial
 from operator import is_
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 
 import jsonschema_rs
 import orjson
@@ -40,6 +40,8 @@ from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.formats.reader import THINK_BEGIN, THINK_END
 from areal_agent.tokens.renderer import Renderer, is_open
 from areal_agent.types import JsonObject
+
+T = TypeVar("T")
 
 MAX_KNOWN_BYTES = 2**16
 """A set of tools with longer JSON is not cached."""
@@ -119,12 +121,13 @@ class TextPart(Open):
     @model_validator(mode="before")
     @classmethod
     def _require_text(cls, value: object) -> object:
-        if isinstance(value, dict) and value.get("type") != "text":
+        kinds = get_args(cls.model_fields["type"].annotation)
+        if isinstance(value, dict) and value.get("type") not in kinds:
             raise PydanticCustomError(
                 "unsupported_content",
                 "has type {type}: this gateway takes text only, no images, audio or files; "
-                "send {{'type': 'text', 'text': ...}}",
-                {"type": f"{value.get('type')!r:.80}"},
+                "send {'type': '{kind}', 'text': ...}",
+                {"type": f"{value.get('type')!r:.80}", "kind": kinds[0]},
             )
         return value
 
@@ -258,20 +261,26 @@ class Tools:
     accepts: Accepts | None  # accepts or rejects a call; None if no tool is strict
 
 
-def read_tools(value: object) -> Tools:
-    """Check `tools`; raises RequestError naming the place. An agent repeats its tools, so the last sets are cached.
+def reader_of_tools(read: Callable[[bytes], T]) -> Callable[[object], T]:
+    """Return a reader of `tools` that caches what `read` makes of their JSON, because an agent repeats its tools.
 
     The key is their JSON, because 1, 1.0 and true are equal in Python but different in JSON.
     """
-    try:
-        text = orjson.dumps(value)
-    except orjson.JSONEncodeError as error:
-        refuse("tools", "a list", f"JSON that can be encoded again ({error})")
-    return _tools_of(text) if len(text) <= MAX_KNOWN_BYTES else _tools_of.__wrapped__(text)
+    cached = lru_cache(maxsize=64)(read)
+
+    def reader(value: object) -> T:
+        try:
+            text = orjson.dumps(value)
+        except orjson.JSONEncodeError as error:
+            refuse("tools", "a list", f"JSON that can be encoded again ({error})")
+        return cached(text) if len(text) <= MAX_KNOWN_BYTES else read(text)
+
+    return reader
 
 
-@lru_cache(maxsize=64)
-def _tools_of(text: bytes) -> Tools:
+@reader_of_tools
+def read_tools(text: bytes) -> Tools:
+    """Check `tools`; raises RequestError naming the place."""
     definitions = orjson.loads(text)
     read_as(TOOLS, definitions, "tools")
     return Tools(definitions=definitions, accepts=strict_tools(definitions))

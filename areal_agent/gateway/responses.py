@@ -10,15 +10,13 @@ a conversation has the same messages as in chat completions::
 Each of OpenAI's parameters is honoured, or refused by name when its value asks for something; none is silently dropped.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
 import orjson
-from pydantic import Discriminator, Field, PlainValidator, Tag, TypeAdapter, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import AliasChoices, Discriminator, Field, PlainValidator, Tag, TypeAdapter, model_validator
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.bodies import (
@@ -34,16 +32,18 @@ from areal_agent.gateway.bodies import (
 )
 from areal_agent.gateway.chat import ANY_OBJECT, NamedSchema, PlainFormat
 from areal_agent.gateway.conversation import (
-    MAX_KNOWN_BYTES,
     NO_TOOLS,
     PASSED_ON,
     Conversation,
+    Function,
     Open,
     TemplateOptions,
+    TextPart,
     ToolChoice,
     ToolName,
     Tools,
     ToolUse,
+    reader_of_tools,
     strict_tools,
     template_options,
 )
@@ -59,74 +59,25 @@ CUSTOM_INPUT = "input"
 # ---------------------------------------------------------------------------------------------------------- items
 
 
-class Slot(IntEnum):
-    """The parts of an assistant's message, in their order."""
-
-    REASONING = 0
-    TEXT = 1
-    CALL = 2
-
-
-class Item(Open):
-    """An item of the input. What adds nothing to the prompt (`id`, `status`, `phase` ...) is ignored."""
-
-    slot: ClassVar[Slot | None] = None
-    """Its place in an assistant's message; None for an item that is a message of its own."""
-
-    def message(self) -> JsonObject:
-        """Return the message, or the part of an assistant's message, that it stands for."""
-        raise NotImplementedError
-
-
-class TextPart(Open):
+class Part(TextPart):
     """A text part of a message, or of a tool's output."""
 
-    type: Literal["input_text", "output_text", "refusal"]
-    text: str = ""
-    refusal: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _require_text(cls, value: object) -> object:
-        if isinstance(value, dict):
-            part = cast("JsonObject", value)
-            kind = part.get("type")
-            if kind not in ("input_text", "output_text", "refusal"):
-                raise PydanticCustomError(
-                    "unsupported_content",
-                    "has type {type}: this gateway takes text only, no images, audio or files; "
-                    "send {{'type': 'input_text', 'text': ...}}",
-                    {"type": f"{kind!r:.80}"},
-                )
-            name = "refusal" if kind == "refusal" else "text"
-            if not isinstance(part.get(name), str):
-                raise PydanticCustomError("unsupported_content", "needs the string {name}", {"name": repr(name)})
-        return cast("object", value)
+    type: Literal["input_text", "output_text", "refusal"]  # type: ignore[assignment]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
 Texts = Annotated[
-    Annotated[str, Tag("a string")] | Annotated[list[TextPart], Tag("a list")],
+    Annotated[str, Tag("a string")] | Annotated[list[Part], Tag("a list")],
     Discriminator(json_kind),
 ]
 
 
-def _joined(texts: str | list[TextPart]) -> str:
-    return texts if isinstance(texts, str) else "".join(part.text or part.refusal for part in texts)
-
-
-class MessageItem(Item):
+class MessageItem(Open):
     """A message. An assistant's is the text of an answer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
     content: Texts
-
-    @property
-    def slot(self) -> Slot | None:  # type: ignore[override]  # it depends on the role
-        return Slot.TEXT if self.role == "assistant" else None
-
-    def message(self) -> JsonObject:
-        return {"role": self.role, "content": _joined(self.content)}
 
 
 class ReasoningText(Open):
@@ -135,74 +86,43 @@ class ReasoningText(Open):
     text: str
 
 
-class ReasoningItem(Item):
-    """The reasoning of an answer: its `content`, or what `encrypted_content` or `summary` has of it."""
-
-    slot = Slot.REASONING
+class ReasoningItem(Open):
+    """The reasoning of an answer: its `content`, else what `encrypted_content` or `summary` has of it."""
 
     type: Literal["reasoning"]
     content: list[ReasoningText] = Field(default_factory=list[ReasoningText])
-    summary: list[ReasoningText] = Field(default_factory=list[ReasoningText])
     encrypted_content: str = Field(
         default="", description="As this gateway wrote it; that of another service cannot be read and is ignored."
     )
-
-    def message(self) -> JsonObject:
-        sealed = self.encrypted_content.removeprefix(SEALED) if self.encrypted_content.startswith(SEALED) else ""
-        text = "".join(part.text for part in self.content) or sealed or "".join(part.text for part in self.summary)
-        return {"role": "assistant", "reasoning_content": text} if text else {"role": "assistant"}
+    summary: list[ReasoningText] = Field(default_factory=list[ReasoningText])
 
 
-class CallItem(Item):
-    """A call of a tool."""
-
-    slot = Slot.CALL
-
-    call_id: str
-    name: str
-    namespace: str | None = None
-
-    @property
-    def arguments_json(self) -> str | JsonObject:
-        """The arguments, as text or as an object."""
-        raise NotImplementedError
-
-    def message(self) -> JsonObject:
-        function = {"name": full_name(self.namespace, self.name), "arguments": self.arguments_json}
-        return {"role": "assistant", "tool_calls": [{"id": self.call_id, "type": "function", "function": function}]}
-
-
-class FunctionCallItem(CallItem):
+class FunctionCallItem(Open):
     """A call of a function."""
 
     type: Literal["function_call"]
+    call_id: str
+    name: str
+    namespace: str = ""
     arguments: str
 
-    @property
-    def arguments_json(self) -> str:
-        return self.arguments
 
-
-class CustomCallItem(CallItem):
+class CustomCallItem(Open):
     """A call of a custom tool."""
 
     type: Literal["custom_tool_call"]
+    call_id: str
+    name: str
+    namespace: str = ""
     input: str
 
-    @property
-    def arguments_json(self) -> JsonObject:
-        return {CUSTOM_INPUT: self.input}
 
-
-class CallOutputItem(Item):
+class CallOutputItem(Open):
     """The result of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
     output: Texts
-
-    def message(self) -> JsonObject:
-        return {"role": "tool", "tool_call_id": self.call_id, "content": _joined(self.output)}
 
 
 class ItemReference(Open):
@@ -212,30 +132,34 @@ class ItemReference(Open):
     id: Name
 
 
-AnyItem = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | CallOutputItem | ItemReference
+Item = MessageItem | ReasoningItem | FunctionCallItem | CustomCallItem | CallOutputItem | ItemReference
 
-ITEMS: Mapping[str, TypeAdapter[Any]] = {
-    "message": TypeAdapter(MessageItem),
-    "reasoning": TypeAdapter(ReasoningItem),
-    "function_call": TypeAdapter(FunctionCallItem),
-    "custom_tool_call": TypeAdapter(CustomCallItem),
-    "function_call_output": TypeAdapter(CallOutputItem),
-    "custom_tool_call_output": TypeAdapter(CallOutputItem),
-    "item_reference": TypeAdapter(ItemReference),
+ITEMS: Mapping[str, TypeAdapter[Item]] = {
+    kind: TypeAdapter(item)
+    for item in (MessageItem, ReasoningItem, FunctionCallItem, CustomCallItem, CallOutputItem, ItemReference)
+    for kind in get_args(item.model_fields["type"].annotation)
 }
 
 
+class Slot(IntEnum):
+    """The parts of an assistant's message, in their order."""
+
+    REASONING = 0
+    TEXT = 1
+    CALL = 2
+
+
 def messages_of(items: Sequence[object], first: int, find: Callable[[str, str], JsonObject]) -> list[JsonObject]:
-    """Translate `input[first:]`, which is `items`, into messages as chat completions write them.
+    """Translate `items`, which begin at `input[first]`, into messages as chat completions write them.
 
     An item joins the assistant's message before it if that has no such part yet and no later one; a call may follow
-    calls. `find` returns an item of an earlier answer by its id and the name of the parameter that has it.
+    calls. What adds nothing to the prompt (`id`, `status`, `phase` ...) is ignored. `find` returns an item of an
+    earlier answer by its id and the name of the parameter that has it.
     """
     messages: list[JsonObject] = []
     last: Slot | None = None
     for index, value in enumerate(items, start=first):
-        item = _read_item(value, f"input[{index}]", find)
-        message, slot = item.message(), item.slot
+        slot, message = _part_of_message(_read_item(value, f"input[{index}]", find))
         if slot is None or last is None or not (slot > last or slot == last == Slot.CALL):
             messages.append(message)
         else:
@@ -246,23 +170,45 @@ def messages_of(items: Sequence[object], first: int, find: Callable[[str, str], 
 
 
 def may_be_joined(item: object) -> bool:
-    """Return whether an item after this last one could be a part of the same message."""
+    """Return whether an item that follows could be a part of the same message."""
     kind = _kind(item)
-    if kind == "message":
+    if kind == "message" and isinstance(item, dict):
         return cast("JsonObject", item).get("role") == "assistant"
     return not kind.endswith("_output")
 
 
+def _part_of_message(item: Item) -> tuple[Slot | None, JsonObject]:
+    """Return a message, or a part of an assistant's message and its slot."""
+    match item:
+        case MessageItem(role=role, content=content):
+            return Slot.TEXT if role == "assistant" else None, {"role": role, "content": _joined(content)}
+        case ReasoningItem():
+            sealed = item.encrypted_content
+            text = _joined(item.content) or (sealed[len(SEALED) :] if sealed.startswith(SEALED) else "")
+            reasoning = text or _joined(item.summary)
+            return Slot.REASONING, {"role": "assistant"} | ({"reasoning_content": reasoning} if reasoning else {})
+        case FunctionCallItem(arguments=arguments) | CustomCallItem(input=arguments):
+            is_custom = isinstance(item, CustomCallItem)
+            name = full_name(item.namespace, item.name)
+            function = {"name": name, "arguments": {CUSTOM_INPUT: arguments} if is_custom else arguments}
+            call = {"id": item.call_id, "type": "function", "function": function}
+            return Slot.CALL, {"role": "assistant", "tool_calls": [call]}
+        case CallOutputItem(call_id=call_id, output=output):
+            return None, {"role": "tool", "tool_call_id": call_id, "content": _joined(output)}
+        case ItemReference():
+            raise AssertionError("references are resolved before")
+
+
+def _joined(texts: str | Sequence[Part | ReasoningText]) -> str:
+    return texts if isinstance(texts, str) else "".join(part.text for part in texts)
+
+
 def _read_item(value: object, where: str, find: Callable[[str, str], JsonObject]) -> Item:
-    item = read_as(_adapter(value, where), value, where)
+    kind = _kind(value)
+    if kind not in ITEMS:
+        refuse(f"{where}.type", kind, f"one of {', '.join(map(repr, ITEMS))}")
+    item = read_as(ITEMS[kind], value, where)
     return _read_item(find(item.id, f"{where}.id"), where, find) if isinstance(item, ItemReference) else item
-
-
-def _adapter(value: object, where: str) -> TypeAdapter[Any]:
-    adapter = ITEMS.get(_kind(value))
-    if adapter is None:
-        refuse(f"{where}.type", cast("JsonObject", value).get("type"), f"one of {', '.join(map(repr, ITEMS))}")
-    return adapter
 
 
 def _kind(item: object) -> str:
@@ -274,21 +220,19 @@ def _kind(item: object) -> str:
 # ---------------------------------------------------------------------------------------------------------- tools
 
 
-class FunctionTool(Body):
-    """A function that the model may call. With `strict`, a call whose arguments do not match is malformed."""
+class FunctionTool(Function):
+    """A function that the model may call."""
 
     ignores_empty: ClassVar[bool] = True
 
     type: Literal["function"]
-    name: ToolName
-    description: str | None = None
     parameters: ShallowObject | None = None
-    strict: bool | None = None
     output_schema: Harmless = None
 
-    def definition(self) -> JsonObject:
+    def definition(self, namespace: str = "") -> JsonObject:
         """Return it as chat completions write it: the template prints it so."""
-        return _definition(self.name, self.description, self.parameters, self.strict)
+        function = self.model_dump(include=set(Function.model_fields), exclude_unset=True)
+        return {"type": "function", "function": function | {"name": full_name(namespace, self.name)}}
 
 
 class PlainInput(Body):
@@ -307,120 +251,88 @@ class CustomTool(Body):
     description: str | None = None
     format: PlainInput | None = Field(default=None, description="Grammars are not supported.")
 
-    def definition(self) -> JsonObject:
+    def definition(self, namespace: str = "") -> JsonObject:
         parameters = {
             "type": "object",
             "properties": {CUSTOM_INPUT: {"type": "string"}},
             "required": [CUSTOM_INPUT],
             "additionalProperties": False,
         }
-        return _definition(self.name, self.description, parameters, True)
+        function = {"description": self.description, "parameters": parameters, "strict": True}
+        return FunctionTool.read({"type": "function", "name": self.name, **function}).definition(namespace)
 
 
 class Namespace(Body):
-    """Tools under one name. The model sees each as `NAMESPACE.TOOL`, with both descriptions."""
-
-    ignores_empty: ClassVar[bool] = True
+    """Tools under one name; the model sees each as `NAMESPACE.TOOL`. The description is not shown to it."""
 
     type: Literal["namespace"]
     name: ToolName
-    description: str | None = None
+    description: Any = None
     tools: list[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]]
 
-    def members(self) -> list[FunctionTool | CustomTool]:
-        return [
-            tool.model_copy(
-                update={
-                    "name": full_name(self.name, tool.name),
-                    "description": "\n".join(filter(None, (self.description, tool.description))) or None,
-                }
-            )
-            for tool in self.tools
-        ]
 
+Tool = Annotated[FunctionTool | CustomTool | Namespace, Field(discriminator="type")]
 
-AnyTool = Annotated[FunctionTool | CustomTool | Namespace, Field(discriminator="type")]
-
-TOOLS: TypeAdapter[list[FunctionTool | CustomTool | Namespace]] = TypeAdapter(list[AnyTool])
+TOOLS: TypeAdapter[list[FunctionTool | CustomTool | Namespace]] = TypeAdapter(list[Tool])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FlatTools:
-    """The tools of a request, and what tells its answer which kind of item a call is."""
+    """The tools of a request, as a chat has them, and which kinds of items their calls are."""
 
-    tools: Tools
-    custom: frozenset[str]
-    namespaces: Mapping[str, str]  # by the full name of a tool that is in one
-
-
-NO_FLAT_TOOLS = FlatTools(tools=NO_TOOLS, custom=frozenset(), namespaces={})
+    tools: Tools = NO_TOOLS
+    custom: Collection[str] = ()
+    namespaces: Mapping[str, str] = field(default_factory=dict[str, str])  # by the full name of a tool that is in one
 
 
-def read_flat_tools(value: object) -> FlatTools:
-    """Check `tools`; raises RequestError naming the place. The last sets are cached, as in `read_tools`."""
-    try:
-        text = orjson.dumps(value)
-    except orjson.JSONEncodeError as error:
-        refuse("tools", "a list", f"JSON that can be encoded again ({error})")
-    return _tools_of(text) if len(text) <= MAX_KNOWN_BYTES else _tools_of.__wrapped__(text)
-
-
-@lru_cache(maxsize=64)
-def _tools_of(text: bytes) -> FlatTools:
-    tools: list[FunctionTool | CustomTool] = []
-    params: list[str] = []
-    namespaces: dict[str, str] = {}
-    for index, tool in enumerate(read_as(TOOLS, orjson.loads(text), "tools")):
-        if isinstance(tool, Namespace):
-            members = tool.members()
-            tools += members
-            params += [f"tools[{index}].tools[{number}].parameters" for number in range(len(members))]
-            namespaces |= dict.fromkeys((member.name for member in members), tool.name)
-        else:
-            tools.append(tool)
-            params.append(f"tools[{index}].parameters")
-    definitions = [tool.definition() for tool in tools]
+@reader_of_tools
+def read_flat_tools(text: bytes) -> FlatTools:
+    """Check `tools`; raises RequestError naming the place."""
+    tools = list(_flat(read_as(TOOLS, orjson.loads(text), "tools")))
+    definitions = [tool.definition(namespace) for _, namespace, tool in tools]
     return FlatTools(
-        tools=Tools(definitions=definitions, accepts=strict_tools(definitions, params)),
-        custom=frozenset(tool.name for tool in tools if isinstance(tool, CustomTool)),
-        namespaces=namespaces,
+        tools=Tools(
+            definitions=definitions, accepts=strict_tools(definitions, [f"{one[0]}.parameters" for one in tools])
+        ),
+        custom={full_name(namespace, tool.name) for _, namespace, tool in tools if isinstance(tool, CustomTool)},
+        namespaces={full_name(namespace, tool.name): namespace for _, namespace, tool in tools if namespace},
     )
 
 
-def _definition(
-    name: str, description: str | None, parameters: JsonObject | None, strict: bool | None
-) -> dict[str, Any]:
-    fields = {"name": name, "description": description, "parameters": parameters, "strict": strict}
-    return {"type": "function", "function": {key: value for key, value in fields.items() if value is not None}}
+def _flat(
+    tools: Iterable[FunctionTool | CustomTool | Namespace],
+) -> Iterator[tuple[str, str, FunctionTool | CustomTool]]:
+    """Yield the place of each tool in the request, its namespace, and the tool."""
+    for index, tool in enumerate(tools):
+        if isinstance(tool, Namespace):
+            for number, one in enumerate(tool.tools):
+                yield f"tools[{index}].tools[{number}]", tool.name, one
+        else:
+            yield f"tools[{index}]", "", tool
 
 
-def full_name(namespace: str | None, name: str) -> str:
+def full_name(namespace: str, name: str) -> str:
     """Return the name by which the model knows a tool.
 
-    >>> full_name("files", "read"), full_name(None, "read")
+    >>> full_name("files", "read"), full_name("", "read")
     ('files.read', 'read')
     """
-    return name if namespace is None else f"{namespace}.{name}"
+    return f"{namespace}.{name}" if namespace else name
 
 
-class NamedTool(Body):
-    """A tool by its name; `namespace` may also be a part of the name."""
+class ToolReference(Body):
+    """A tool by its full name."""
 
     type: Literal["function", "custom"]
     name: ToolName
-    namespace: ToolName | None = None
-
-    @property
-    def full_name(self) -> str:
-        return full_name(self.namespace, self.name)
 
 
-class AllowedTools(Body):
+class AllowedReferences(Body):
     """The tools that may be called. The others stay in the prompt."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1)]
+    tools: Annotated[list[ToolReference], Field(min_length=1)]
 
 
 # ----------------------------------------------------------------------------------------------------- the body
@@ -463,7 +375,7 @@ class ResponsesRequest(OrderBody):
     """The body of a request for a response."""
 
     # Kept as the agent wrote it; new items are checked when the request meets its session.
-    input: Annotated[str | list[Any], PlainValidator(_read_input, json_schema_input_type=str | list[AnyItem])] = Field(
+    input: Annotated[str | list[Any], PlainValidator(_read_input, json_schema_input_type=str | list[Item])] = Field(
         default_factory=list[Any], description="A text, or items. May be left out with `previous_response_id`."
     )
     instructions: str | None = Field(default=None, description="The first system message.")
@@ -471,10 +383,10 @@ class ResponsesRequest(OrderBody):
         default=None,
         description="Continue after this answer of the session. Its instructions are not carried over.",
     )
-    tools: Annotated[FlatTools, PlainValidator(read_flat_tools, json_schema_input_type=list[AnyTool])] = NO_FLAT_TOOLS
+    tools: Annotated[FlatTools, PlainValidator(read_flat_tools, json_schema_input_type=list[Tool])] = FlatTools()
     tool_choice: Annotated[
         Annotated[Literal["auto", "none", "required"], Tag("a string")]
-        | Annotated[NamedTool | AllowedTools, Field(discriminator="type"), Tag("an object")],
+        | Annotated[ToolReference | AllowedReferences, Field(discriminator="type"), Tag("an object")],
         Discriminator(json_kind),
     ] = "auto"
     parallel_tool_calls: bool = True
@@ -517,7 +429,7 @@ class ResponsesRequest(OrderBody):
             refuse("top_logprobs", self.top_logprobs, "sent together with include=['message.output_text.logprobs']")
         if self.background and (self.is_streamed or not self.store):
             refuse("background", True, "false where stream is true or store is false")
-        param = "tool_choice.name" if isinstance(self.tool_choice, NamedTool) else "tool_choice"
+        param = "tool_choice.name" if isinstance(self.tool_choice, ToolReference) else "tool_choice"
         self.choice.require_known(self.tools.tools.definitions, param)
         if self.json_schema is not None and self.conversation_of([]).may_call_tools:
             raise RequestError(
@@ -544,10 +456,10 @@ class ResponsesRequest(OrderBody):
     @property
     def choice(self) -> ToolChoice:
         match self.tool_choice:
-            case NamedTool() as tool:
-                return ToolChoice(use=ToolUse.REQUIRED, only=tool.full_name)
-            case AllowedTools(mode=mode, tools=tools):
-                return ToolChoice(use=ToolUse(mode), allowed={tool.full_name for tool in tools})
+            case ToolReference(name=name):
+                return ToolChoice(use=ToolUse.REQUIRED, only=name)
+            case AllowedReferences(mode=mode, tools=tools):
+                return ToolChoice(use=ToolUse(mode), allowed={tool.name for tool in tools})
             case use:
                 return ToolChoice(use=ToolUse(use))
 

@@ -205,13 +205,13 @@ class ResponseBody:
 
     def _call(self, call: ToolCall, completion_id: str, index: int) -> JsonObject:
         tools = self._request.tools
-        namespace = tools.namespaces.get(call.name)
+        namespace = tools.namespaces.get(call.name, "")
         item: dict[str, Any] = {
             "call_id": call_id(completion_id, index),
-            "name": call.name if namespace is None else call.name.removeprefix(f"{namespace}."),
+            "name": call.name.removeprefix(f"{namespace}."),
             "status": "completed",
         }
-        if namespace is not None:
+        if namespace:
             item["namespace"] = namespace
         if call.name in tools.custom:
             text = call.arguments[CUSTOM_INPUT]

@@ -37,7 +37,7 @@ from .raw import is_error_object
 def narrowed_document() -> dict[str, Any]:
     """Return the description, with this gateway's model alone: most calls would go into finding its name."""
     document = openapi_document(is_leased_from=False)
-    for name in ("ChatRequest", "CompletionsRequest"):
+    for name in ("ChatRequest", "CompletionsRequest", "ResponsesRequest"):
         document["components"]["schemas"][name]["properties"]["model"] = {"const": "model"}
     return document
 
@@ -168,3 +168,13 @@ def test_any_body(live: Live, path: str, body: Any) -> None:
 def test_any_value_of_a_parameter(live: Live, field: str, value: Any) -> None:
     body = {"model": "model", "messages": [{"role": "user", "content": "x"}], field: value}
     check_answer(live, live.post("/v1/chat/completions", body, live.key_for("/v1/chat/completions")))
+
+
+@given(
+    field=st.sampled_from(["input", "tools", "tool_choice", "text", "reasoning", "include", "previous_response_id"]),
+    value=JSON,
+)
+@settings(QUICK, max_examples=100)
+def test_any_value_of_a_parameter_of_a_response(live: Live, field: str, value: Any) -> None:
+    body = {"model": "model", "input": "x", field: value}
+    check_answer(live, live.post("/v1/responses", body, live.key_for("/v1/responses")))
