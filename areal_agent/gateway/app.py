@@ -145,7 +145,9 @@ class Gateway:
             archive=archive,
             consumer=consumer,
         )
-        self._responses = ResponseCalls(renderer.detokenizer, place=self._place, answer=self._answer)
+        self._responses = ResponseCalls(
+            renderer.detokenizer, place=self._place, answer=self._answer, traffic=self._traffic
+        )
         self._trainer = trainer_handlers(consumer, self.stats) if consumer else {}
 
     def app(self) -> web.Application:

@@ -250,33 +250,16 @@ class TextCompletion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResponseItem:
-    """A part of a response, with the fields of its type."""
-
-    id: str
-    type: Literal["reasoning", "message", "function_call", "custom_tool_call"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResponseUsage:
-    """The number of tokens that a response used."""
-
-    input_tokens: Number
-    output_tokens: Number
-    total_tokens: Number
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Response:
-    """A response, with the parameters of its request."""
+    """A response; `output` has items of type `reasoning`, `message`, `function_call` and `custom_tool_call`."""
 
     id: str
     object: Literal["response"]
     created_at: int
     status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
     model: str
-    output: list[ResponseItem]
-    usage: ResponseUsage | None
+    output: list[JsonObject]
+    usage: JsonObject | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -342,6 +342,7 @@ class FlatSchema(NamedSchema):
     """JSON that matches a schema."""
 
     type: Literal["json_schema"]
+    description: str | None = None
 
 
 class TextOptions(Body):

@@ -12,9 +12,10 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, cast
 
 from aiohttp import web
 
@@ -26,6 +27,7 @@ from areal_agent.gateway.order import Order
 from areal_agent.gateway.responses import CUSTOM_INPUT, SEALED, ResponsesRequest, may_be_joined, messages_of
 from areal_agent.gateway.server import as_request_error, json_reply
 from areal_agent.gateway.session import Session
+from areal_agent.gateway.sessions import Traffic
 from areal_agent.gateway.turn import Exchange
 from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.formats.reader import THINK_END
@@ -36,26 +38,9 @@ NUM_ID_DIGITS = 24
 """The ids of a response and its items have these digits in common."""
 
 NOT_SET: Mapping[str, Any] = {
-    "background": False,
-    "instructions": None,
-    "max_output_tokens": None,
-    "max_tool_calls": None,
-    "metadata": {},
-    "parallel_tool_calls": True,
-    "previous_response_id": None,
-    "prompt_cache_key": None,
-    "reasoning": {"effort": None, "summary": None},
-    "safety_identifier": None,
-    "service_tier": "default",
-    "store": True,
-    "temperature": None,
-    "text": {"format": {"type": "text"}},
-    "tool_choice": "auto",
-    "tools": [],
-    "top_logprobs": 0,
-    "top_p": None,
-    "truncation": "disabled",
-    "user": None,
+    **dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p")),
+    **{"background": False, "parallel_tool_calls": True, "store": True, "metadata": {}, "top_logprobs": 0},
+    **{"reasoning": {}, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []},
 }
 """What a response says of a parameter that its request left out; the others are repeated."""
 
@@ -103,9 +88,9 @@ class ResponseBody:
             "object": "response",
             "created_at": exchange.created_s,
             "model": exchange.model,
-            "error": None,
-            "incomplete_details": None,
-            "usage": None,
+            "service_tier": "default",
+            "truncation": "disabled",
+            **dict.fromkeys(("error", "incomplete_details", "usage")),
             **NOT_SET,
             **given,
         }
@@ -119,7 +104,7 @@ class ResponseBody:
         """Return the response as far as it has come."""
         return self._object("cancelled" if self._exchange.is_hung_up else "in_progress")
 
-    def begin(self, session: Session, http: web.Request) -> None:
+    def begin(self, session: Session, http: web.Request) -> "asyncio.Task[Answer]":
         """Sample in the background."""
 
         def end(answering: "asyncio.Task[Answer]") -> None:
@@ -132,6 +117,7 @@ class ResponseBody:
         self._keep(self)
         self._answering = session.begin(self._exchange)
         self._answering.add_done_callback(end)
+        return self._answering
 
     async def cancel(self) -> None:
         """Stop sampling. In the background, wait until what has been sampled is recorded."""
@@ -183,25 +169,16 @@ class ResponseBody:
         return items
 
     def _reasoning(self, text: str) -> JsonObject:
-        item: dict[str, Any] = {
-            "id": f"rs_{self._number}",
-            "type": "reasoning",
-            "summary": [],
-            "content": [{"type": "reasoning_text", "text": text}],
-        }
+        part = {"type": "reasoning_text", "text": text}
+        item: dict[str, Any] = {"id": f"rs_{self._number}", "type": "reasoning", "summary": [], "content": [part]}
         if "reasoning.encrypted_content" in self._request.include:
             item["encrypted_content"] = SEALED + text
         return item
 
     def _message(self, text: str, status: str, rows: Sequence[TokenRow]) -> JsonObject:
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs(rows)}
-        return {
-            "id": f"msg_{self._number}",
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [part],
-        }
+        fixed = {"id": f"msg_{self._number}", "type": "message", "role": "assistant"}
+        return {**fixed, "status": status, "content": [part]}
 
     def _call(self, call: ToolCall, completion_id: str, index: int) -> JsonObject:
         tools = self._request.tools
@@ -329,24 +306,13 @@ Kept = dict[str, ResponseBody | JsonObject]
 """The responses of a session by id: in flight, or complete."""
 
 
-class Answering(Protocol):
-    """Places, samples and answers a request."""
-
-    async def __call__(
-        self, http: web.Request, session: Session, request: "Asked", body_of: Callable[[Exchange], ResponseBody]
-    ) -> web.StreamResponse: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """A request with the messages that it stands for in its session."""
+    """A request that has met its session."""
 
     request: ResponsesRequest
-    messages: Sequence[JsonObject]
-
-    @property
-    def is_streamed(self) -> bool:
-        return self.request.is_streamed
+    messages: Sequence[JsonObject]  # the whole conversation
+    is_streamed: bool
 
     def order(self) -> Order:
         return self.request.order_of(self.messages)
@@ -360,11 +326,15 @@ class ResponseCalls:
         detokenizer: Detokenizer,
         *,
         place: Callable[[web.Request, Session, Order], Awaitable[Exchange]],
-        answer: Answering,
+        answer: Callable[
+            [web.Request, Session, Asked, Callable[[Exchange], ResponseBody]], Awaitable[web.StreamResponse]
+        ],
+        traffic: Traffic,
     ) -> None:
         self._detokenizer = detokenizer
         self._place = place
         self._answer = answer
+        self._traffic = traffic
         self._kept = defaultdict[str, Kept](dict)  # by the session's id
 
     def forget(self, session: Session) -> None:
@@ -373,7 +343,8 @@ class ResponseCalls:
 
     async def create(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
         request = ResponsesRequest.read(body)
-        asked = Asked(request=request, messages=self._messages(session, request))
+        messages = self._messages(session, request)
+        asked = Asked(request=request, messages=messages, is_streamed=request.is_streamed)
 
         def body_of(exchange: Exchange) -> ResponseBody:
             kept = self._kept[session.record.id] if request.store else {}
@@ -381,8 +352,11 @@ class ResponseCalls:
 
         if not request.background:
             return await self._answer(http, session, asked, body_of)
-        response = body_of(await self._place(http, session, asked.order()))
-        response.begin(session, http)
+        with ExitStack() as counted:
+            counted.enter_context(self._traffic.call(session.record.id))  # as one that is waited for
+            response = body_of(await self._place(http, session, asked.order()))
+            until_its_end = counted.pop_all()
+            response.begin(session, http).add_done_callback(lambda _: until_its_end.close())
         return json_reply(response.now())
 
     async def retrieve(self, http: web.Request, session: Session) -> web.StreamResponse:
