@@ -16,7 +16,7 @@ from enum import IntEnum
 from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
 import orjson
-from pydantic import AliasChoices, Discriminator, Field, PlainValidator, Tag, TypeAdapter, model_validator
+from pydantic import AliasChoices, ConfigDict, Discriminator, Field, PlainValidator, Tag, TypeAdapter, model_validator
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.bodies import (
@@ -36,7 +36,6 @@ from areal_agent.gateway.conversation import (
     PASSED_ON,
     Conversation,
     Function,
-    Open,
     TemplateOptions,
     TextPart,
     ToolChoice,
@@ -72,7 +71,13 @@ Texts = Annotated[
 ]
 
 
-class MessageItem(Open):
+class Loose(Body):
+    """An object whose other fields add nothing to the prompt (`id`, `status`, `phase` ...) and are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class MessageItem(Loose):
     """A message. An assistant's is the text of an answer."""
 
     type: Literal["message"] = "message"
@@ -80,13 +85,13 @@ class MessageItem(Open):
     content: Texts
 
 
-class ReasoningText(Open):
+class ReasoningText(Loose):
     """A part of a reasoning item."""
 
     text: str
 
 
-class ReasoningItem(Open):
+class ReasoningItem(Loose):
     """The reasoning of an answer: its `content`, else what `encrypted_content` or `summary` has of it."""
 
     type: Literal["reasoning"]
@@ -97,7 +102,7 @@ class ReasoningItem(Open):
     summary: list[ReasoningText] = Field(default_factory=list[ReasoningText])
 
 
-class FunctionCallItem(Open):
+class FunctionCallItem(Loose):
     """A call of a function."""
 
     type: Literal["function_call"]
@@ -107,7 +112,7 @@ class FunctionCallItem(Open):
     arguments: str
 
 
-class CustomCallItem(Open):
+class CustomCallItem(Loose):
     """A call of a custom tool."""
 
     type: Literal["custom_tool_call"]
@@ -117,7 +122,7 @@ class CustomCallItem(Open):
     input: str
 
 
-class CallOutputItem(Open):
+class CallOutputItem(Loose):
     """The result of a call."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -125,7 +130,7 @@ class CallOutputItem(Open):
     output: Texts
 
 
-class ItemReference(Open):
+class ItemReference(Loose):
     """An item of an earlier answer, by its id."""
 
     type: Literal["item_reference"]
@@ -153,8 +158,7 @@ def messages_of(items: Sequence[object], first: int, find: Callable[[str, str], 
     """Translate `items`, which begin at `input[first]`, into messages as chat completions write them.
 
     An item joins the assistant's message before it if that has no such part yet and no later one; a call may follow
-    calls. What adds nothing to the prompt (`id`, `status`, `phase` ...) is ignored. `find` returns an item of an
-    earlier answer by its id and the name of the parameter that has it.
+    calls. `find` returns an item of an earlier answer by its id and the name of the parameter that has it.
     """
     messages: list[JsonObject] = []
     last: Slot | None = None
