@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache, partial
 from operator import is_
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 
 import jsonschema_rs
 import orjson
@@ -124,12 +124,13 @@ class TextPart(Open):
     @model_validator(mode="before")
     @classmethod
     def _require_text(cls, value: object) -> object:
-        if isinstance(value, dict) and value.get("type") != "text":
+        kinds = get_args(cls.model_fields["type"].annotation)
+        if isinstance(value, dict) and value.get("type") not in kinds:
             raise PydanticCustomError(
                 "unsupported_content",
                 "has type {type}: this gateway takes text only, no images, audio or files; "
-                "send {'type': 'text', 'text': ...}",
-                {"type": f"{value.get('type')!r:.80}"},
+                "send {'type': '{kind}', 'text': ...}",
+                {"type": f"{value.get('type')!r:.80}", "kind": kinds[0]},
             )
         return value
 

@@ -79,6 +79,7 @@ class Exchange:
         self.model = model
         self.created_s = int(created_s)
         self.order = order
+        self.is_hung_up = False
         self._turns = turns
 
     @property
@@ -106,6 +107,7 @@ class Exchange:
 
     def hang_up(self) -> None:
         """Stop sampling, since nobody waits for the answer: what has been sampled is recorded as aborted."""
+        self.is_hung_up = True
         for turn in self._turns:
             turn.hang_up()
 
