@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache, partial
 from operator import is_
-from typing import Annotated, Any, ClassVar, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 
 import jsonschema_rs
 import orjson
@@ -43,6 +43,8 @@ from areal_agent.tokens.formats.reader import THINK_BEGIN, THINK_END
 from areal_agent.tokens.renderer import Renderer, is_open
 from areal_agent.types import JsonObject
 
+T = TypeVar("T")
+
 MAX_KNOWN_BYTES = 2**16
 """A set of tools with longer JSON is not cached."""
 
@@ -52,13 +54,17 @@ LINEAR_PATTERNS = jsonschema_rs.RegexOptions()
 Accepts = Callable[[ToolCall], bool]
 
 
-def strict_tools(tools: Sequence[JsonObject]) -> Accepts | None:
+def strict_tools(tools: Sequence[JsonObject], params: Sequence[str] = ()) -> Accepts | None:
     """Return a function that accepts or rejects a call; None when no tool is strict.
+
+    `params` are the names of the parameters that have the schemas, if they differ from those of chat completions.
 
     Raises RequestError for an invalid schema or one that refers to another document.
     """
     validators = {
-        tool["function"]["name"]: _validator(tool["function"].get("parameters"), f"tools[{index}].function.parameters")
+        tool["function"]["name"]: _validator(
+            tool["function"].get("parameters"), params[index] if params else f"tools[{index}].function.parameters"
+        )
         for index, tool in enumerate(tools)
         if tool["function"].get("strict")
     }
@@ -118,12 +124,13 @@ class TextPart(Open):
     @model_validator(mode="before")
     @classmethod
     def _require_text(cls, value: object) -> object:
-        if isinstance(value, dict) and value.get("type") != "text":
+        kinds = get_args(cls.model_fields["type"].annotation)
+        if isinstance(value, dict) and value.get("type") not in kinds:
             raise PydanticCustomError(
                 "unsupported_content",
                 "has type {type}: this gateway takes text only, no images, audio or files; "
-                "send {{'type': 'text', 'text': ...}}",
-                {"type": f"{value.get('type')!r:.80}"},
+                "send {'type': '{kind}', 'text': ...}",
+                {"type": f"{value.get('type')!r:.80}", "kind": kinds[0]},
             )
         return value
 
@@ -162,6 +169,10 @@ AnswerContent = Annotated[
 ]
 
 Ignored = Annotated[Any, BeforeValidator(require_shallow), Field(description="Added by client libraries; ignored.")]
+
+
+def text_of(content: str | Sequence[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class FunctionCall(Body):
@@ -219,8 +230,7 @@ class AnyMessage(Body):
     provider_specific_fields: Ignored = None
 
     def _normalised(self, role: str, content: str | Sequence[TextPart], **others: object) -> JsonObject:
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        fields = {"role": role, "content": text, "name": self.name, **others}
+        fields = {"role": role, "content": text_of(content), "name": self.name, **others}
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -321,20 +331,26 @@ class Tools:
     accepts: Accepts | None  # accepts or rejects a call; None if no tool is strict
 
 
-def read_tools(value: object) -> Tools:
-    """Check `tools`; raises RequestError naming the place. An agent repeats its tools, so the last sets are cached.
+def reader_of_tools(read: Callable[[bytes], T]) -> Callable[[object], T]:
+    """Return a reader of `tools` that caches what `read` makes of their JSON, because an agent repeats its tools.
 
     The key is their JSON, because 1, 1.0 and true are equal in Python but different in JSON.
     """
-    try:
-        text = orjson.dumps(value)
-    except orjson.JSONEncodeError as error:
-        refuse("tools", "a list", f"JSON that can be encoded again ({error})")
-    return _tools_of(text) if len(text) <= MAX_KNOWN_BYTES else _tools_of.__wrapped__(text)
+    cached = lru_cache(maxsize=64)(read)
+
+    def reader(value: object) -> T:
+        try:
+            text = orjson.dumps(value)
+        except orjson.JSONEncodeError as error:
+            refuse("tools", "a list", f"JSON that can be encoded again ({error})")
+        return cached(text) if len(text) <= MAX_KNOWN_BYTES else read(text)
+
+    return reader
 
 
-@lru_cache(maxsize=64)
-def _tools_of(text: bytes) -> Tools:
+@reader_of_tools
+def read_tools(text: bytes) -> Tools:
+    """Check `tools`; raises RequestError naming the place."""
     definitions = orjson.loads(text)
     read_as(TOOLS, definitions, "tools")
     return Tools(definitions=definitions, accepts=strict_tools(definitions))
@@ -429,6 +445,7 @@ class Conversation:
     choice: ToolChoice = ToolChoice()
     template_options: JsonObject = field(default_factory=dict[str, Any])  # more variables for the chat template
     continues_last: bool = False  # the answer goes on where the last message, an assistant's, ends
+    last_param: str | None = None  # the request's name for the last message, unless it is messages[INDEX]
 
     @property
     def may_call_tools(self) -> bool:
@@ -473,9 +490,15 @@ class Conversation:
 
     def _given_opening(self, renderer: Renderer) -> Opening:
         """Return the opening that repeats the last message. Raises RequestError if that cannot be continued."""
-        last = f"messages[{len(self.messages) - 1}]"
+        last = self.last_param or f"messages[{len(self.messages) - 1}]"
         message = read_message(self.messages[-1], len(self.messages) - 1)
         text: str = message["content"]
+        if len(self.messages) == 1:
+            raise RequestError(
+                f"{last} cannot be continued: it is the only message; send a question before it",
+                param=last,
+                code="invalid_value",
+            )
         if message["role"] != "assistant" or message.get("tool_calls") or message.get("reasoning_content"):
             raise RequestError(
                 f"{last} cannot be continued: only an assistant's message with text and nothing else can",
