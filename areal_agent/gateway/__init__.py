@@ -1,4 +1,4 @@
-"""An HTTP gateway with OpenAI's and Anthropic's API in front of an engine: agents send text, and the ledger records every token.
+"""An HTTP gateway in front of an engine, with OpenAI's and Anthropic's API: the ledger records every token.
 
 ::
 
@@ -23,7 +23,7 @@
     engine_servers.py connecting to engines that are already running
     __main__.py       the gateway as a program of its own (`python -m areal_agent.gateway`)
 
-The path of a turn: `app` finds the session by its key, `chat`, `completions` or `messages` reads the body, `session` places the
-prompt in its forest (`tokens.forest`), `turn` samples it and appends the turn to the journal, and `app` sends the
-answer. A stream sends text as it is sampled, but its finish reason only after the journal has the turn.
+The path of a turn: `app` finds the session by its key, `chat`, `completions` or `messages` reads the body, `session`
+places the prompt in its forest (`tokens.forest`), `turn` samples it and appends the turn to the journal, and `app`
+sends the answer. A stream sends text as it is sampled, but its finish reason only after the journal has the turn.
 """
