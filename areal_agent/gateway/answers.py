@@ -87,6 +87,7 @@ class Choice:
             token_ids=token_ids,
             message=self.message,
             has_thinking=self.parsed.reasoning is not None,
+            stop_text=self.stop_text,
         )
 
 

@@ -37,7 +37,7 @@ from .raw import is_error_object
 def narrowed_document() -> dict[str, Any]:
     """Return the description, with this gateway's model alone: most calls would go into finding its name."""
     document = openapi_document(is_leased_from=False)
-    for name in ("ChatRequest", "CompletionsRequest", "MessagesRequest", "CountRequest"):
+    for name in ("ChatRequest", "CompletionsRequest", "ResponsesRequest", "MessagesRequest", "CountRequest"):
         document["components"]["schemas"][name]["properties"]["model"] = {"const": "model"}
     return document
 
@@ -160,9 +160,17 @@ def test_any_body(live: Live, path: str, body: Any) -> None:
     check_answer(live, live.post(path, body, live.key_for(path)))
 
 
-PARAMETERS = {
-    "/v1/chat/completions": "messages tools tool_choice stop logit_bias response_format n seed",
-    "/v1/messages": "messages tools tool_choice system thinking output_config stop_sequences top_k",
+QUESTION: list[Any] = [{"role": "user", "content": "x"}]
+PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
+    "/v1/chat/completions": (
+        {"messages": QUESTION},
+        "messages tools tool_choice stop logit_bias response_format n seed",
+    ),
+    "/v1/responses": ({"input": "x"}, "input tools tool_choice text reasoning include previous_response_id"),
+    "/v1/messages": (
+        {"messages": QUESTION, "max_tokens": 9},
+        "messages tools tool_choice system thinking output_config stop_sequences top_k",
+    ),
 }
 
 
@@ -170,6 +178,6 @@ PARAMETERS = {
 @given(data=st.data(), value=JSON)
 @settings(QUICK, max_examples=100)
 def test_any_value_of_a_parameter(live: Live, path: str, data: st.DataObject, value: Any) -> None:
-    field = data.draw(st.sampled_from(PARAMETERS[path].split()))
-    body: dict[str, Any] = {"model": "model", "messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
-    check_answer(live, live.post(path, body | {field: value}, live.key_for(path)))
+    body, fields = PARAMETERS[path]
+    field = data.draw(st.sampled_from(fields.split()))
+    check_answer(live, live.post(path, {"model": "model"} | body | {field: value}, live.key_for(path)))
