@@ -24,6 +24,7 @@ from areal_agent.errors import RequestError
 from areal_agent.gateway.answers import Answer, Choice, call_id
 from areal_agent.gateway.bodies import (
     Body,
+    Count,
     Harmless,
     Name,
     Number,
@@ -331,7 +332,7 @@ class MessagesRequest(CountRequest):
     max_tokens: Annotated[PositiveCount, Field(description="Reduced to the room left in the context.")]
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Number | None = None
+    top_k: Count | None = None
     stop_sequences: Annotated[list[Name], Field(max_length=MAX_STOPS)] = Field(default_factory=list[Name])
     is_streamed: bool = Field(default=False, alias="stream")
 

@@ -30,7 +30,7 @@ from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.messages import MessagesRequest
 from areal_agent.tokens.forest import Forest
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import GenerateRequest, GenerateResult, TokenChunk
+from areal_agent.types import GenerateRequest, GenerateResult
 
 from .conftest import ADMIN_KEY, QUESTION, TEMPLATE, Agent, OpenAgent, OpenWorld, new_renderer
 
@@ -110,17 +110,30 @@ def prompt(agent: Agent, index: int = -1) -> str:
     return agent.world.renderer.text_of(agent.world.engine.requests[index].input_ids, has_ended=False)
 
 
-def result(answer: Any, content: Any, **more: Any) -> dict[str, Any]:
-    call = next(block for block in answer["content"] if block["type"] == "tool_use")
-    return {"type": "tool_result", "tool_use_id": call["id"], "content": content, **more}
+def results(answer: Any, **more: Any) -> list[dict[str, Any]]:
+    calls = [block["id"] for block in answer["content"] if block["type"] == "tool_use"]
+    return [{"type": "tool_result", "tool_use_id": call_id, "content": "42", **more} for call_id in calls]
+
+
+def then(answer: Any, content: Any) -> list[Any]:
+    """The answer sent back, and what the user says to it."""
+    return [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": content}]
+
+
+class CachingEngine(FakeEngine):
+    """Reads the first five tokens of every prompt from its cache."""
+
+    async def generate(self, request: GenerateRequest, on_chunk: Any = None) -> GenerateResult:
+        return replace(await super().generate(request, on_chunk), cached_tokens=5)
 
 
 # ------------------------------------------------------------------------------------------------------- answers
 
 
-async def test_an_answer(open_agent: OpenAgent) -> None:
-    agent = await open_agent(f"<think>\nhm\n</think>\n\nhello {CALL}{END}")
-    answer = await ask(agent, tools=[TOOL])
+@EITHER_WAY
+async def test_an_answer(open_agent: OpenAgent, renderer: Renderer, ask_it: Asks) -> None:
+    agent = await open_agent(engine=CachingEngine([renderer.ids_of(f"<think>\nhm\n</think>\n\nhello {CALL}{END}")]))
+    answer = await ask_it(agent, tools=[TOOL])
     completion = agent.turns[0].completions[0]
     assert answer == {
         "id": completion.id,
@@ -135,8 +148,8 @@ async def test_an_answer(open_agent: OpenAgent) -> None:
         "stop_reason": "tool_use",
         "stop_sequence": None,
         "usage": {
-            "input_tokens": len(agent.world.engine.requests[0].input_ids),
-            "cache_read_input_tokens": 0,
+            "input_tokens": len(agent.turns[0].new_prompt_ids) - 5,
+            "cache_read_input_tokens": 5,
             "cache_creation_input_tokens": 0,
             "output_tokens": len(completion.token_ids),
             "output_tokens_details": {"thinking_tokens": len(agent.world.ids("<think>\nhm\n</think>"))},
@@ -189,24 +202,8 @@ async def test_thinking_can_be_left_out(open_agent: OpenAgent, ask_it: Asks) -> 
     agent = await open_agent(f"<think>\nhm\n</think>\n\nhello{END}", f"yes{END}")
     answer = await ask_it(agent, thinking={"type": "adaptive", "display": "omitted"})
     assert [block.get("thinking", block.get("text")) for block in answer["content"]] == ["", "hello"]
-    more = [*QUESTION, {"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "y"}]
-    await ask_it(agent, messages=more)
+    await ask_it(agent, messages=[*QUESTION, *then(answer, "y")])
     assert agent.turns[1].parent == answer["id"]
-
-
-class CachingEngine(FakeEngine):
-    """Reads the first five tokens of every prompt from its cache."""
-
-    async def generate(self, request: GenerateRequest, on_chunk: Any = None) -> GenerateResult:
-        return replace(await super().generate(request, on_chunk), cached_tokens=5)
-
-
-@EITHER_WAY
-async def test_cached_tokens_are_counted_apart(open_agent: OpenAgent, renderer: Renderer, ask_it: Asks) -> None:
-    agent = await open_agent(engine=CachingEngine([renderer.ids_of(f"a{END}")]))
-    usage = (await ask_it(agent))["usage"]
-    assert usage["cache_read_input_tokens"] == 5
-    assert usage["input_tokens"] + 5 == len(agent.turns[0].new_prompt_ids)
 
 
 # ------------------------------------------------------------------------------------------------- conversations
@@ -222,17 +219,12 @@ async def test_an_episode_is_that_of_chat_completions(open_world: OpenWorld, ask
     messages: list[Any] = list(QUESTION)
     for _ in EPISODE:
         answer = await ask_it(agent, messages=messages, system=system, tools=[TOOL])
-        results = [
-            {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "42"}]}
-            for block in answer["content"]
-            if block["type"] == "tool_use"
-        ]
-        messages += [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": results}]
+        messages += then(answer, results(answer))
     chat: list[Any] = [{"role": "system", "content": system}, *QUESTION]
     for _ in EPISODE:
         reply = (await other.ask(chat, tools=[CHAT_TOOL], max_tokens=200)).choices[0].message
-        results = [{"role": "tool", "tool_call_id": call.id, "content": "42"} for call in reply.tool_calls or []]
-        chat += [reply.model_dump(exclude_none=True), *results]
+        said = [{"role": "tool", "tool_call_id": call.id, "content": "42"} for call in reply.tool_calls or []]
+        chat += [reply.model_dump(exclude_none=True), *said]
     ours, theirs = agent.turns, other.turns
     assert [turn.parent is None for turn in ours] == [True, False, False]
     assert [turn.new_prompt_ids for turn in ours] == [turn.new_prompt_ids for turn in theirs]
@@ -251,13 +243,11 @@ def without_ids(turns: Any) -> Any:
 
 
 @EITHER_WAY
-@pytest.mark.parametrize("keeps_thinking", [True, False])
-async def test_an_answer_sent_back_is_continued(open_agent: OpenAgent, ask_it: Asks, keeps_thinking: bool) -> None:
+async def test_an_answer_without_its_thinking_is_continued(open_agent: OpenAgent, ask_it: Asks) -> None:
     agent = await open_agent(*EPISODE)
     answer = await ask_it(agent, tools=[TOOL])
-    echo = [block for block in answer["content"] if keeps_thinking or block["type"] != "thinking"]
-    more = [{"role": "assistant", "content": echo}, {"role": "user", "content": [result(answer, "42")]}]
-    await ask_it(agent, messages=[*QUESTION, *more], tools=[TOOL])
+    del answer["content"][0]
+    await ask_it(agent, messages=[*QUESTION, *then(answer, results(answer))], tools=[TOOL])
     assert agent.turns[1].parent == answer["id"]
 
 
@@ -267,8 +257,7 @@ async def test_what_is_not_for_the_model_may_change(open_agent: OpenAgent) -> No
     headers = [{"type": "text", "text": f"x-anthropic-billing-header: cch={number};"} for number in range(2)]
     system = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
     answer = await ask(agent, messages=[question], system=[headers[0], *system])
-    more = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": "y"}]
-    await ask(agent, messages=[*QUESTION, *more], system=[headers[1], *system])
+    await ask(agent, messages=[*QUESTION, *then(answer, "y")], system=[headers[1], *system])
     assert agent.turns[1].parent == answer["id"]
     assert prompt(agent).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
 
@@ -276,8 +265,8 @@ async def test_what_is_not_for_the_model_may_change(open_agent: OpenAgent) -> No
 async def test_blocks_of_a_user_become_messages_in_order(open_agent: OpenAgent) -> None:
     agent = await open_agent(f"{CALL}{END}", f"b{END}")
     answer = await ask(agent, tools=[TOOL])
-    blocks = [result(answer, "42", is_error=True), {"type": "text", "text": "and "}, {"type": "text", "text": "now?"}]
-    more = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": blocks}]
+    texts = [{"type": "text", "text": text} for text in ("and ", "now?")]
+    more = then(answer, [*results(answer, is_error=True), *texts])
     more += [{"role": "user", "content": "?"}, {"role": "system", "content": [{"type": "text", "text": "Hurry."}]}]
     await ask(agent, messages=[*QUESTION, *more], tools=[TOOL])
     assert agent.turns[1].parent == answer["id"]
@@ -287,8 +276,8 @@ async def test_blocks_of_a_user_become_messages_in_order(open_agent: OpenAgent) 
         {"role": "user", "content": "?"},
         {"role": "system", "content": "Hurry."},
     )
-    texts = ["tool\n42", "user\nand now?", "user\n?", "system\nHurry.", "assistant\n"]
-    assert prompt(agent).endswith("<|im_end|>\n".join(f"<|im_start|>{text}" for text in texts))
+    said = ["tool\n42", "user\nand now?", "user\n?", "system\nHurry.", "assistant\n"]
+    assert prompt(agent).endswith("<|im_end|>\n".join(f"<|im_start|>{text}" for text in said))
 
 
 @EITHER_WAY
@@ -296,8 +285,7 @@ async def test_the_last_answer_is_continued(open_agent: OpenAgent, ask_it: Asks)
     agent = await open_agent(f"world{END}", f"ok{END}")
     answer = await ask_it(agent, messages=[*QUESTION, {"role": "assistant", "content": "hello "}])
     assert answer["content"] == [{"type": "text", "text": "world"}]
-    more = [{"role": "assistant", "content": "hello world"}, {"role": "user", "content": "y"}]
-    await ask_it(agent, messages=[*QUESTION, *more])
+    await ask_it(agent, messages=[*QUESTION, *then({"content": "hello world"}, "y")])
     assert agent.turns[1].parent == answer["id"]
 
 
@@ -360,6 +348,7 @@ async def test_a_form_of_the_output(open_world: OpenWorld, param: str) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"temperature": 1.5}, "temperature"),
+    ({"top_k": 2**31}, "top_k"),
     ({"betas": []}, "betas"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
     ({"container": "c"}, "container"),
@@ -474,22 +463,12 @@ async def test_a_full_context_is_told_as_anthropic_does(open_agent: OpenAgent) -
     assert error["message"].startswith("prompt is too long: ")
 
 
-class BreakingEngine(FakeEngine):
-    """Fails after its first token."""
-
-    def __init__(self) -> None:
-        super().__init__([])
-
-    async def generate(self, request: GenerateRequest, on_chunk: Any = None) -> GenerateResult:
-        if on_chunk is not None:
-            on_chunk(TokenChunk(token_ids=(65,), logprobs=(-1.0,)))
-        raise EngineUnreachable("the engine died")
-
-
 async def test_a_failure_in_a_stream_is_an_event(open_agent: OpenAgent) -> None:
-    agent = await open_agent(engine=BreakingEngine())
-    *_, last = await events(agent)
-    assert (last["type"], last["error"]["type"]) == ("error", "overloaded_error")
+    agent = await open_agent("abcdef", is_stepped=True)
+    asking = await agent.under_way(events(agent), 1)
+    await agent.end()
+    *_, last = await asking
+    assert (last["type"], last["error"]["type"]) == ("error", "invalid_request_error")
 
 
 async def test_the_official_client(open_world: OpenWorld) -> None:
@@ -505,12 +484,7 @@ async def test_the_official_client(open_world: OpenWorld) -> None:
         for _ in EPISODE:
             async with client.messages.stream(messages=messages, **asked) as stream:
                 answer = await stream.get_final_message()
-            results = [
-                {"type": "tool_result", "tool_use_id": block.id, "content": "42"}
-                for block in answer.content
-                if block.type == "tool_use"
-            ]
-            messages += [answer.to_param(), {"role": "user", "content": results}]
+            messages += [answer.to_param(), {"role": "user", "content": results(answer.model_dump())}]
         turns = world.journal.turns[session["session_id"]]
         assert [turn.parent for turn in turns] == [None, *(turn.completions[0].id for turn in turns[:-1])]
         assert answer.content[0].text == "done"

@@ -42,8 +42,8 @@ def test_nothing_else_is(value: object, error: type[Exception]) -> None:
 
 def rollout(shared: SharedResources | None = None) -> Rollout:
     return Rollout(
-        client=None, http_client=None, sync_client=None, sync_http_client=None, base_url="http://h/v1", api_key="", model="m",
-        seed=0, is_eval=False, sandbox={}, shared=shared or SharedResources(),
+        client=None, http_client=None, sync_client=None, sync_http_client=None, base_url="http://h/v1", api_key="",
+        model="m", seed=0, is_eval=False, sandbox={}, shared=shared or SharedResources(),
     )  # fmt: skip
 
 
