@@ -9,6 +9,8 @@
     chat.py           /v1/chat/completions: its body and its answer
     conversation.py   the messages and tools of a chat
     completions.py    /v1/completions: its body and its answer
+    responses.py      /v1/responses, what comes in: its body, and items as messages
+    responses_answer.py   what goes out: items, events, and the responses that are kept
     session.py        one rollout's conversation, the gateway's main mutable object; the bodies of /rl/*
     turn.py           one turn: placing the prompt, sampling, recording
     draft.py          one answer while it is sampled: stop texts, tool calls, what a stream sends
@@ -22,7 +24,7 @@
     engine_servers.py connecting to engines that are already running
     __main__.py       the gateway as a program of its own (`python -m areal_agent.gateway`)
 
-The path of a turn: `app` finds the session by its key, `chat` or `completions` reads the body, `session` places the
-prompt in its forest (`tokens.forest`), `turn` samples it and appends the turn to the journal, and `app` sends the
-answer. A stream sends text as it is sampled, but its finish reason only after the journal has the turn.
+The path of a turn: `app` finds the session by its key, `chat`, `completions` or `responses` reads the body, `session`
+places the prompt in its forest (`tokens.forest`), `turn` samples it and appends the turn to the journal, and `app` sends
+the answer. A stream sends text as it is sampled, but its finish reason only after the journal has the turn.
 """

@@ -148,9 +148,11 @@ class ResponseBody:
 
     def fault(self, fault: RequestError) -> JsonObject:
         """Return the event of a failure; from now on, the response has failed."""
-        code = "rate_limit_exceeded" if fault.status == 429 else "server_error"
-        status = "cancelled" if self._exchange.is_hung_up else "failed"
-        response = self._object(status, error={"code": code, "message": fault.message})
+        if self._exchange.is_hung_up:
+            response = self.now()
+        else:
+            code = "rate_limit_exceeded" if fault.status == 429 else "server_error"
+            response = self._object("failed", error={"code": code, "message": fault.message})
         self._keep(response)
         return self._event("response.failed", response=response)
 

@@ -17,6 +17,7 @@ from areal_agent.errors import RequestError
 from areal_agent.gateway.chat import ChatRequest
 from areal_agent.gateway.completions import CompletionsRequest
 from areal_agent.gateway.conversation import read_message
+from areal_agent.gateway.responses import ResponsesRequest
 from areal_agent.gateway.session import EndRequest, ExportRequest, RewardRequest, StartRequest
 from areal_agent.tokens.forest import Forest
 from areal_agent.tokens.renderer import Renderer
@@ -298,7 +299,19 @@ known_names = st.sampled_from(
     sorted(
         {name for name, _ in REFUSED}
         | HARMLESS.keys()
-        | {"task_id", "sampling", "reward", "interaction_id", "name", "prompt", "echo"}
+        | {
+            "input",
+            "text",
+            "reasoning",
+            "include",
+            "task_id",
+            "sampling",
+            "reward",
+            "interaction_id",
+            "name",
+            "prompt",
+            "echo",
+        }
     )
 )
 bodies = st.builds(
@@ -314,6 +327,7 @@ def test_any_json_is_checked_or_refused(renderer: Renderer, body: dict[str, Any]
     for read in (
         ChatRequest.read,
         CompletionsRequest.read,
+        ResponsesRequest.read,
         StartRequest.read,
         RewardRequest.read,
         EndRequest.read,
