@@ -25,6 +25,6 @@
     __main__.py       the gateway as a program of its own (`python -m areal_agent.gateway`)
 
 The path of a turn: `app` finds the session by its key, `chat`, `completions` or `responses` reads the body, `session`
-places the prompt in its forest (`tokens.forest`), `turn` samples it and appends the turn to the journal, and `app` sends
-the answer. A stream sends text as it is sampled, but its finish reason only after the journal has the turn.
+places the prompt in its forest (`tokens.forest`), `turn` samples it and appends the turn to the journal, and `app`
+sends the answer. A stream sends text as it is sampled, but its finish reason only after the journal has the turn.
 """

@@ -299,19 +299,8 @@ known_names = st.sampled_from(
     sorted(
         {name for name, _ in REFUSED}
         | HARMLESS.keys()
-        | {
-            "input",
-            "text",
-            "reasoning",
-            "include",
-            "task_id",
-            "sampling",
-            "reward",
-            "interaction_id",
-            "name",
-            "prompt",
-            "echo",
-        }
+        | {"task_id", "sampling", "reward", "interaction_id", "name", "prompt", "echo"}
+        | {"input", "text", "reasoning", "include"}
     )
 )
 bodies = st.builds(
