@@ -484,8 +484,20 @@ def test_items_are_refused_by_name(item: Any, param: str) -> None:
 
 async def test_parameters_that_are_accepted(open_agent: OpenAgent) -> None:
     agent = await open_agent("a<|im_end|>")
-    ours = {"return_token_ids": True, "seed": 5, "top_k": 7, "stop": "x", "reasoning": {"effort": "low"}}
-    for_nothing = {"client_metadata": {"x": "y"}, "include": [], "max_tool_calls": None, "service_tier": "auto", "n": 1}
+    ours: dict[str, Any] = {
+        "return_token_ids": True,
+        "seed": 5,
+        "top_k": 7,
+        "stop": "x",
+        "reasoning": {"effort": "low"},
+    }
+    for_nothing: dict[str, Any] = {
+        "client_metadata": {"x": "y"},
+        "include": [],
+        "max_tool_calls": None,
+        "service_tier": "auto",
+        "n": 1,
+    }
     status, reply = await post(agent, **ours, **for_nothing, tools=[], truncation="disabled", user="u")
     assert (status, reply["status"], reply["reasoning"]) == (200, "completed", {"effort": "low"})
     assert reply["prompt_token_ids"] == list(agent.turns[0].new_prompt_ids)
