@@ -1,0 +1,61 @@
+"""The same episodes through three protocols (`areal_agent.conformance`), with an engine that answers with parallel calls,
+reasoning and broken calls:
+
+- each episode through each protocol gives the records that it gives through chat completions
+- what episodes are made for does happen: calls, forced calls, branches, repeats, partial streams
+- another history, and every fact that differs, is found and told in plain words
+- the command: a line for each play, the fields of one protocol, exit code 0; 1 where something differs
+"""
+
+import asyncio
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from areal_agent import conformance
+from areal_agent.conformance import DATA, DIALECTS, Play, Player, difference
+from areal_agent.types import GenerateRequest
+
+from .conftest import ADMIN_KEY, OpenWorld, WatchedEngine, World
+
+ANSWERS = (
+    "<think>\nBoth, at once.\n</think>\n\nI look.\n"
+    '<tool_call>{"name": "weather", "arguments": {"city": "Zürich", "days": 2.0}}</tool_call>\n'
+    '<tool_call>\n{"arguments": {"code": "a = \\"\\u00e9\\"\\n"}, "name": "python"}\n</tool_call><|im_end|>',
+    '<tool_call>{"name": "python", "arguments": {}}</tool_call><|im_end|>',
+    "<think>\n</think>\n\n  It is **so**. \n<|im_end|>",
+    "<tool_call>{broken<|im_end|>",
+    "<|im_end|>",
+)
+FORCED = '\n{"name": "weather", "arguments": {"city": "Bern"}}</tool_call><|im_end|>'
+EPISODES = {episode["name"]: episode for episode in DATA["episodes"]}
+CHAT = DIALECTS[0]
+OTHERS = {dialect.name: dialect for dialect in DIALECTS[1:]}
+
+
+@pytest.fixture
+async def world(open_world: OpenWorld) -> World:
+    """A gateway whose answers depend on the prompt's depth, a token each 0.2 ms."""
+    world: World
+
+    def script(request: GenerateRequest) -> list[int]:
+        text = world.renderer.detokenizer.text_of(request.input_ids)
+        answer = ANSWERS[(text.count("assistant\n") - 1) % len(ANSWERS)]
+        return world.ids(FORCED if text.endswith("<tool_call>") else answer)
+
+    engine = WatchedEngine(script, clock=asyncio.get_running_loop(), token_s=0.0002)
+    world = await open_world(engine=engine, max_context_tokens=4000)
+    return world
+
+
+def player(world: World, **options: Any) -> Player:
+    return Player(world.http, world.url, ADMIN_KEY, seed=1, **{"max_tokens": 200} | options)
+
+
+@pytest.mark.parametrize("name", EPISODES)
+async def test_chat(world: World, name: str) -> None:
+    one = await player(world).play(EPISODES[name], CHAT)
+    print(one, [(r and (len(r["prompt ids"]), r["parent"], r["fork reason"], r["end"], r["delivery"], len(r["sampled ids"]))) for r in one.records])
+    again = await player(world).play(EPISODES[name], CHAT)
+    assert difference(again, one) is None
