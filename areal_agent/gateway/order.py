@@ -1,11 +1,18 @@
-"""The parameters that both completion endpoints share: how many answers, how to sample them, and where they end.
+"""What a request asks for, whichever protocol it came in: an `Order` of one or more questions, and how to sample.
 
-A sampling parameter comes from the request, else from the session, else from the defaults (`SamplingWishes.over`).
+::
+
+    ChatRequest ─┐
+    Responses   ─┼─ order() ─▶ Order ─▶ session, turn, forest ─▶ Answer ─▶ the protocol's writer
+    Messages    ─┘
+
+A sampling parameter comes from the request, else from the session, else from the defaults (`SamplingWishes.over`). A
+session that overrides sampling ignores what a request says about it, but for lengths.
 """
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Protocol, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
@@ -28,6 +35,9 @@ from areal_agent.types import SamplingParams
 MAX_SEED = 2**63 - 1
 MAX_BIAS = 100  # OpenAI's limit: in effect it forbids a token or allows no other
 MAX_BIASES = 1024
+
+DEFAULT_MODEL = "default"
+"""A model name that every gateway accepts, for agents that do not know the real one."""
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -88,9 +98,11 @@ class SamplingWishes(Body):
         if largest >= vocab_size:
             refuse(f"{where}logit_bias", {str(largest): "..."}, f"made of token ids below {vocab_size}")
 
-    def over(self, defaults: "SamplingWishes") -> "SamplingWishes":
-        """Return these wishes, with `defaults` for the parameters they leave out."""
+    def over(self, defaults: "SamplingWishes", *, only_lengths: bool = False) -> "SamplingWishes":
+        """Return these wishes (or `only_lengths` of them), with `defaults` for the parameters they leave out."""
         said = self._said()
+        if only_lengths:
+            said = {name: value for name, value in said.items() if name in LENGTHS}
         return defaults.model_copy(update=said) if said else defaults
 
     def params(
@@ -115,6 +127,9 @@ class SamplingWishes(Body):
 
 _NAMES = frozenset(SamplingWishes.model_fields)
 
+LENGTHS = frozenset({"max_tokens"})
+"""The parameters that say where an answer ends. They do not change what a token's recorded probability means."""
+
 Stop = Annotated[
     Annotated[Name, Tag("a string")] | Annotated[list[Name], Field(max_length=MAX_STOPS), Tag("a list")],
     Discriminator(json_kind),
@@ -128,11 +143,8 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Any, Unsupported(False)] = None
 
 
-class Order(SamplingWishes):
+class OrderBody(SamplingWishes):
     """The fields that the bodies of chat completions and completions share."""
-
-    id_prefix: ClassVar[str]
-    prompt_param: ClassVar[str]  # the parameter that holds the prompts
 
     model: str
     num_choices: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = Field(default=1, alias="n")
@@ -169,21 +181,24 @@ class Order(SamplingWishes):
         """True if the last chunk of a stream carries the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    @property
-    @abstractmethod
-    def num_top_logprobs(self) -> int | None:
-        """The number of likeliest tokens to return per position; None when no log-probabilities are asked for."""
 
-    @property
-    @abstractmethod
-    def json_schema(self) -> str | None:
-        """The schema, as text, that every answer must match."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """One request for answers. It is all that a session and its turns know of a request.
 
-    @property
-    @abstractmethod
-    def is_single_call(self) -> bool:
-        """True if an answer ends with its first tool call."""
+    `schema_param` and `prompt_param` are the request's names for what errors speak about.
+    """
 
-    @abstractmethod
-    def questions(self) -> Sequence[Question]:
-        """Return the prompts, at least one."""
+    id_prefix: str  # of the answer's id, with its separator: "chatcmpl-"
+    model: str
+    prompt_param: str
+    questions: Sequence[Question]  # at least one
+    wishes: SamplingWishes
+    num_choices: int = 1  # answers to each question
+    stops: tuple[str, ...] = ()  # texts that end an answer
+    seed: int | None = None
+    num_top_logprobs: int | None = None  # likeliest tokens per position; None: no log-probabilities are asked for
+    json_schema: str | None = None  # as text; every answer must match it
+    schema_param: str = "response_format"
+    is_single_call: bool = False  # an answer ends with its first tool call
+    is_kept: bool = False  # a later request may name the answer instead of repeating the conversation
