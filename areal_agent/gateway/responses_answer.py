@@ -1,0 +1,307 @@
+"""`/v1/responses`, what goes out: `ResponseBody` writes an answer, and `ResponseCalls` handles the calls.
+
+An answer is up to three kinds of items: the reasoning, the message, the calls. A stream tells of each that it begins,
+its pieces, and that it is complete; the reasoning and the message as they are sampled, the calls at the end, because
+text may follow them and the items have an order.
+
+A response that is stored can be fetched until its session ends. One in the background is sampled while nobody waits;
+until it has been fetched, it counts as undelivered.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from aiohttp import web
+
+from areal_agent.errors import RequestError
+from areal_agent.gateway.answers import Answer, Choice, call_id, chat_logprobs
+from areal_agent.gateway.draft import Piece, TokenRow
+from areal_agent.gateway.order import Order
+from areal_agent.gateway.responses import CUSTOM_INPUT, SEALED, ResponsesRequest, may_be_joined, messages_of
+from areal_agent.gateway.server import as_request_error, json_reply
+from areal_agent.gateway.session import Session
+from areal_agent.gateway.turn import Exchange
+from areal_agent.tokens.formats.base import ToolCall
+from areal_agent.tokens.formats.reader import THINK_END
+from areal_agent.tokens.renderer import Detokenizer
+from areal_agent.types import JsonObject
+
+NOT_SET: Mapping[str, Any] = {
+    "background": False,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "service_tier": "default",
+    "store": True,
+    "temperature": None,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": None,
+    "truncation": "disabled",
+    "user": None,
+}
+"""What a response says of a parameter that its request left out; the others are repeated."""
+
+EVENTS = {
+    "reasoning": "reasoning_text",
+    "message": "output_text",
+    "function_call": "function_call_arguments",
+    "custom_tool_call": "custom_tool_call_input",
+}
+"""The events of the pieces of an item, by its type."""
+
+
+class ResponseBody:
+    """Writes one answer as a `response` object or the events of a stream, and keeps the object for who asks later."""
+
+    names_events = True
+    done = b""
+
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        body: JsonObject,
+        exchange: Exchange,
+        detokenizer: Detokenizer,
+        keep: Callable[["ResponseBody"], None],
+    ) -> None:
+        """`body` is the request as it came, `keep` is called when the agent learns the id."""
+        self._request = request
+        self._exchange = exchange
+        self._detokenizer = detokenizer
+        self._keep = keep
+        self._number = exchange.answer_id.partition("_")[2]
+        given = {name: value for name in NOT_SET if (value := body.get(name)) is not None}
+        self._head = {
+            "id": exchange.answer_id,
+            "object": "response",
+            "created_at": exchange.created_s,
+            "model": exchange.model,
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+            **NOT_SET,
+            **given,
+        }
+        self._final: JsonObject | None = None
+        self._num_events = 0
+        self._open: list[JsonObject] = []  # the items that a stream has begun
+        self._text = ""  # of the last of them
+        self._rows: list[TokenRow] = []  # whose log-probabilities the next piece of the message has
+        self.ended = asyncio.Event()
+
+    @property
+    def id(self) -> str:
+        return self._exchange.answer_id
+
+    @property
+    def has_instructions(self) -> bool:
+        """True if its conversation begins with the instructions of its request."""
+        return self._request.instructions is not None
+
+    def now(self) -> JsonObject:
+        """Return the response as far as it has come."""
+        if self._final is not None:
+            return self._final
+        return self._object("cancelled" if self._exchange.is_hung_up else "in_progress")
+
+    def cancel(self) -> None:
+        """Stop sampling; what has been sampled is recorded as aborted."""
+        self._exchange.hang_up()
+
+    # ------------------------------------------------------------------------------------------ at once
+
+    def whole(self, answer: Answer) -> JsonObject:
+        [choice] = answer.choices
+        is_cut = choice.finish_reason == "length"
+        self._final = self._object(
+            "incomplete" if is_cut else "completed",
+            output=self._items(choice),
+            usage=_usage(answer),
+            completed_at=None if is_cut else int(time.time()),
+            incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
+        )
+        if self._request.has_token_ids:
+            self._final["prompt_token_ids"] = list(answer.turns[0].prompt_ids)
+            self._final["token_ids"] = choice.completion.token_ids
+        self._end()
+        return self._final
+
+    def fault(self, fault: RequestError) -> JsonObject:
+        """Return the event of a failure; from now on, the response has failed."""
+        code = "rate_limit_exceeded" if fault.status == 429 else "server_error"
+        status = "cancelled" if self._exchange.is_hung_up else "failed"
+        self._final = self._object(status, error={"code": code, "message": fault.message})
+        self._end()
+        return self._event("response.failed", response=self._final)
+
+    def _end(self) -> None:
+        self._keep(self)
+        self.ended.set()
+
+    def _object(self, status: str, **fields: Any) -> dict[str, Any]:
+        return {**self._head, "status": status, "output": [], **fields}
+
+    def _items(self, choice: Choice) -> list[JsonObject]:
+        parsed = choice.parsed
+        items: list[JsonObject] = []
+        if parsed.reasoning:
+            items.append(self._reasoning(parsed.reasoning))
+        if parsed.content or not parsed.tool_calls:
+            status = "incomplete" if choice.finish_reason == "length" else "completed"
+            items.append(self._message(parsed.content, status, _rows_of_content(choice)))
+        items += [self._call(call, choice.completion.id, index) for index, call in enumerate(parsed.tool_calls)]
+        return items
+
+    def _reasoning(self, text: str) -> JsonObject:
+        item: dict[str, Any] = {
+            "id": f"rs_{self._number}",
+            "type": "reasoning",
+            "summary": [],
+            "content": [{"type": "reasoning_text", "text": text}],
+        }
+        if "reasoning.encrypted_content" in self._request.include:
+            item["encrypted_content"] = SEALED + text
+        return item
+
+    def _message(self, text: str, status: str, rows: Sequence[TokenRow]) -> JsonObject:
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": self._logprobs(rows)}
+        return {
+            "id": f"msg_{self._number}",
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": [part],
+        }
+
+    def _call(self, call: ToolCall, completion_id: str, index: int) -> JsonObject:
+        tools = self._request.tools
+        namespace = tools.namespaces.get(call.name)
+        item: dict[str, Any] = {
+            "call_id": call_id(completion_id, index),
+            "name": call.name if namespace is None else call.name.removeprefix(f"{namespace}."),
+            "status": "completed",
+        }
+        if namespace is not None:
+            item["namespace"] = namespace
+        if call.name in tools.custom:
+            text = call.arguments[CUSTOM_INPUT]
+            return {"id": f"ctc_{self._number}_{index}", "type": "custom_tool_call", "input": text, **item}
+        arguments = call.arguments_json
+        return {"id": f"fc_{self._number}_{index}", "type": "function_call", "arguments": arguments, **item}
+
+    def _logprobs(self, rows: Sequence[TokenRow]) -> list[Any]:
+        num_top = self._request.num_top_logprobs
+        return [] if num_top is None else chat_logprobs(rows, num_top, self._detokenizer)["content"]
+
+    # -------------------------------------------------------------------------------------- as a stream
+
+    def first(self, prompt_ids: Sequence[int]) -> Iterator[JsonObject]:
+        self._keep(self)
+        yield self._event("response.created", response=self.now())
+        yield self._event("response.in_progress", response=self.now())
+
+    def piece(self, piece: Piece) -> Iterator[JsonObject]:
+        self._rows += piece.gain.rows
+        for delta in piece.gain.deltas:
+            if delta.reasoning:
+                yield from self._grow(self._reasoning(""), delta.reasoning)
+            if delta.content:
+                if self._open and self._open[-1]["type"] == "reasoning":
+                    yield from self._done(0, self._reasoning(self._text))
+                yield from self._grow(self._message("", "in_progress", ()), delta.content)
+
+    def last(self, answer: Answer) -> Iterator[JsonObject]:
+        """Yield the end of the last item, the items that did not stream, and the whole response."""
+        final = self.whole(answer)
+        for index, item in enumerate(final["output"]):
+            if index >= len(self._open):
+                yield from self._added(item)
+                if text := _text(item):
+                    yield self._delta(index, item, text)
+            if index >= len(self._open) - 1:
+                yield from self._done(index, item)
+        yield self._event(f"response.{final['status']}", response=final)
+
+    def _grow(self, item: JsonObject, text: str) -> Iterator[JsonObject]:
+        """Yield a piece of an item's text, and before its first the item's beginning."""
+        if not self._open or self._open[-1]["id"] != item["id"]:
+            yield from self._added(item)
+        self._text += text
+        yield self._delta(len(self._open) - 1, item, text)
+
+    def _added(self, item: JsonObject) -> Iterator[JsonObject]:
+        self._open.append(item)
+        self._text = ""
+        index = len(self._open) - 1
+        yield self._event("response.output_item.added", output_index=index, item=_begun(item))
+        if "content" in item:
+            part = item["content"][0] | {"text": ""} | ({"logprobs": []} if item["type"] == "message" else {})
+            yield self._event("response.content_part.added", **_place(index, item), part=part)
+
+    def _delta(self, index: int, item: JsonObject, text: str) -> JsonObject:
+        fields: dict[str, Any] = {}
+        if item["type"] == "message":
+            fields["logprobs"] = self._logprobs(self._rows)
+        self._rows = []
+        return self._event(f"response.{EVENTS[item['type']]}.delta", **_place(index, item), delta=text, **fields)
+
+    def _done(self, index: int, item: JsonObject) -> Iterator[JsonObject]:
+        if "content" in item:
+            part = item["content"][0]
+            fields = {"text": part["text"]} | ({"logprobs": part["logprobs"]} if "logprobs" in part else {})
+        else:
+            fields = {name: item[name] for name in ("name", "arguments", "input") if name in item}
+        yield self._event(f"response.{EVENTS[item['type']]}.done", **_place(index, item), **fields)
+        if "content" in item:
+            yield self._event("response.content_part.done", **_place(index, item), part=item["content"][0])
+        yield self._event("response.output_item.done", output_index=index, item=item)
+
+    def _event(self, kind: str, **fields: Any) -> JsonObject:
+        self._num_events += 1
+        return {"type": kind, "sequence_number": self._num_events - 1, **fields}
+
+
+def _place(index: int, item: JsonObject) -> dict[str, Any]:
+    place = {"item_id": item["id"], "output_index": index}
+    return place | {"content_index": 0} if "content" in item else place
+
+
+def _text(item: JsonObject) -> str:
+    """Return the text of an item that a stream sends in pieces."""
+    return item["content"][0]["text"] if "content" in item else item.get("arguments", item.get("input"))
+
+
+def _begun(item: JsonObject) -> JsonObject:
+    """Return an item as it is before its first piece."""
+    empty = {"content": [], "arguments": "", "input": "", "status": "in_progress"}
+    return {name: empty.get(name, value) for name, value in item.items() if name != "encrypted_content"}
+
+
+def _rows_of_content(choice: Choice) -> tuple[TokenRow, ...]:
+    """Return the tokens of the content, which follows the reasoning."""
+    begin = choice.text.find(choice.parsed.content, choice.text.rfind(THINK_END) + 1)
+    end = begin + len(choice.parsed.content)
+    return tuple(row for row in choice.rows if begin <= row.start < end)
+
+
+def _usage(answer: Answer) -> JsonObject:
+    usage = answer.usage()
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cache_write_tokens": 0, **usage["prompt_tokens_details"]},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
+        "total_tokens": usage["total_tokens"],
+    }
