@@ -50,13 +50,17 @@ LINEAR_PATTERNS = jsonschema_rs.RegexOptions()
 Accepts = Callable[[ToolCall], bool]
 
 
-def strict_tools(tools: Sequence[JsonObject]) -> Accepts | None:
+def strict_tools(tools: Sequence[JsonObject], params: Sequence[str] = ()) -> Accepts | None:
     """Return a function that accepts or rejects a call; None when no tool is strict.
+
+    `params` are the names of the parameters that have the schemas, if they differ from those of chat completions.
 
     Raises RequestError for an invalid schema or one that refers to another document.
     """
     validators = {
-        tool["function"]["name"]: _validator(tool["function"].get("parameters"), f"tools[{index}].function.parameters")
+        tool["function"]["name"]: _validator(
+            tool["function"].get("parameters"), params[index] if params else f"tools[{index}].function.parameters"
+        )
         for index, tool in enumerate(tools)
         if tool["function"].get("strict")
     }

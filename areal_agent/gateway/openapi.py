@@ -35,6 +35,8 @@ from areal_agent.gateway.online.wire import (
     StatusRequest,
 )
 from areal_agent.gateway.order import DEFAULT_MODEL, OrderBody
+from areal_agent.gateway.responses import ResponsesRequest
+from areal_agent.gateway.responses_answer import DeletedResponse
 from areal_agent.gateway.rollouts import Callers, EndedSession, ExportedTrajectory, RewardedSession, StartedSession
 from areal_agent.gateway.server import json_reply
 from areal_agent.gateway.session import EndRequest, ExportRequest, RewardRequest, StartRequest
@@ -248,6 +250,36 @@ class TextCompletion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ResponseItem:
+    """A part of a response, with the fields of its type."""
+
+    id: str
+    type: Literal["reasoning", "message", "function_call", "custom_tool_call"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResponseUsage:
+    """The number of tokens that a response used."""
+
+    input_tokens: Number
+    output_tokens: Number
+    total_tokens: Number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Response:
+    """A response, with the parameters of its request."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    model: str
+    output: list[ResponseItem]
+    usage: ResponseUsage | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
     """The details of an error."""
 
@@ -274,10 +306,11 @@ class Call:
     path: str
     name: str
     summary: str
-    body: type[Body] | None  # None for a GET
+    body: type[Body] | None  # None: the call has none
     answer: Any
     key: str | None  # the security scheme that it requires
     errors: Sequence[int]
+    method: str = ""  # default: post with a body, else get
 
 
 # fmt: off
@@ -287,6 +320,15 @@ CALLS = (
          ChatRequest, ChatCompletion, "sessionKey", (404, 409, 429, 502, 503)),
     Call("/v1/completions", "createCompletion", "Sample without a chat template; a prompt is text or ids.",
          CompletionsRequest, TextCompletion, "sessionKey", (404, 409, 429, 502, 503)),
+    Call("/v1/responses", "createResponse",
+         "Sample one turn. With `stream`, the answer is server-sent events named by their `type`.",
+         ResponsesRequest, Response, "sessionKey", (404, 409, 429, 502, 503)),
+    Call("/v1/responses/{response_id}", "retrieveResponse", "Fetch a response of this session that was stored.",
+         None, Response, "sessionKey", (404, 409, 429)),
+    Call("/v1/responses/{response_id}", "deleteResponse", "Forget a response. Its tokens stay in the record.",
+         None, DeletedResponse, "sessionKey", (404, 409, 429), "delete"),
+    Call("/v1/responses/{response_id}/cancel", "cancelResponse", "Stop a response that is in progress.",
+         None, Response, "sessionKey", (404, 409, 429), "post"),
     Call("/v1/models", "listModels", "List the gateway's one model.",
          None, Models, "anyKey", ()),
     Call("/v1/models/{model}", "retrieveModel", "Describe the model by one of its names.",
@@ -348,10 +390,11 @@ def openapi_document(*, is_leased_from: bool) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for call in calls:
         operation = _operation(call, schemas)
-        method = "get" if call.body is None else "post"
-        paths[call.path] = {method: operation}
+        method = call.method or ("get" if call.body is None else "post")
+        paths.setdefault(call.path, {})[method] = operation
         if call.path.startswith("/v1/"):
-            paths[call.path.removeprefix("/v1")] = {method: operation | {"operationId": f"{call.name}Short"}}
+            short = operation | {"operationId": f"{call.name}Short"}
+            paths.setdefault(call.path.removeprefix("/v1"), {})[method] = short
     return {
         "openapi": "3.1.0",
         "info": {

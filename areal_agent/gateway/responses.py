@@ -239,8 +239,8 @@ def messages_of(items: Sequence[object], first: int, find: Callable[[str, str], 
         if slot is None or last is None or not (slot > last or slot == last == Slot.CALL):
             messages.append(message)
         else:
-            calls = messages[-1].get("tool_calls", []) + message.get("tool_calls", [])
-            messages[-1] = messages[-1] | message | ({"tool_calls": calls} if calls else {})
+            calls = [*messages[-1].get("tool_calls", ()), *message.get("tool_calls", ())]
+            messages[-1] = {**messages[-1], **message, **({"tool_calls": calls} if calls else {})}
         last = slot
     return messages
 
@@ -469,7 +469,7 @@ class ResponsesRequest(OrderBody):
     instructions: str | None = Field(default=None, description="The first system message.")
     previous_response_id: Name | None = Field(
         default=None,
-        description="Continue the conversation after this answer of the session. Its instructions are not carried over.",
+        description="Continue after this answer of the session. Its instructions are not carried over.",
     )
     tools: Annotated[FlatTools, PlainValidator(read_flat_tools, json_schema_input_type=list[AnyTool])] = NO_FLAT_TOOLS
     tool_choice: Annotated[
@@ -557,9 +557,7 @@ class ResponsesRequest(OrderBody):
             messages=messages,
             tools=self.tools.tools,
             choice=self.choice,
-            template_options=template_options(
-                self.chat_template_kwargs, self.reasoning.effort, self.text.verbosity
-            ),
+            template_options=template_options(self.chat_template_kwargs, self.reasoning.effort, self.text.verbosity),
         )
 
     def order_of(self, messages: Sequence[JsonObject]) -> Order:

@@ -12,12 +12,15 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol, cast
 
 from aiohttp import web
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.answers import Answer, Choice, call_id, chat_logprobs
+from areal_agent.gateway.bodies import refuse
 from areal_agent.gateway.draft import Piece, TokenRow
 from areal_agent.gateway.order import Order
 from areal_agent.gateway.responses import CUSTOM_INPUT, SEALED, ResponsesRequest, may_be_joined, messages_of
@@ -28,6 +31,9 @@ from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.formats.reader import THINK_END
 from areal_agent.tokens.renderer import Detokenizer
 from areal_agent.types import JsonObject
+
+NUM_ID_DIGITS = 24
+"""The ids of a response and its items have these digits in common."""
 
 NOT_SET: Mapping[str, Any] = {
     "background": False,
@@ -62,6 +68,15 @@ EVENTS = {
 """The events of the pieces of an item, by its type."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeletedResponse:
+    """The answer to the deletion of a response."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
 class ResponseBody:
     """Writes one answer as a `response` object or the events of a stream, and keeps the object for who asks later."""
 
@@ -74,13 +89,13 @@ class ResponseBody:
         body: JsonObject,
         exchange: Exchange,
         detokenizer: Detokenizer,
-        keep: Callable[["ResponseBody"], None],
+        kept: "Kept",
     ) -> None:
-        """`body` is the request as it came, `keep` is called when the agent learns the id."""
+        """`body` is the request as it came. It enters itself into `kept`, in the end its object."""
         self._request = request
         self._exchange = exchange
         self._detokenizer = detokenizer
-        self._keep = keep
+        self._kept = kept
         self._number = exchange.answer_id.partition("_")[2]
         given = {name: value for name in NOT_SET if (value := body.get(name)) is not None}
         self._head = {
@@ -94,38 +109,45 @@ class ResponseBody:
             **NOT_SET,
             **given,
         }
-        self._final: JsonObject | None = None
+        self._answering: asyncio.Task[Answer] | None = None  # in the background
         self._num_events = 0
         self._open: list[JsonObject] = []  # the items that a stream has begun
         self._text = ""  # of the last of them
         self._rows: list[TokenRow] = []  # whose log-probabilities the next piece of the message has
-        self.ended = asyncio.Event()
-
-    @property
-    def id(self) -> str:
-        return self._exchange.answer_id
-
-    @property
-    def has_instructions(self) -> bool:
-        """True if its conversation begins with the instructions of its request."""
-        return self._request.instructions is not None
 
     def now(self) -> JsonObject:
         """Return the response as far as it has come."""
-        if self._final is not None:
-            return self._final
         return self._object("cancelled" if self._exchange.is_hung_up else "in_progress")
 
-    def cancel(self) -> None:
-        """Stop sampling; what has been sampled is recorded as aborted."""
+    def begin(self, session: Session, http: web.Request) -> None:
+        """Sample in the background."""
+
+        def end(answering: "asyncio.Task[Answer]") -> None:
+            error = answering.exception()
+            if error is None:
+                self.whole(answering.result())
+            else:
+                self.fault(as_request_error(cast("Exception", error), http))
+
+        self._keep(self)
+        self._answering = session.begin(self._exchange)
+        self._answering.add_done_callback(end)
+
+    async def cancel(self) -> None:
+        """Stop sampling. In the background, wait until what has been sampled is recorded."""
         self._exchange.hang_up()
+        if self._answering is not None:
+            await asyncio.wait([self._answering])
+
+    def _keep(self, response: "ResponseBody | JsonObject") -> None:
+        self._kept[self._exchange.answer_id] = response
 
     # ------------------------------------------------------------------------------------------ at once
 
     def whole(self, answer: Answer) -> JsonObject:
         [choice] = answer.choices
         is_cut = choice.finish_reason == "length"
-        self._final = self._object(
+        response = self._object(
             "incomplete" if is_cut else "completed",
             output=self._items(choice),
             usage=_usage(answer),
@@ -133,22 +155,18 @@ class ResponseBody:
             incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         )
         if self._request.has_token_ids:
-            self._final["prompt_token_ids"] = list(answer.turns[0].prompt_ids)
-            self._final["token_ids"] = choice.completion.token_ids
-        self._end()
-        return self._final
+            response["prompt_token_ids"] = list(answer.turns[0].prompt_ids)
+            response["token_ids"] = choice.completion.token_ids
+        self._keep(response)
+        return response
 
     def fault(self, fault: RequestError) -> JsonObject:
         """Return the event of a failure; from now on, the response has failed."""
         code = "rate_limit_exceeded" if fault.status == 429 else "server_error"
         status = "cancelled" if self._exchange.is_hung_up else "failed"
-        self._final = self._object(status, error={"code": code, "message": fault.message})
-        self._end()
-        return self._event("response.failed", response=self._final)
-
-    def _end(self) -> None:
-        self._keep(self)
-        self.ended.set()
+        response = self._object(status, error={"code": code, "message": fault.message})
+        self._keep(response)
+        return self._event("response.failed", response=response)
 
     def _object(self, status: str, **fields: Any) -> dict[str, Any]:
         return {**self._head, "status": status, "output": [], **fields}
@@ -305,3 +323,150 @@ def _usage(answer: Answer) -> JsonObject:
         "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
         "total_tokens": usage["total_tokens"],
     }
+
+
+Kept = dict[str, ResponseBody | JsonObject]
+"""The responses of a session by id: in flight, or complete."""
+
+
+class Answering(Protocol):
+    """Places, samples and answers a request."""
+
+    async def __call__(
+        self, http: web.Request, session: Session, request: "Asked", body_of: Callable[[Exchange], ResponseBody]
+    ) -> web.StreamResponse: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A request with the messages that it stands for in its session."""
+
+    request: ResponsesRequest
+    messages: Sequence[JsonObject]
+
+    @property
+    def is_streamed(self) -> bool:
+        return self.request.is_streamed
+
+    def order(self) -> Order:
+        return self.request.order_of(self.messages)
+
+
+class ResponseCalls:
+    """The handlers of `/v1/responses`. A session's responses are kept until `forget`."""
+
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        *,
+        place: Callable[[web.Request, Session, Order], Awaitable[Exchange]],
+        answer: Answering,
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._place = place
+        self._answer = answer
+        self._kept = defaultdict[str, Kept](dict)  # by the session's id
+
+    def forget(self, session: Session) -> None:
+        """Release the responses of a session that has ended."""
+        self._kept.pop(session.record.id, None)
+
+    async def create(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
+        request = ResponsesRequest.read(body)
+        asked = Asked(request=request, messages=self._messages(session, request))
+
+        def body_of(exchange: Exchange) -> ResponseBody:
+            kept = self._kept[session.record.id] if request.store else {}
+            return ResponseBody(request, body, exchange, self._detokenizer, kept)
+
+        if not request.background:
+            return await self._answer(http, session, asked, body_of)
+        response = body_of(await self._place(http, session, asked.order()))
+        response.begin(session, http)
+        return json_reply(response.now())
+
+    async def retrieve(self, http: web.Request, session: Session) -> web.StreamResponse:
+        """Send a response as far as it has come. A complete one counts as delivered then."""
+        if http.query.get("stream", "false") != "false":
+            refuse("stream", http.query["stream"], "left out: a kept response is sent whole")
+        response = self._find(session, http.match_info["response_id"])
+        with session.deliveries.one():
+            reply = json_reply(_now(response))
+            await reply.prepare(http)
+            await reply.write_eof()
+            if not isinstance(response, ResponseBody):
+                session.deliveries.delivered([response["id"]])
+        return reply
+
+    async def cancel(self, http: web.Request, session: Session) -> web.StreamResponse:
+        """Stop a response; what has been sampled is recorded as aborted."""
+        response_id = http.match_info["response_id"]
+        response = self._find(session, response_id)
+        if isinstance(response, ResponseBody):
+            await response.cancel()
+        elif response["status"] != "cancelled":
+            raise _wrong_state(response, "only one in progress can be cancelled")
+        return json_reply(_now(self._find(session, response_id)))
+
+    async def delete(self, http: web.Request, session: Session) -> web.StreamResponse:
+        """Forget a response. Its tokens stay in the record."""
+        response = _now(self._find(session, http.match_info["response_id"]))
+        if response["status"] == "in_progress":
+            raise _wrong_state(response, "cancel it first")
+        del self._kept[session.record.id][response["id"]]
+        return json_reply(DeletedResponse(id=response["id"]))
+
+    # ------------------------------------------------------------------------------------------- internals
+
+    def _messages(self, session: Session, request: ResponsesRequest) -> list[JsonObject]:
+        """Return the whole conversation that a request asks to continue."""
+        messages: list[JsonObject] = []
+        if request.instructions is not None:
+            messages.append({"role": "system", "content": request.instructions})
+        if (previous_id := request.previous_response_id) is not None:
+            previous = _now(self._find(session, previous_id, "previous_response_id"))
+            has_instructions = previous["instructions"] is not None
+            messages += session.conversation_after(previous_id, "previous_response_id")[has_instructions:]
+        text = request.input
+        items = [{"role": "user", "content": text}] if isinstance(text, str) else text
+        translate = partial(messages_of, find=partial(self._item, session))
+        may_keep = not items or not may_be_joined(items[-1])
+        return messages + session.translated.messages(items, translate, may_keep=may_keep)
+
+    def _item(self, session: Session, item_id: str, param: str) -> JsonObject:
+        """Return an item of a kept response."""
+        response_id = f"resp_{item_id.partition('_')[2][:NUM_ID_DIGITS]}"
+        for item in _now(self._find(session, response_id, param, item_id))["output"]:
+            if item["id"] == item_id:
+                return item
+        raise _not_found(item_id, param)
+
+    def _find(
+        self, session: Session, response_id: str, param: str = "response_id", shown: str | None = None
+    ) -> "ResponseBody | JsonObject":
+        response = self._kept.get(session.record.id, {}).get(response_id)
+        if response is None:
+            raise _not_found(shown or response_id, param)
+        return response
+
+
+def _now(response: ResponseBody | JsonObject) -> JsonObject:
+    return response.now() if isinstance(response, ResponseBody) else response
+
+
+def _not_found(name: str, param: str) -> RequestError:
+    return RequestError(
+        f"{param} is {name!r:.200}: this session has no such response, or it was not stored (store: false); send the "
+        "items themselves, or the id of a stored one",
+        status=404,
+        param=param,
+        code="not_found",
+    )
+
+
+def _wrong_state(response: JsonObject, remedy: str) -> RequestError:
+    return RequestError(
+        f"the response {response['id']!r} is {response['status']}; {remedy}",
+        param="response_id",
+        code="wrong_state",
+    )

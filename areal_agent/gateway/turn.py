@@ -79,6 +79,7 @@ class Exchange:
         self.model = model
         self.created_s = int(created_s)
         self.order = order
+        self.is_hung_up = False
         self._turns = turns
 
     @property
@@ -106,6 +107,7 @@ class Exchange:
 
     def hang_up(self) -> None:
         """Stop sampling, since nobody waits for the answer: what has been sampled is recorded as aborted."""
+        self.is_hung_up = True
         for turn in self._turns:
             turn.hang_up()
 
@@ -250,10 +252,10 @@ class TurnLog:
 def _turn_id(completion_id: str) -> str:
     """Derive a turn's id from its first completion's: another random number would cost a system call.
 
-    >>> _turn_id("chatcmpl-7f"), _turn_id("chatcmpl-7f-2")
-    ('turn-7f', 'turn-7f-2')
+    >>> _turn_id("chatcmpl-7f"), _turn_id("chatcmpl-7f-2"), _turn_id("resp_7f")
+    ('turn-7f', 'turn-7f-2', 'turn-7f')
     """
-    return f"turn-{completion_id.partition('-')[2]}"
+    return f"turn-{completion_id.replace('_', '-', 1).partition('-')[2]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
