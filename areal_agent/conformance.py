@@ -110,7 +110,7 @@ class Responses:
         self._by_id = by_id
 
     def body(self, talk: Talk, system: str | None, tools: Sequence[JsonObject], *, must_call: bool) -> JsonObject:
-        functions = [{"type": "function", "strict": False, **tool} for tool in tools]
+        functions = [{"type": "function", **tool} for tool in tools]
         body: dict[str, Any] = {"instructions": system, "tools": functions, "store": self._by_id}
         body["tool_choice"] = "required" if must_call else None
         for index, one in reversed(list(enumerate(talk)) if self._by_id else []):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from areal_agent import conformance
-from areal_agent.conformance import DATA, DIALECTS, Play, Player, difference
+from areal_agent.conformance import DATA, DIALECTS, Dialect, Play, Player, difference
 from areal_agent.types import GenerateRequest
 
 from .conftest import ADMIN_KEY, OpenWorld, WatchedEngine, World
@@ -29,33 +29,31 @@ ANSWERS = (
     "<|im_end|>",
 )
 FORCED = '\n{"name": "weather", "arguments": {"city": "Bern"}}</tool_call><|im_end|>'
-EPISODES = {episode["name"]: episode for episode in DATA["episodes"]}
+EPISODES: dict[str, Any] = {episode["name"]: episode for episode in DATA["episodes"]}
+CASES = [(name, 0) for name in EPISODES] + [("tools", 2), ("reasoning", 3)]
 CHAT = DIALECTS[0]
 OTHERS = {dialect.name: dialect for dialect in DIALECTS[1:]}
 
 
-@pytest.fixture
-async def world(open_world: OpenWorld) -> World:
-    """A gateway whose answers depend on the prompt's depth, a token each 0.2 ms."""
-    world: World
+async def open_player(open_world: OpenWorld, first: int = 0) -> Player:
+    """Open a gateway whose answers depend on the prompt's depth alone, from one of ANSWERS on."""
 
     def script(request: GenerateRequest) -> list[int]:
         text = world.renderer.detokenizer.text_of(request.input_ids)
-        answer = ANSWERS[(text.count("assistant\n") - 1) % len(ANSWERS)]
+        answer = ANSWERS[(first + text.count("assistant\n") - 1) % len(ANSWERS)]
         return world.ids(FORCED if text.endswith("<tool_call>") else answer)
 
-    engine = WatchedEngine(script, clock=asyncio.get_running_loop(), token_s=0.0002)
+    # A token at each turn of the event loop, so that a client can hang up in mid-stream.
+    engine = WatchedEngine(script, clock=asyncio.get_running_loop(), token_s=0.0)
     world = await open_world(engine=engine, max_context_tokens=4000)
-    return world
+    return Player(world.http, world.url, ADMIN_KEY, seed=1, max_tokens=200)
 
 
-def player(world: World, **options: Any) -> Player:
-    return Player(world.http, world.url, ADMIN_KEY, seed=1, **{"max_tokens": 200} | options)
-
-
-@pytest.mark.parametrize("name", EPISODES)
-async def test_chat(world: World, name: str) -> None:
-    one = await player(world).play(EPISODES[name], CHAT)
-    print(one, [(r and (len(r["prompt ids"]), r["parent"], r["fork reason"], r["end"], r["delivery"], len(r["sampled ids"]))) for r in one.records])
-    again = await player(world).play(EPISODES[name], CHAT)
-    assert difference(again, one) is None
+@pytest.mark.parametrize("dialect", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize(("name", "first"), CASES)
+async def test_it_records_what_chat_records(open_world: OpenWorld, name: str, first: int, dialect: Dialect) -> None:
+    player = await open_player(open_world, first)
+    reference = await player.play(EPISODES[name], CHAT)
+    play = await player.play(EPISODES[name], dialect)
+    print(play, play.cut, [r and (r["end"], r["fork reason"]) for r in play.records])
+    assert difference(play, reference) is None
