@@ -19,8 +19,10 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from areal_agent.gateway.bodies import (
     MAX_COUNT,
     Body,
+    Count,
     Harmless,
     Name,
+    Number,
     PositiveCount,
     Unsupported,
     json_kind,
@@ -91,12 +93,20 @@ class SamplingWishes(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     logit_bias: LogitBias | None = None
     max_tokens: Annotated[PositiveCount, Field(description="Reduced to the room left in the context.")] | None = None
+    min_tokens: Annotated[Count, Field(description="No end token is sampled before so many.")] | None = None
+    stop_token_ids: (
+        Annotated[list[Number], Field(max_length=MAX_BIASES, description="Ids that end an answer, beside the model's.")]
+        | None
+    ) = None
+    ignore_eos: bool | None = Field(default=None, description="The model's own end tokens do not end an answer.")
 
     def require_ids_below(self, vocab_size: int, where: str = "") -> None:
-        """Raise RequestError for a bias on a token that the model does not have."""
+        """Raise RequestError for a bias on a token that the model does not have, or a stop at one."""
         largest = max(map(int, self.logit_bias or ()), default=0)
         if largest >= vocab_size:
             refuse(f"{where}logit_bias", {str(largest): "..."}, f"made of token ids below {vocab_size}")
+        if max(self.stop_token_ids or (0,)) >= vocab_size:
+            refuse(f"{where}stop_token_ids", self.stop_token_ids, f"made of token ids below {vocab_size}")
 
     def over(self, defaults: "SamplingWishes", *, only_lengths: bool = False) -> "SamplingWishes":
         """Return these wishes (or `only_lengths` of them), with `defaults` for the parameters they leave out."""
@@ -114,9 +124,19 @@ class SamplingWishes(Body):
         seed: int,
         json_schema: str | None = None,
     ) -> SamplingParams:
-        """Return the engine's sampling parameters, with at most `num_room` tokens, the room left in the context."""
+        """Return the engine's sampling parameters, with at most `num_room` tokens, the room left in the context.
+
+        `stop_token_ids` are the model's own. Raises RequestError for limits that contradict each other.
+        """
         said = self._said()
         said["max_tokens"] = num_room if self.max_tokens is None else min(self.max_tokens, num_room)
+        if self.min_tokens is not None:
+            if self.min_tokens > (self.max_tokens or self.min_tokens):
+                refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+            said["min_tokens"] = min(self.min_tokens, said["max_tokens"])
+        if self.ignore_eos:
+            stop_token_ids = ()
+        stop_token_ids += tuple(said.pop("stop_token_ids", ()))
         if self.logit_bias is not None:
             said["logit_bias"] = tuple((int(token_id), bias) for token_id, bias in self.logit_bias.items())
         return SamplingParams(**said, stop_token_ids=stop_token_ids, stop=stop, seed=seed, json_schema=json_schema)
@@ -127,7 +147,7 @@ class SamplingWishes(Body):
 
 _NAMES = frozenset(SamplingWishes.model_fields)
 
-LENGTHS = frozenset({"max_tokens"})
+LENGTHS = frozenset({"max_tokens", "stop_token_ids", "ignore_eos"})
 """The parameters that say where an answer ends. They do not change what a token's recorded probability means."""
 
 Stop = Annotated[

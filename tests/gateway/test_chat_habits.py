@@ -146,3 +146,17 @@ async def test_the_sessions_sampling_can_win(open_world: OpenWorld) -> None:
     turn = agent.turns[0]
     assert (turn.sampling.temperature, turn.sampling.top_p, turn.sampling.max_tokens) == (0.7, 1.0, 7)
     assert turn.completions[0].distribution is Distribution.EXACT
+
+
+async def test_lengths_and_end_tokens_are_honoured(open_world: OpenWorld) -> None:
+    world = await open_world(*["a<|im_end|>b"] * 2)
+    agent, (b,) = await world.start(), world.ids("b")
+    answered, answer = await agent.post_chat(ignore_eos=True, stop_token_ids=[b], min_tokens=2, max_tokens=5)
+    assert answered == 200
+    assert answer["choices"][0]["message"]["content"] == "a<|im_end|>"  # the stop token is not part of the text
+    sampling = world.engine.requests[0].sampling
+    assert (sampling.stop_token_ids, sampling.min_tokens, sampling.ignore_eos) == ((b,), 2, True)
+    await agent.post_chat(stop_token_ids=[b])
+    assert world.engine.requests[1].sampling.stop_token_ids == (*world.renderer.stop_token_ids, b)
+    status, refusal = await agent.post_chat(stop_token_ids=[10**6])
+    assert (status, refusal["error"]["param"]) == (400, "stop_token_ids")
