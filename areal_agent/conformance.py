@@ -209,7 +209,7 @@ class Player:
 
     def __init__(self, http: aiohttp.ClientSession, url: str, admin_key: str, *, seed: int, max_tokens: int) -> None:
         self._http = http
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self.url = url.rstrip("/").removesuffix("/v1")
         self._admin_key = admin_key
         self._start = {"task_id": "conformance", "purpose": "eval", "seed": seed, "sampling": {"temperature": 0}}
         self._max_tokens = max_tokens
@@ -250,7 +250,7 @@ class Player:
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         events: list[JsonObject] = []
         try:
-            async with self._http.post(self._url + path, data=orjson.dumps(body), headers=headers) as response:
+            async with self._http.post(self.url + path, data=orjson.dumps(body), headers=headers) as response:
                 if response.status != 200:
                     raise GatewayError(f"{path} was answered with {response.status}: {await response.text()}")
                 if response.content_type != "text/event-stream":
@@ -262,7 +262,7 @@ class Player:
                         response.close()
                         break
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise GatewayError(f"no gateway answers at {self._url}: {str(error) or type(error).__name__}") from error
+            raise GatewayError(f"no gateway answers at {self.url}: {str(error) or type(error).__name__}") from error
         if any(event.get("error") or event.get("type") == "error" for event in events):
             raise GatewayError(f"a stream of {path} ended with an error: {events[-1]}")
         return events
@@ -283,36 +283,25 @@ def _extended(talk: Talk, ask: JsonObject) -> Talk:
 # ------------------------------------------------------------------------------------------------------ comparing
 
 PROMPT, SAMPLED, REASON = "prompt ids", "sampled ids", "fork reason"
+FACTS = (PROMPT, "sampling", "parent", "length kept of the parent", REASON, SAMPLED, "end", "delivery")
 
 
 def _records(trajectory: JsonObject, play: Play) -> list[JsonObject | None]:
-    """Return the facts about each request that are not random, in the order of sending; None: nothing was recorded."""
+    """Return the facts about each request, in the order of sending; None where nothing was recorded."""
     turns = {turn["completions"][0]["id"]: turn for turn in trajectory["turns"]}
     # What a request that was cut off has sampled, its retry samples too: to continue either is the same.
     number_of = {answer_id: index + 1 + (answer_id in play.cut) for index, answer_id in enumerate(play.sent)}
-
-    def prompt_of(turn: JsonObject) -> list[int]:
-        if turn["parent"] is None:
-            return turn["new_prompt_ids"]
-        parent = turns[turn["parent"]]
-        return [*prompt_of(parent), *parent["completions"][0]["token_ids"]][: turn["fork_at"]] + turn["new_prompt_ids"]
-
-    def facts(answer_id: str) -> JsonObject | None:
-        if answer_id not in turns:
-            return None
-        turn, completion = turns[answer_id], turns[answer_id]["completions"][0]
-        return {
-            PROMPT: prompt_of(turn),
-            "sampling": turn["sampling"],
-            "parent": number_of.get(turn["parent"], "none"),
-            "length kept of the parent": turn["fork_at"],
-            REASON: turn["fork_reason"] or "none",
-            SAMPLED: completion["token_ids"],
-            "end": completion["finish_reason"],
-            "delivery": "lost" if answer_id in trajectory["undelivered"] else "made",
-        }
-
-    return [facts(answer_id) for answer_id in play.sent]
+    paths: dict[str | None, list[int]] = {None: []}  # the prompt and the sampled ids of each answer
+    records: dict[str, JsonObject] = {}
+    for answer_id, turn in turns.items():
+        completion, parent = turn["completions"][0], turn["parent"]
+        prompt = paths[parent][: turn["fork_at"]] + turn["new_prompt_ids"]
+        paths[answer_id] = prompt + completion["token_ids"]
+        delivery = "lost" if answer_id in trajectory["undelivered"] else "made"
+        place = (number_of.get(parent, "none"), turn["fork_at"], turn["fork_reason"] or "none")
+        facts = (prompt, turn["sampling"], *place, completion["token_ids"], completion["finish_reason"], delivery)
+        records[answer_id] = dict(zip(FACTS, facts, strict=True))
+    return [records.get(answer_id) for answer_id in play.sent]
 
 
 def difference(play: Play, reference: Play) -> str | None:
@@ -381,16 +370,12 @@ async def _compare(url: str, admin_key: str, *, seed: int, max_tokens: int) -> i
                 found.append(text)
                 print(f"  {dialect.name:<22}{'equal' if text is None else f'DIFFERENT: {text}'}", flush=True)
     for path, own in fields.items():
-        own = own.difference(*(of_others for other, of_others in fields.items() if other != path))
-        print(f"not compared, only {path} has them: {', '.join(sorted(own))}")
+        only = own.difference(*(others for other, others in fields.items() if other != path))
+        print(f"not compared, only {path} has them: {', '.join(sorted(only))}")
     if num_calls == 0:
         print("note: the model called no tool, so nothing was shown about calls")
-    num_different = sum(text is not None for text in found)
-    print(
-        f"{num_different} of {len(found)} plays differ from chat"
-        if num_different
-        else f"all {len(found)} plays equal chat"
-    )
+    num_different = len(found) - found.count(None)
+    print(f"{num_different or 'all'} of {len(found)} plays {'differ from' if num_different else 'are equal to'} chat")
     return 1 if num_different else 0
 
 

@@ -1,4 +1,4 @@
-"""Agents made of the official clients: `python official_agents.py NAME BASE_URL KEY`, in an environment that has the client.
+"""Agents made of the official clients: `python official_agents.py NAME BASE_URL KEY`, where that client is installed.
 
 Each asks two questions, lets the model call tools, sends the results back, whole and streamed, and prints the last
 answer. The clients keep the history, in their own form.
@@ -118,7 +118,9 @@ def openai_agents(base_url: str, key: str) -> str:
     async def play() -> str:
         agents.set_tracing_disabled(True)
         agents.set_default_openai_client(openai.AsyncOpenAI(base_url=base_url, api_key=key), use_for_tracing=False)
-        agent = agents.Agent(name="a", instructions="Use tools.", tools=[agents.function_tool(weather)], model="default")
+        agent = agents.Agent(
+            name="a", instructions="Use tools.", tools=[agents.function_tool(weather)], model="default"
+        )
         first = await agents.Runner.run(agent, QUESTIONS[0])
         second = agents.Runner.run_streamed(agent, [*first.to_input_list(), {"role": "user", "content": QUESTIONS[1]}])
         async for _ in second.stream_events():
