@@ -193,6 +193,7 @@ class Play:
     cut: set[str] = field(default_factory=set[str])  # those whose client hung up
     talks: list[Talk] = field(default_factory=lambda: [()])  # the talk after so many asks
     fields: set[str] = field(default_factory=set[str])  # of whole answers
+    refused: str | None = None  # what the gateway said of the request that ended the play
     records: list[JsonObject | None] = field(default_factory=list[JsonObject | None])  # facts by name, of each request
 
     @property
@@ -201,11 +202,16 @@ class Play:
 
     def __str__(self) -> str:
         num_sampled = sum(len(record[SAMPLED]) for record in self.records if record)
-        return f"{len(self.sent)} requests, {self.num_calls} calls, {num_sampled} sampled tokens"
+        refused = f"; then refused: {self.refused}" if self.refused else ""
+        return f"{len(self.sent)} requests, {self.num_calls} calls, {num_sampled} sampled tokens{refused}"
+
+
+class _Refused(GatewayError):
+    """The answer to a request that the gateway will not take, such as one that the model's template refuses."""
 
 
 class Player:
-    """Plays episodes at one gateway. Its calls raise GatewayError when the gateway refuses one, or is gone."""
+    """Plays episodes at one gateway. Its calls raise GatewayError when the gateway fails, or is gone."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str, admin_key: str, *, seed: int, max_tokens: int) -> None:
         self._http = http
@@ -221,6 +227,8 @@ class Player:
         try:
             for ask in episode["asks"]:
                 await self._ask(play, session["api_key"], episode, ask, dialect)
+        except _Refused as refusal:
+            play.refused = str(refusal)
         finally:
             await self._send("/rl/end_session", session["api_key"], {})
         exported = await self._send("/export_trajectories", self._admin_key, {"session_id": session["session_id"]})
@@ -251,6 +259,8 @@ class Player:
         events: list[JsonObject] = []
         try:
             async with self._http.post(self.url + path, data=orjson.dumps(body), headers=headers) as response:
+                if response.status == 400:
+                    raise _Refused((await response.json())["error"]["message"])
                 if response.status != 200:
                     raise GatewayError(f"{path} was answered with {response.status}: {await response.text()}")
                 if response.content_type != "text/event-stream":
@@ -310,7 +320,7 @@ def difference(play: Play, reference: Play) -> str | None:
     Of a stream that was cut off only the prompt is compared, since the rest depends on the moment. So does whether its
     retry is noted as `repeated`.
     """
-    for index, (record, other) in enumerate(zip(play.records, reference.records, strict=True)):
+    for index, (record, other) in enumerate(zip(play.records, reference.records, strict=False)):
         is_cut, is_retry = (i >= 0 and play.sent[i] in play.cut for i in (index, index - 1))
         if record is None or other is None:
             if is_cut:
@@ -319,6 +329,8 @@ def difference(play: Play, reference: Play) -> str | None:
         for name in [PROMPT] if is_cut else record:
             if record[name] != other[name] and not (is_retry and name == REASON):
                 return f"request {index + 1}: {name}: {_first_difference(record[name], other[name])}"
+    if len(play.sent) != len(reference.sent) or bool(play.refused) != bool(reference.refused):
+        return f"{play}, with chat {reference}"
     return None
 
 

@@ -21,7 +21,10 @@ from areal_agent import conformance
 from areal_agent.conformance import DATA, DIALECTS, FACTS, Answer, Dialect, Play, Player, difference
 from areal_agent.errors import GatewayError
 from areal_agent.gateway.auth import KEY_VARIABLE
+from areal_agent.tokens.formats.base import ToolCall
+from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import GenerateRequest
+from tests.tokens.conftest import FAMILIES, TEMPLATES, train_tokenizer
 
 from .conftest import ADMIN_KEY, OpenWorld, WatchedEngine
 
@@ -36,29 +39,52 @@ ANSWERS = (
 )
 FORCED = '\n{"name": "weather", "arguments": {"city": "Bern"}}</tool_call><|im_end|>'
 EPISODES: dict[str, Any] = {episode["name"]: episode for episode in DATA["episodes"]}
-CASES = [(name, first) for name in EPISODES for first in range(len(ANSWERS))]
+CASES = [("hermes", name, first) for name in EPISODES for first in range(len(ANSWERS))]
+FIRST = {"qwen25": 0, "qwen3": 0, "deepseek_r1": 0, "llama3": 1}  # Llama 3's template takes one call at a time
+CASES += [(family, name, first) for family, first in FIRST.items() for name in EPISODES]
+TURN = {"deepseek_r1": "<｜Assistant｜>", "llama3": "assistant<|end_header_id|>"}  # else: as in ChatML
 CHAT = DIALECTS[0]
 OTHERS = {dialect.name: dialect for dialect in DIALECTS[1:]}
 
 
-async def open_player(open_world: OpenWorld, first: int = 0, *, answers: Callable[[], int] = int) -> Player:
-    """Open a gateway whose answers depend on the prompt's depth, from one of ANSWERS on, and on what `answers` adds."""
+def answers_of(renderer: Renderer, family: str) -> list[str]:
+    """Return ANSWERS in the format of a family; where they have a broken call, there is nothing."""
+    write, end = renderer.answer_format.format, FAMILIES[family].eos
+    calls = (
+        ToolCall(name="weather", arguments={"city": "Zürich", "days": 2.0}),
+        ToolCall(name="python", arguments={"code": 'a = "é"\n'}),
+    )
+    thought = "Both, at once." if family in ("qwen3", "deepseek_r1") else None
+    texts = [write("I look.", calls, reasoning=thought), write("", calls[:1]), write("  It is **so**. \n"), "", ""]
+    return [text + end for text in texts]
+
+
+async def open_player(
+    open_world: OpenWorld, first: int = 0, family: str = "hermes", *, drift: Callable[[], int] = int
+) -> Player:
+    """Open a gateway whose answers depend on the prompt's depth, from the `first` on, and on `drift`."""
+    options, answers = {}, ANSWERS
+    if family != "hermes":
+        renderer = Renderer(train_tokenizer((TEMPLATES / f"{family}.jinja").read_text(), FAMILIES[family]))
+        options, answers = {"model": renderer, "vocab_size": 1000}, answers_of(renderer, family)
 
     def script(request: GenerateRequest) -> list[int]:
         text = world.renderer.detokenizer.text_of(request.input_ids)
-        number = first + text.count("assistant\n") - 1 + answers()
-        return world.ids(FORCED if text.endswith("<tool_call>") else ANSWERS[number % len(ANSWERS)])
+        number = first + text.count(TURN.get(family, "assistant\n")) - 1 + drift()
+        return world.ids(FORCED if text.endswith("<tool_call>") else answers[number % len(answers)])
 
     # A token at each turn of the event loop, so that a client can hang up in mid-stream.
     engine: Any = WatchedEngine(script, clock=asyncio.get_running_loop(), token_s=0.0)
-    world = await open_world(engine=engine, max_context_tokens=4000)
+    world = await open_world(engine=engine, max_context_tokens=8000, **options)
     return Player(world.http, world.url, ADMIN_KEY, seed=1, max_tokens=200)
 
 
 @pytest.mark.parametrize("dialect", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize(("name", "first"), CASES)
-async def test_it_records_what_chat_records(open_world: OpenWorld, name: str, first: int, dialect: Dialect) -> None:
-    player = await open_player(open_world, first)
+@pytest.mark.parametrize(("family", "name", "first"), CASES)
+async def test_it_records_what_chat_records(
+    open_world: OpenWorld, family: str, name: str, first: int, dialect: Dialect
+) -> None:
+    player = await open_player(open_world, first, family)
     reference = await player.play(EPISODES[name], CHAT)
     assert difference(await player.play(EPISODES[name], dialect), reference) is None
 
@@ -135,7 +161,7 @@ async def test_the_command_where_all_are_equal(open_world: OpenWorld, capsys: An
 
 
 async def test_the_command_where_an_engine_does_not_repeat_itself(open_world: OpenWorld, capsys: Any) -> None:
-    player = await open_player(open_world, answers=itertools.count().__next__)
+    player = await open_player(open_world, drift=itertools.count().__next__)
     assert await asyncio.to_thread(conformance.main, [player.url, "--admin-key", ADMIN_KEY]) == 1
     out = capsys.readouterr().out
     assert "chat differs from itself, too: this engine does not sample the same twice" in out
