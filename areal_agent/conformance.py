@@ -70,6 +70,8 @@ class Dialect(Protocol):
 
 
 class Chat:
+    """Messages and answers as the talk has them."""
+
     name, path, limit = "chat", "/v1/chat/completions", "max_tokens"
 
     def body(self, talk: Talk, system: str | None, tools: Sequence[JsonObject], *, must_call: bool) -> JsonObject:
@@ -138,12 +140,14 @@ class Responses:
 
 
 class Messages:
+    """Content blocks; results, and what the user says after them, share a message."""
+
     name, path, limit = "messages", "/v1/messages", "max_tokens"
 
     def body(self, talk: Talk, system: str | None, tools: Sequence[JsonObject], *, must_call: bool) -> JsonObject:
         messages: list[Any] = []
         last = None
-        for one in talk:  # results, and what the user says after them, share a message
+        for one in talk:
             role = "assistant" if isinstance(one, Answer) or one["role"] == "assistant" else "user"
             blocks = list(one.echo) if isinstance(one, Answer) else [self._block(one)]
             if role == "user" and last == "tool":
@@ -373,6 +377,8 @@ async def _compare(url: str, admin_key: str, *, seed: int, max_tokens: int) -> i
         player = Player(http, url, admin_key, seed=seed, max_tokens=max_tokens)
         for episode in DATA["episodes"]:
             reference = await player.play(episode, DIALECTS[0])
+            if not reference.sent:
+                raise GatewayError(f"chat cannot begin the episode {episode['name']!r}: {reference.refused}")
             num_calls += reference.num_calls
             print(f"{episode['name']}\n  {DIALECTS[0].name:<22}{reference}")
             fields[DIALECTS[0].path] |= reference.fields

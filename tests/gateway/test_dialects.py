@@ -168,6 +168,14 @@ async def test_the_command_where_an_engine_does_not_repeat_itself(open_world: Op
     assert f"of {3 * len(EPISODES)} plays differ from chat" in out
 
 
+async def test_the_command_where_nothing_can_be_played(open_world: OpenWorld) -> None:
+    world = await open_world(max_context_tokens=100)
+    with pytest.raises(
+        GatewayError, match="cannot begin the episode 'tools': This model's maximum context length is 100"
+    ):
+        await asyncio.to_thread(conformance.main, [world.url, "--admin-key", ADMIN_KEY])
+
+
 async def test_the_command_with_a_wrong_key(open_world: OpenWorld) -> None:
     player = await open_player(open_world)
     with pytest.raises(GatewayError, match="401"):
