@@ -10,8 +10,6 @@
 An episode (`conformance.json`) is written once, as what a client says. A dialect puts it into the form of a protocol
 and sends the real answers back as that protocol's clients do. Each play is a session of its own with the same seed,
 greedy, and for evaluation, so that nothing is trained. Then the ledger's records are compared with chat completions'.
-
-A template that writes the ids of calls into the prompt (Mistral's) makes prompts differ, since those ids are random.
 """
 
 import asyncio
@@ -30,9 +28,6 @@ from areal_agent.gateway.auth import find_admin_key
 from areal_agent.types import JsonObject
 
 DATA: JsonObject = orjson.loads(Path(__file__).with_suffix(".json").read_bytes())
-
-SILENCE_S = 300.0
-"""The longest time without a byte before a gateway counts as gone."""
 
 # ------------------------------------------------------------------------------------------------------ protocols
 
@@ -318,6 +313,11 @@ def _records(trajectory: JsonObject, play: Play) -> list[JsonObject | None]:
     return [records.get(answer_id) for answer_id in play.sent]
 
 
+NOT_REPEATABLE = (
+    "this engine does not sample the same twice, or the model's template writes the ids of calls, which are random"
+)
+
+
 def difference(play: Play, reference: Play) -> str | None:
     """Return the first difference from chat completions in plain words, or None.
 
@@ -339,14 +339,12 @@ def difference(play: Play, reference: Play) -> str | None:
 
 
 def _first_difference(value: Any, other: Any) -> str:
-    if isinstance(value, Mapping):
-        return next(f"{key} is {value[key]}, with chat {other[key]}" for key in value if value[key] != other[key])
-    if not isinstance(value, list):
+    if isinstance(value, list):
+        value, other = dict(enumerate(value)), dict(enumerate(other))
+    if not isinstance(value, Mapping):
         return f"{value}, with chat {other}"
-    same = next((i for i, (one, its) in enumerate(zip(value, other, strict=False)) if one != its), None)
-    if same is None:
-        return f"{len(value)}, with chat {len(other)}; the shorter begin the longer"
-    return f"at {same} of {len(value)} there is {value[same]}, with chat {other[same]}"
+    place = next(key for key in {**value, **other} if value.get(key) != other.get(key))
+    return f"at {place}: {value.get(place, 'nothing')}, with chat {other.get(place, 'nothing')}"
 
 
 # -------------------------------------------------------------------------------------------------------- command
@@ -370,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _compare(url: str, admin_key: str, *, seed: int, max_tokens: int) -> int:
-    timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=300.0)
     fields: dict[str, set[str]] = {dialect.path: set() for dialect in DIALECTS}
     num_calls, found = 0, list[str | None]()
     async with aiohttp.ClientSession(timeout=timeout, trust_env=False) as http:
@@ -406,8 +404,8 @@ async def _compared(
     except GatewayError as error:
         return None, str(error)
     found = difference(play, reference)
-    if found and SAMPLED in found and difference(await player.play(episode, DIALECTS[0]), reference):
-        found += "; chat differs from itself, too: this engine does not sample the same twice"
+    if found and difference(await player.play(episode, DIALECTS[0]), reference):
+        found += f"; chat differs from itself, too: {NOT_REPEATABLE}"
     return play, found
 
 

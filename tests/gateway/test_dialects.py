@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from areal_agent import conformance
-from areal_agent.conformance import DATA, DIALECTS, FACTS, Answer, Dialect, Play, Player, difference
+from areal_agent.conformance import DATA, DIALECTS, FACTS, NOT_REPEATABLE, Answer, Dialect, Play, Player, difference
 from areal_agent.errors import GatewayError
 from areal_agent.gateway.auth import KEY_VARIABLE
 from areal_agent.tokens.formats.base import ToolCall
@@ -164,7 +164,7 @@ async def test_the_command_where_an_engine_does_not_repeat_itself(open_world: Op
     player = await open_player(open_world, drift=itertools.count().__next__)
     assert await asyncio.to_thread(conformance.main, [player.url, "--admin-key", ADMIN_KEY]) == 1
     out = capsys.readouterr().out
-    assert "chat differs from itself, too: this engine does not sample the same twice" in out
+    assert f"chat differs from itself, too: {NOT_REPEATABLE}" in out
     assert f"of {3 * len(EPISODES)} plays differ from chat" in out
 
 
