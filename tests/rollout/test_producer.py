@@ -39,6 +39,7 @@ from areal_agent.rollout.draws import Draws, TaskStream
 from areal_agent.rollout.producer import DynamicSampling, Producer
 from areal_agent.rollout.tasks import TaskSet
 from areal_agent.staleness import Admission
+from areal_agent.tokens.loss_rule import LossRule
 from areal_agent.tokens.records import token_records
 from areal_agent.types import Distribution
 from tests.histories import begin_rollout, completion, end_rollout, open_ledger, trajectory, turn
@@ -333,7 +334,7 @@ def test_parallel_samples_are_told_apart(of_one: float, expected: bool) -> None:
 def test_what_has_no_token_to_train_does_not_count(trains_altered: bool, expected: bool) -> None:
     failed = rollout(Rewards(final=0.0), distribution=Distribution.ALTERED)
     rollouts = [failed, rollout(Rewards(final=1.0)), rollout(Rewards(final=1.0))]
-    assert is_flat(rollouts, trains_altered=trains_altered) is expected
+    assert is_flat(rollouts, rule=LossRule(trains_altered=trains_altered)) is expected
 
 
 @pytest.mark.parametrize(("compares_turns", "expected"), [(False, True), (True, False)])

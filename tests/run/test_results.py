@@ -40,7 +40,11 @@ SUMMARY = {
     "advice": "neither side waited much for the other",
     "loop_blocked_s": 0.0,
     "num_skipped_updates": 0,
+    "altered_tokens": 0,
+    "other_roots_tokens": 0,
+    "dropped_rollouts": {},
     "checkpoint": None,
+    "ledger": "runs/x/ledger.sqlite",
 }
 
 

@@ -174,7 +174,7 @@ async def test_a_run_has_one_name_whenever_it_is_resumed(tmp_path: Path) -> None
 async def test_a_new_run_says_what_it_found(served: ServedGateway, caplog: pytest.LogCaptureFixture) -> None:
     await publish_as(served, "run-a", 7)
     client = OnlineGateway(served.base_url, KEY, trainer="run-b")
-    await take_over(client, "run-b", 0)
+    await take_over(client, "run-b", 0, WeightVersion())
     state = (await client.status()).state
     await client.aclose()
     assert (state.trainer, state.published) == ("run-b", 0)
@@ -185,7 +185,7 @@ async def test_a_new_run_says_what_it_found(served: ServedGateway, caplog: pytes
 async def test_a_resumed_run_has_nothing_to_say(served: ServedGateway, caplog: pytest.LogCaptureFixture) -> None:
     await publish_as(served, "run-a", 7)
     client = OnlineGateway(served.base_url, KEY, trainer="run-a")
-    await take_over(client, "run-a", 7)
+    await take_over(client, "run-a", 7, WeightVersion())
     await client.aclose()
     assert caplog.messages == []
 
