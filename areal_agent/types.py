@@ -87,8 +87,16 @@ class Distribution(StrEnum):
 class SamplingParams:
     """The sampling settings of one completion. All defaults but those of `temperature` and `max_tokens` mean off.
 
-    >>> SamplingParams(temperature=1.0, max_tokens=64).distribution
+    An answer ends with an end token, which stays its last id, or at `max_tokens`. The end tokens are `stop_token_ids`
+    and those of the model: `eos_token_id` in its files. With `ignore_eos` the model's do not end it: they are sampled
+    with their probability, stay among the ids, and the answer goes on. Of the first `min_tokens` tokens none is an end
+    token, of either kind and whatever `ignore_eos` says: they are masked, and log-probabilities are those of the
+    masked distribution.
+
+    >>> SamplingParams(temperature=1.0, max_tokens=64, ignore_eos=True).distribution
     <Distribution.EXACT: 'exact'>
+    >>> SamplingParams(min_tokens=1).distribution
+    <Distribution.ALTERED: 'altered'>
     """
 
     temperature: float = 1.0
@@ -103,7 +111,9 @@ class SamplingParams:
     regex: str | None = None  # a regular expression that the whole answer must match
     ebnf: str | None = None  # a grammar whose `root` the answer must be, in GBNF: root ::= "yes" | "no"
     max_tokens: int = 256
+    min_tokens: int = 0  # at most max_tokens
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
     stop: tuple[str, ...] = ()  # texts that end the answer. The gateway cuts there; no engine sees them
     seed: int | None = None  # None: the engine chooses
 
@@ -126,6 +136,7 @@ class SamplingParams:
             and self.repetition_penalty == 1.0
             and not any(bias for _, bias in self.logit_bias)
             and self.grammar is None
+            and self.min_tokens <= 0
         )
         return Distribution.EXACT if only_temperature else Distribution.ALTERED
 
@@ -406,6 +417,19 @@ class TokenChunk:
     logprobs: tuple[float, ...]
     top_logprobs: tuple[TopLogprobs, ...] = ()  # one per token, or empty when none were asked for
     versions: tuple[VersionSpan, ...] = ()  # positions count from this chunk's first token; empty: not known yet
+
+    def first(self, num_tokens: int) -> "TokenChunk":
+        """Return its first tokens."""
+        return TokenChunk(
+            token_ids=self.token_ids[:num_tokens],
+            logprobs=self.logprobs[:num_tokens],
+            top_logprobs=self.top_logprobs[:num_tokens],
+            versions=VersionSpan.of_tokens(self.version_of_each()[:num_tokens]),
+        )
+
+    def version_of_each(self) -> list[WeightVersion]:
+        """The version that sampled each token; empty: not known yet."""
+        return [span.version for span in self.versions for _ in range(span.start, span.end)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

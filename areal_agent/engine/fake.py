@@ -136,12 +136,17 @@ class FakeRow:
 
 
 def _until_its_end(reply: Sequence[int], sampling: SamplingParams) -> tuple[Sequence[int], FinishReason]:
-    """Return the part of a reply that is sampled, and why it ends there."""
-    sampled = reply[: sampling.max_tokens]
-    for index, token_id in enumerate(sampled):
-        if token_id in sampling.stop_token_ids:
-            return sampled[: index + 1], FinishReason.STOP
-    return sampled, FinishReason.STOP if len(sampled) == len(reply) else FinishReason.LENGTH
+    """Return the part of a reply that is sampled, without end tokens before `min_tokens`, and why it ends there."""
+    sampled: list[int] = []
+    for token_id in reply:
+        is_end = token_id in sampling.stop_token_ids
+        if len(sampled) == sampling.max_tokens:
+            return sampled, FinishReason.LENGTH
+        if not is_end or len(sampled) >= sampling.min_tokens:
+            sampled.append(token_id)
+            if is_end:
+                break
+    return sampled, FinishReason.STOP
 
 
 class Operation(StrEnum):

@@ -84,6 +84,11 @@ class AnswerReader(Protocol):
         """The whole answer, once its last event has been read."""
         ...
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the answer is whole before its last event, and the stream may be closed."""
+        ...
+
     def read(self, fields: JsonObject) -> TokenChunk:
         """Read one event; return its new tokens, if any.
 
@@ -153,6 +158,8 @@ class Transport:
                     chunk = self.decoded(reader.read, path, fields)
                     if chunk.token_ids:
                         on_chunk(chunk)
+                    if reader.is_over and reader.result is not None:
+                        return reader.result
         if reader.result is None:
             raise EngineUnreachable(f"{where} ended before its last event; is the engine running? see its log")
         return reader.result

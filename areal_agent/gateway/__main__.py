@@ -108,6 +108,13 @@ def parser() -> Parser:
     )
     add("--model", "the name of the model (default: that of its folder)", metavar="NAME")
     add(
+        "--model-alias",
+        "another name by which agents may call the model; repeatable; '*' stands for every name",
+        action="append",
+        default=[],
+        metavar="NAME",
+    )
+    add(
         "--max-staleness",
         "how many versions old a trained token may be; a trainer can set it, too",
         type=int,
@@ -224,6 +231,7 @@ async def open_standalone(options: Namespace, admin_key: str) -> AsyncGenerator[
             renderer=renderer,
             journal=consumer,
             model_name=model_name,
+            model_aliases=options.model_alias,
             admin_key=admin_key,
             max_context_tokens=info.max_context_tokens,
             vocab_size=info.vocab_size,

@@ -48,6 +48,12 @@ class Choice:
     parsed: ParsedAnswer
     rows: tuple[TokenRow, ...] = ()
     num_reasoning_tokens: int = 0
+    num_given: int = 0  # characters of the content that the agent gave
+
+    @property
+    def content(self) -> str:
+        """The content that was sampled, without what the agent gave as its beginning."""
+        return self.parsed.content[self.num_given :]
 
     @property
     def finish_reason(self) -> str:

@@ -1,8 +1,8 @@
 """The gateway's routes, who may call them, and how an answer is sent.
 
-Agents call `/v1/chat/completions` and `/v1/completions` with the key of their session and can use only that session.
-The owner of a rollout calls `/rl/*` (`rollouts`). The admin key starts and exports sessions and, where a trainer
-elsewhere trains on them, leases them (`online`). An answer is one JSON object or a stream of server-sent events::
+Agents call `/v1/*` with the key of their session and can use only that session. The owner of a rollout calls `/rl/*`
+(`rollouts`). The admin key starts and exports sessions and, where a trainer elsewhere trains on them, leases them
+(`online`). An answer is one JSON object or a stream of server-sent events::
 
     session.begin ─▶ outlet ─▶ chunks ─▶ (the turns are in the journal) ─▶ finish reasons, usage, [DONE]
 
@@ -23,15 +23,15 @@ from aiohttp import web
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.gateway.answers import Answer
 from areal_agent.gateway.bodies import BodyReader, Limits
-from areal_agent.gateway.chat import ChatBody, ChatRequest
+from areal_agent.gateway.chat import ChatBody, ChatRequest, Tokenized, TokenizeRequest
 from areal_agent.gateway.completions import CompletionsBody, CompletionsRequest
 from areal_agent.gateway.draft import Outlet, Piece
 from areal_agent.gateway.metrics import Counters, GatewayStats, Metrics
 from areal_agent.gateway.online.consumer import Consumer, TrainerHandler, trainer_handlers
-from areal_agent.gateway.openapi import About, openapi_json
-from areal_agent.gateway.order import Order
+from areal_agent.gateway.openapi import ANY_MODEL, About, no_model, openapi_json
+from areal_agent.gateway.order import DEFAULT_MODEL, Order
 from areal_agent.gateway.rollouts import Callers, RolloutCalls
-from areal_agent.gateway.server import ServedGateway, as_request_error, error_object, json_reply, serve_app
+from areal_agent.gateway.server import ServedGateway, as_request_error, json_reply, serve_app
 from areal_agent.gateway.session import Session, StartRequest
 from areal_agent.gateway.sessions import Closing, Sessions, Traffic
 from areal_agent.gateway.turn import Exchange, Services
@@ -41,20 +41,31 @@ from areal_agent.protocols import Journal, Sampler
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import JsonObject, SessionRecord
 
-DEFAULT_MODEL = "default"
-"""A model name that every gateway accepts, for agents that do not know the real one."""
-
 RETURN_MEMORY_EVERY_S = 5.0
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 AgentHandler = Callable[[web.Request, Session, JsonObject], Awaitable[web.StreamResponse]]
 
 
+class AgentBody(Protocol):
+    """The body of an agent's request, in the protocol of its endpoint."""
+
+    is_streamed: bool
+
+    def order(self) -> Order: ...
+
+
 class AnswerBody(Protocol):
-    """Writes an answer as JSON in the format of its endpoint."""
+    """Writes an answer as JSON in the format of its endpoint, whole or as the events of a stream."""
+
+    names_events: bool  # each event is named by the `type` of its object
+    done: bytes  # ends a stream
+
+    def fault(self, fault: RequestError) -> JsonObject:
+        """Return the event that reports a failure."""
+        ...
 
     def whole(self, answer: Answer) -> JsonObject: ...
 
@@ -90,6 +101,7 @@ class Gateway:
         has_grammar: bool = False,
         limits: Limits | None = None,
         allowed_hosts: Iterable[str] = (),
+        model_aliases: Iterable[str] = (),
         archive: Ledger | None = None,
         consumer: Consumer | None = None,
     ) -> None:
@@ -108,7 +120,7 @@ class Gateway:
             vocab_size=vocab_size,
             has_grammar=has_grammar,
         )
-        self._model_name = model_name
+        self._models = (model_name, DEFAULT_MODEL, *model_aliases)
         self._limits = limits or Limits()
         self._allowed_hosts = tuple(allowed_hosts)
         self._bodies = BodyReader(self._limits)
@@ -118,7 +130,7 @@ class Gateway:
         self._metrics = Metrics(self.stats)
         self._callers = Callers(admin_key, self._sessions)
         self._about = About(
-            model_name=model_name, callers=self._callers, traffic=self._traffic, stats=self.stats, metrics=self._metrics
+            models=self._models, callers=self._callers, traffic=self._traffic, stats=self.stats, metrics=self._metrics
         )
         self._rollouts = RolloutCalls(
             sessions=self._sessions,
@@ -141,7 +153,10 @@ class Gateway:
         for prefix in ("/v1", ""):
             app.router.add_post(f"{prefix}/chat/completions", self._for_agent(self._chat_completions))
             app.router.add_post(f"{prefix}/completions", self._for_agent(self._completions))
+            app.router.add_post(f"{prefix}/tokenize", self._for_agent(self._tokenize))
             app.router.add_get(f"{prefix}/models", self._about.models)
+            app.router.add_get(f"{prefix}/models/{{model:.+}}", self._about.model)
+        app.router.add_get("/", self._about.root)
         app.router.add_post("/rl/start_session", self._rollouts.start)
         app.router.add_post("/rl/set_reward", self._rollouts.set_reward)
         app.router.add_post("/rl/end_session", self._rollouts.end)
@@ -177,22 +192,36 @@ class Gateway:
     # -------------------------------------------------------------------------------------------- agents
 
     async def _chat_completions(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
-        detokenizer = self._services.renderer.detokenizer
-        return await self._answer(http, session, ChatRequest.read(body), lambda one: ChatBody(one, detokenizer))
+        request, detokenizer = ChatRequest.read(body), self._services.renderer.detokenizer
+        return await self._answer(http, session, request, lambda one: ChatBody(request, one, detokenizer))
 
     async def _completions(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
         request, renderer = CompletionsRequest.read(body), self._services.renderer
-        return await self._answer(
-            http, session, request, lambda one: CompletionsBody(one, renderer.detokenizer, request.echoes(renderer))
+        return await self._answer(http, session, request, lambda one: CompletionsBody(request, one, renderer))
+
+    async def _tokenize(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
+        request, renderer = TokenizeRequest.read(body), self._services.renderer
+        self._require_model(request.model, session)
+        if request.prompt is not None:
+            token_ids: Sequence[int] = renderer.ids_of_prompt(request.prompt)
+        else:
+            token_ids = await session.prompt_ids(request.conversation, num_bytes=len(await http.read()))
+        return json_reply(
+            Tokenized(
+                count=len(token_ids),
+                max_model_len=self._services.max_context_tokens,
+                tokens=list(token_ids),
+            )
         )
 
     async def _answer(
-        self, http: web.Request, session: Session, request: Order, body_of: Callable[[Exchange], AnswerBody]
+        self, http: web.Request, session: Session, request: AgentBody, body_of: Callable[[Exchange], AnswerBody]
     ) -> web.StreamResponse:
         """Place, sample and answer a request, and mark the answer as delivered once all of it was sent."""
-        self._require_model(request.model)
+        order = request.order()
+        self._require_model(order.model, session)
         with session.deliveries.one():
-            exchange = await session.place(request, num_bytes=len(await http.read()))
+            exchange = await session.place(order, num_bytes=len(await http.read()))
             send = self._send_in_chunks if request.is_streamed else self._send_whole
             return await send(http, session, exchange, body_of(exchange))
 
@@ -220,12 +249,12 @@ class Gateway:
             if not await outlet.has_begun():
                 await asyncio.shield(answering)
             await reply.prepare(http)
-            await reply.write(_events(body.first(exchange.prompt_ids)))
+            await reply.write(_events(body, body.first(exchange.prompt_ids)))
             async for pieces in outlet.batches(self._limits.keep_alive_s):
-                events = b"".join(_events(body.piece(piece)) for piece in pieces)
+                events = b"".join(_events(body, body.piece(piece)) for piece in pieces)
                 await reply.write(events if pieces else KEEP_ALIVE)
             answer = await asyncio.shield(answering)
-            await reply.write(_events(body.last(answer)) + DONE)
+            await reply.write(_events(body, body.last(answer)) + body.done)
             await reply.write_eof()
             session.deliveries.delivered(answer.completion_ids)
         except (asyncio.CancelledError, ConnectionError):
@@ -236,26 +265,19 @@ class Gateway:
                 raise
             fault = as_request_error(error, http)
             self._counters.errors[fault.status] += 1
-            await reply.write(_events([error_object(fault)]))
+            await reply.write(_events(body, [body.fault(fault)]))
             await reply.write_eof()
         return reply
 
-    def _require_model(self, model: str) -> None:
-        if model not in (self._model_name, DEFAULT_MODEL):
-            raise RequestError(
-                f"the model {model!r:.200} does not exist; send {self._model_name!r} or {DEFAULT_MODEL!r}",
-                status=404,
-                param="model",
-                code="model_not_found",
-            )
+    def _require_model(self, model: str, session: Session) -> None:
+        if model not in self._models and not {model, ANY_MODEL} & {*session.model_aliases, *self._models}:
+            raise no_model(model, self._models)
 
     # ------------------------------------------------------------------------------------------- rollouts
 
     def _make_session(self, record: SessionRecord, start: StartRequest) -> Session:
         start.sampling.require_ids_below(self._services.vocab_size, "sampling.")
-        return Session(
-            record, services=self._services, on_ended=self._retire, defaults=start.sampling, truncates=start.truncates
-        )
+        return Session(record, services=self._services, on_ended=self._retire, start=start)
 
     async def _return_memory(self) -> None:
         """Give memory back after turns."""
@@ -292,8 +314,10 @@ class Gateway:
         return handler
 
 
-def _events(chunks: Iterable[JsonObject]) -> bytes:
-    return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
+def _events(body: AnswerBody, chunks: Iterable[JsonObject]) -> bytes:
+    if body.names_events:
+        return b"".join(b"event: %b\ndata: %b\n\n" % (one["type"].encode(), orjson.dumps(one)) for one in chunks)
+    return b"".join(b"data: %b\n\n" % orjson.dumps(one) for one in chunks)
 
 
 def _while_served(work: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[web.Application], AsyncIterator[None]]:

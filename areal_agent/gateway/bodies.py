@@ -48,6 +48,9 @@ MAX_COUNT = 2**31 - 1
 MAX_KEPT_BYTES = 2**20
 """Nothing of a longer body is kept to decode the next one by."""
 
+GROWING = ("messages", "input")
+"""The lists that grow from one body to the next, by protocol."""
+
 _MARK = secrets.token_hex(16).encode()  # no body contains it
 
 JSON_KINDS: Mapping[type, str] = {str: "a string", list: "a list", dict: "an object"}
@@ -298,11 +301,12 @@ class GrowingBody:
                  └─────────── head ───────────┘└─new──┘└────── tail ─────┘
 
     It stays because without it a turn of a long conversation costs 20% more (benchmarks/gateway, T128). What it returns
-    shares messages with what it returned before: do not change them.
+    shares messages with what it returned before: do not change them. `/v1/responses` calls its list `input`.
     """
 
     def __init__(self) -> None:
         self._body: JsonObject = {}  # the one before
+        self._name = ""  # of its list
         self._head = b""  # its JSON up to the end of its last message
         self._tail = b""  # the rest of it
 
@@ -314,17 +318,19 @@ class GrowingBody:
         new = self._new_messages(payload)
         if new is None:
             body = orjson.loads(payload)
-            end = _end_of_messages(payload, body)
+            name = next((name for name in GROWING if name in body), "") if isinstance(body, dict) else ""
+            end = _end_of_list(payload, body, name) if name else 0
         else:
-            body = {**self._body, "messages": [*self._body["messages"], *new]}
+            name = self._name
+            body = {**self._body, name: [*self._body[name], *new]}
             end = len(payload) - len(self._tail)
         if end:
-            self._body, self._head, self._tail = body, payload[:end], payload[end:]
+            self._body, self._name, self._head, self._tail = body, name, payload[:end], payload[end:]
         return body
 
     def forget(self) -> None:
         """Release the body before; the next one is decoded whole."""
-        self._body, self._head, self._tail = {}, b"", b""
+        self._body, self._name, self._head, self._tail = {}, "", b"", b""
 
     def _new_messages(self, payload: bytes) -> list[Any] | None:
         """Return the messages between head and tail; None if the payload differs from the one before in another way."""
@@ -337,18 +343,18 @@ class GrowingBody:
             return None
 
 
-def _end_of_messages(payload: bytes, body: Any) -> int:
-    """Return the position in a body at which its list of messages ends, or 0 if it has none or that is not certain."""
-    if not isinstance(body, dict) or not isinstance(cast("JsonObject", body).get("messages"), list):
+def _end_of_list(payload: bytes, body: JsonObject, name: str) -> int:
+    """Return the position in a body at which its list `name` ends, or 0 if it is no list or that is not certain."""
+    if not isinstance(body[name], list):
         return 0
-    names = list(cast("JsonObject", body))
-    later = names[names.index("messages") + 1 :]
+    names = list(body)
+    later = names[names.index(name) + 1 :]
     end = payload.rfind(b"]", 0, payload.rfind(orjson.dumps(later[0])) if later else len(payload))
     try:
         marked = orjson.loads(b'%b,"%b"%b' % (payload[:end], _MARK, payload[end:]))
     except orjson.JSONDecodeError:
         return 0
-    return end if marked["messages"][-1:] == [_MARK.decode()] else 0  # it has become a message, which proves the place
+    return end if marked[name][-1:] == [_MARK.decode()] else 0  # it has become a message, which proves the place
 
 
 def _object(payload: bytes, decode: Callable[[bytes], object] = orjson.loads) -> JsonObject:

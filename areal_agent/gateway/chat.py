@@ -5,9 +5,8 @@ Each of OpenAI's parameters is honoured, or refused by name when its value asks 
 """
 
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
-from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
 import orjson
 from pydantic import Discriminator, Field, PlainValidator, Tag, model_validator
@@ -15,25 +14,29 @@ from pydantic import Discriminator, Field, PlainValidator, Tag, model_validator
 from areal_agent.errors import RequestError
 from areal_agent.gateway.answers import Answer, Choice, call_id, chat_logprobs, completion_ids
 from areal_agent.gateway.bodies import Body, Name, PositiveCount, ShallowObject, Unsupported, json_kind, refuse
-from areal_agent.gateway.conversation import Message, NamedTool, Tool, Tools, read_message, read_tools
-from areal_agent.gateway.draft import ChatReading, Gain, Piece, TokenRow
-from areal_agent.gateway.order import MAX_TOP_LOGPROBS, Order, Question
+from areal_agent.gateway.conversation import (
+    NO_TOOLS,
+    PASSED_ON,
+    Conversation,
+    Message,
+    NamedTool,
+    TemplateOptions,
+    Tool,
+    ToolChoice,
+    Tools,
+    ToolUse,
+    read_tools,
+    template_options,
+)
+from areal_agent.gateway.draft import Gain, Piece, TokenRow
+from areal_agent.gateway.order import DEFAULT_MODEL, MAX_TOP_LOGPROBS, Order, OrderBody
+from areal_agent.gateway.server import DONE, error_object
 from areal_agent.gateway.turn import Exchange
-from areal_agent.tokens.forest import Forest, Opening, Prompt
 from areal_agent.tokens.formats.base import AnswerDelta, ToolCall
-from areal_agent.tokens.formats.reader import THINK_END
-from areal_agent.tokens.renderer import Detokenizer, Renderer
+from areal_agent.tokens.renderer import Detokenizer
 from areal_agent.types import JsonObject
 
 ANY_OBJECT = '{"type":"object"}'
-
-
-class ToolUse(StrEnum):
-    """The use that the model may make of the tools."""
-
-    AUTO = "auto"  # the model decides
-    NONE = "none"  # text that looks like a call is text
-    REQUIRED = "required"  # the answer begins with a call
 
 
 class PlainFormat(Body):
@@ -64,22 +67,36 @@ def _read_messages(value: object) -> list[JsonObject]:
     return value
 
 
-class ChatRequest(Order):
+class AllowedTools(Body):
+    """The tools that may be called. The others stay in the prompt."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedChoice(Body):
+    """A choice among some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+Messages = Annotated[
+    list[JsonObject],
+    PlainValidator(_read_messages, json_schema_input_type=Annotated[list[Message], Field(min_length=1)]),
+]
+ToolList = Annotated[Tools, PlainValidator(read_tools, json_schema_input_type=list[Tool])]
+
+
+class ChatRequest(OrderBody):
     """The body of a chat completion request."""
 
-    id_prefix: ClassVar[str] = "chatcmpl"
-    prompt_param: ClassVar[str] = "messages"
-
     # Kept as the agent wrote them; new ones are checked when the conversation is placed.
-    messages: Annotated[
-        list[JsonObject],
-        PlainValidator(_read_messages, json_schema_input_type=Annotated[list[Message], Field(min_length=1)]),
-    ]
-    tools: Annotated[Tools, PlainValidator(read_tools, json_schema_input_type=list[Tool])] = Tools(
-        definitions=(), accepts=None
-    )
+    messages: Messages
+    tools: ToolList = NO_TOOLS
     tool_choice: Annotated[
-        Annotated[Literal["auto", "none", "required"], Tag("a string")] | Annotated[NamedTool, Tag("an object")],
+        Annotated[Literal["auto", "none", "required"], Tag("a string")]
+        | Annotated[NamedTool | AllowedChoice, Field(discriminator="type"), Tag("an object")],
         Discriminator(json_kind),
     ] = "auto"
     parallel_tool_calls: bool = True
@@ -87,6 +104,17 @@ class ChatRequest(Order):
         default=None, description="Anything but `text` needs an engine with grammars; it is refused elsewhere."
     )
     max_completion_tokens: PositiveCount | None = None
+    chat_template_kwargs: TemplateOptions = Field(default_factory=dict[str, Any])
+    reasoning_effort: Name | None = Field(default=None, description=PASSED_ON)
+    verbosity: Name | None = Field(default=None, description=PASSED_ON)
+    continues_last: bool = Field(
+        default=False,
+        alias="continue_final_message",
+        description="An extension: the answer goes on where the last message, an assistant's, ends.",
+    )
+    add_generation_prompt: bool = Field(
+        default=True, description="False is accepted only together with continue_final_message, as in vLLM."
+    )
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
@@ -96,10 +124,8 @@ class ChatRequest(Order):
     modalities: Annotated[Any, Unsupported(["text"])] = None
     moderation: Annotated[Any, Unsupported()] = None
     prediction: Annotated[Any, Unsupported()] = None
-    reasoning_effort: Annotated[Any, Unsupported()] = None
     service_tier: Annotated[Any, Unsupported("auto", "default")] = None
     store: Annotated[Any, Unsupported(False)] = None
-    verbosity: Annotated[Any, Unsupported("medium")] = None
     web_search_options: Annotated[Any, Unsupported()] = None
 
     # ------------------------------------------------------------------------------------- what must agree
@@ -108,23 +134,26 @@ class ChatRequest(Order):
     def _check_together(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", self.top_logprobs, "sent together with logprobs=true")
-        self._check_tool_choice()
-        if self.json_schema is not None and self.tools.definitions and self.may_call_tools:
+        self.choice.require_known(self.tools.definitions, self._choice_param)
+        if self.json_schema is not None and self.conversation.may_call_tools:
             raise RequestError(
                 "response_format makes the whole answer JSON, so it could not call a tool; send it without tools, or "
                 "with tool_choice 'none'",
                 param="response_format",
                 code="unsupported_parameter",
             )
+        self._check_continued()
         return self._with_one_limit()
 
-    def _check_tool_choice(self) -> None:
-        names = [tool["function"]["name"] for tool in self.tools.definitions]
-        if self.only_tool is not None and self.only_tool not in names:
-            must = f"one of the tools: {', '.join(names) or 'there are none'}"
-            refuse("tool_choice.function.name", self.only_tool, must)
-        if self.tool_choice == ToolUse.REQUIRED and not names:
-            refuse("tool_choice", self.tool_choice, "'none' or left out where there are no tools")
+    @property
+    def _choice_param(self) -> str:
+        return "tool_choice.function.name" if isinstance(self.tool_choice, NamedTool) else "tool_choice"
+
+    def _check_continued(self) -> None:
+        if not self.add_generation_prompt and not self.continues_last:
+            refuse("add_generation_prompt", False, "true, unless continue_final_message is true")
+        if self.continues_last and self.choice.use is ToolUse.REQUIRED:
+            refuse("continue_final_message", True, "false where tool_choice demands a call")
 
     def _with_one_limit(self) -> Self:
         """Accept `max_completion_tokens`, the newer name of `max_tokens`."""
@@ -148,53 +177,85 @@ class ChatRequest(Order):
         return ANY_OBJECT if self.response_format and self.response_format.type == "json_object" else None
 
     @property
-    def tool_use(self) -> ToolUse:
-        if isinstance(self.tool_choice, NamedTool):
-            return ToolUse.REQUIRED
-        return ToolUse(self.tool_choice) if self.tools.definitions else ToolUse.NONE
+    def choice(self) -> ToolChoice:
+        match self.tool_choice:
+            case NamedTool(function=function):
+                return ToolChoice(use=ToolUse.REQUIRED, only=function.name)
+            case AllowedChoice(allowed_tools=allowed):
+                return ToolChoice(use=ToolUse(allowed.mode), allowed={one.function.name for one in allowed.tools})
+            case use:
+                return _CHOICES[ToolUse(use)]
 
     @property
-    def may_call_tools(self) -> bool:
-        return self.tool_use is not ToolUse.NONE
-
-    @property
-    def only_tool(self) -> str | None:
-        """The one tool that must be called, exactly once."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-
-    @property
-    def is_single_call(self) -> bool:
-        return self.only_tool is not None or (not self.parallel_tool_calls and self.may_call_tools)
-
-    def questions(self) -> tuple[Question]:
-        return (self,)
-
-    def place(self, forest: Forest, renderer: Renderer) -> Prompt:
-        return forest.plan(
-            self.messages, self.tools.definitions, normalise=read_message, opening=self._opening(renderer)
+    def conversation(self) -> Conversation:
+        return Conversation(
+            messages=self.messages,
+            tools=self.tools,
+            choice=self.choice,
+            template_options=template_options(self.chat_template_kwargs, self.reasoning_effort, self.verbosity),
+            continues_last=self.continues_last,
         )
 
-    def reading(self, renderer: Renderer, prompt: Prompt) -> ChatReading:
-        return ChatReading(
-            answer_format=renderer.answer_format,
-            may_call_tools=self.may_call_tools,
-            is_thinking=prompt.is_thinking or THINK_END in prompt.opening,
-            opening=prompt.opening,
-            only_tool=self.only_tool,
-            accepts=self.tools.accepts,
+    def order(self) -> Order:
+        conversation = self.conversation
+        return Order(
+            id_prefix="chatcmpl-",
+            model=self.model,
+            prompt_param="messages",
+            questions=(conversation,),
+            wishes=self,
+            num_choices=self.num_choices,
+            stops=self.stops,
+            seed=self.seed,
+            num_top_logprobs=self.num_top_logprobs,
+            json_schema=self.json_schema,
+            is_single_call=conversation.is_single_call(self.parallel_tool_calls),
         )
 
-    def _opening(self, renderer: Renderer) -> Opening | None:
-        if self.tool_use is not ToolUse.REQUIRED:
-            return None
-        return partial(renderer.answer_format.opening, self.only_tool)
+
+_CHOICES = {use: ToolChoice(use=use) for use in ToolUse}
+
+
+class TokenizeRequest(Body):
+    """What to tokenise, as for vLLM: a plain prompt, or messages as a chat would send them."""
+
+    model: str = DEFAULT_MODEL
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: ToolList = NO_TOOLS
+    chat_template_kwargs: TemplateOptions = Field(default_factory=dict[str, Any])
+    add_generation_prompt: Annotated[Any, Unsupported(True)] = None
+    add_special_tokens: Annotated[Any, Unsupported(True)] = None
+
+    @model_validator(mode="after")
+    def _is_one_thing(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            refuse("prompt", self.prompt, "given, or messages, and not both")
+        return self
+
+    @property
+    def conversation(self) -> Conversation:
+        return Conversation(messages=self.messages or [], tools=self.tools, template_options=self.chat_template_kwargs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokenized:
+    """The answer of `/v1/tokenize`."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
 
 
 class ChatBody:
     """Writes the answer to one exchange as a `chat.completion` object or the chunks of a stream."""
 
-    def __init__(self, exchange: Exchange, detokenizer: Detokenizer) -> None:
-        self._order = exchange.order
+    names_events = False
+    done = DONE
+    fault = staticmethod(error_object)
+
+    def __init__(self, request: ChatRequest, exchange: Exchange, detokenizer: Detokenizer) -> None:
+        self._request = request
         self._detokenizer = detokenizer
         self._completion_ids = completion_ids(exchange.answer_id, exchange.num_choices)
         self._head = {"id": exchange.answer_id, "created": exchange.created_s, "model": exchange.model}
@@ -208,7 +269,7 @@ class ChatBody:
             "choices": [self._choice(choice) for choice in answer.choices],
             "usage": answer.usage(),
         }
-        if self._order.has_token_ids:
+        if self._request.has_token_ids:
             body["prompt_token_ids"] = list(answer.turns[0].prompt_ids)
         return body
 
@@ -219,7 +280,7 @@ class ChatBody:
             "logprobs": self._logprobs(choice.rows),
             "finish_reason": choice.finish_reason,
         }
-        if self._order.has_token_ids:
+        if self._request.has_token_ids:
             body["token_ids"] = choice.completion.token_ids
         return body
 
@@ -229,7 +290,7 @@ class ChatBody:
         """Yield the chunks with the role, before any text."""
         for index in range(len(self._completion_ids)):
             chunk = self._chunk(index, {"role": "assistant", "content": ""})
-            if self._order.has_token_ids and index == 0:
+            if self._request.has_token_ids and index == 0:
                 chunk["prompt_token_ids"] = list(prompt_ids)
             yield chunk
 
@@ -247,36 +308,36 @@ class ChatBody:
             chunk = self._chunk(choice.index, {})
             chunk["choices"][0]["finish_reason"] = choice.finish_reason
             yield chunk
-        if self._order.has_usage_chunk:
+        if self._request.has_usage_chunk:
             yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": answer.usage()}
 
     def _chunk(self, index: int, delta: JsonObject, gain: Gain | None = None) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         if gain is not None:
             choice["logprobs"] = self._logprobs(gain.rows)
-            if self._order.has_token_ids:
+            if self._request.has_token_ids:
                 choice["token_ids"] = gain.token_ids
         chunk: dict[str, Any] = {**self._head, "object": "chat.completion.chunk", "choices": [choice]}
-        if self._order.has_usage_chunk:
+        if self._request.has_usage_chunk:
             chunk["usage"] = None
         return chunk
 
     def _tells_tokens(self, gain: Gain) -> bool:
-        has_logprobs = self._order.num_top_logprobs is not None and bool(gain.rows)
-        return has_logprobs or (self._order.has_token_ids and bool(gain.token_ids))
+        has_logprobs = self._request.num_top_logprobs is not None and bool(gain.rows)
+        return has_logprobs or (self._request.has_token_ids and bool(gain.token_ids))
 
     def _logprobs(self, rows: tuple[TokenRow, ...]) -> JsonObject | None:
-        num_top = self._order.num_top_logprobs
+        num_top = self._request.num_top_logprobs
         return None if num_top is None else chat_logprobs(rows, num_top, self._detokenizer)
 
 
 def _message(choice: Choice) -> JsonObject:
     parsed = choice.parsed
-    message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+    message: dict[str, Any] = {"role": "assistant", "content": choice.content}
     if parsed.reasoning is not None:
         message["reasoning_content"] = parsed.reasoning
     if parsed.tool_calls:
-        message["content"] = parsed.content or None
+        message["content"] = choice.content or None
         message["tool_calls"] = [
             _call(call, call_id(choice.completion.id, index)) for index, call in enumerate(parsed.tool_calls)
         ]

@@ -5,7 +5,7 @@ answer, as text or as ids, continues that turn.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, ClassVar, Self, cast
+from typing import Annotated, Any, Self, cast
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -13,10 +13,11 @@ from areal_agent.errors import RequestError
 from areal_agent.gateway.answers import Answer, Choice, completion_logprobs
 from areal_agent.gateway.bodies import Unsupported, json_kind, refuse
 from areal_agent.gateway.draft import Piece, PlainReading, TokenRow
-from areal_agent.gateway.order import MAX_CHOICES, MAX_TOP_LOGPROBS, Order, Question
+from areal_agent.gateway.order import MAX_CHOICES, MAX_TOP_LOGPROBS, Order, OrderBody
+from areal_agent.gateway.server import DONE, error_object
 from areal_agent.gateway.turn import Exchange
 from areal_agent.tokens.forest import Forest, Prompt
-from areal_agent.tokens.renderer import Detokenizer, Renderer
+from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import JsonObject
 
 
@@ -45,11 +46,8 @@ Prompts = Annotated[
 ]
 
 
-class CompletionsRequest(Order):
+class CompletionsRequest(OrderBody):
     """The body of a completion request."""
-
-    id_prefix: ClassVar[str] = "cmpl"
-    prompt_param: ClassVar[str] = "prompt"
 
     prompt: Prompts
     is_echoed: bool = Field(default=False, alias="echo")
@@ -82,20 +80,18 @@ class CompletionsRequest(Order):
             return (cast("list[int]", self.prompt),)
         return tuple(cast("list[str | list[int]]", self.prompt))
 
-    @property
-    def num_top_logprobs(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def json_schema(self) -> None:
-        return None
-
-    @property
-    def is_single_call(self) -> bool:
-        return False
-
-    def questions(self) -> tuple[Question, ...]:
-        return tuple(_Completion(prompt) for prompt in self.prompts)
+    def order(self) -> Order:
+        return Order(
+            id_prefix="cmpl-",
+            model=self.model,
+            prompt_param="prompt",
+            questions=[_Completion(prompt) for prompt in self.prompts],
+            wishes=self,
+            num_choices=self.num_choices,
+            stops=self.stops,
+            seed=self.seed,
+            num_top_logprobs=self.logprobs,
+        )
 
     def echoes(self, renderer: Renderer) -> tuple[str, ...]:
         """Return the echo of each prompt; empty texts without `echo`."""
@@ -120,12 +116,16 @@ class _Completion:
 
 
 class CompletionsBody:
-    """Writes the answer to one exchange. `echoes` holds the text that precedes the answers to each prompt."""
+    """Writes the answer to one exchange."""
 
-    def __init__(self, exchange: Exchange, detokenizer: Detokenizer, echoes: Sequence[str]) -> None:
-        self._order = exchange.order
-        self._detokenizer = detokenizer
-        self._echoes = echoes
+    names_events = False
+    done = DONE
+    fault = staticmethod(error_object)
+
+    def __init__(self, request: CompletionsRequest, exchange: Exchange, renderer: Renderer) -> None:
+        self._request = request
+        self._detokenizer = renderer.detokenizer
+        self._echoes = request.echoes(renderer)
         self._num_choices = exchange.num_choices
         self._head = {
             "id": exchange.answer_id,
@@ -144,7 +144,7 @@ class CompletionsBody:
         echo = self._echo(choice.index)
         body = self._choice_body(choice.index, echo + choice.text, choice.rows)
         body["finish_reason"] = choice.completion.finish_reason.value
-        if self._order.has_token_ids:
+        if self._request.has_token_ids:
             body |= {"prompt_token_ids": list(prompt_ids), "token_ids": choice.completion.token_ids}
         return body
 
@@ -160,7 +160,7 @@ class CompletionsBody:
         """Yield the chunk for one answer's gain."""
         gain = piece.gain
         body = self._choice_body(piece.index, "".join(delta.content for delta in gain.deltas), gain.rows)
-        if self._order.has_token_ids:
+        if self._request.has_token_ids:
             body["token_ids"] = gain.token_ids
         yield self._chunk(body)
 
@@ -169,18 +169,18 @@ class CompletionsBody:
         for choice, prompt_ids in _with_prompts(answer):
             body = self._choice_body(choice.index, "", ())
             body["finish_reason"] = choice.completion.finish_reason.value
-            if self._order.has_token_ids:
+            if self._request.has_token_ids:
                 body["prompt_token_ids"] = list(prompt_ids)
             yield self._chunk(body)
-        if self._order.has_usage_chunk:
+        if self._request.has_usage_chunk:
             yield {**self._head, "choices": [], "usage": answer.usage()}
 
     def _chunk(self, choice: JsonObject) -> JsonObject:
         chunk = {**self._head, "choices": [choice]}
-        return chunk | {"usage": None} if self._order.has_usage_chunk else chunk
+        return chunk | {"usage": None} if self._request.has_usage_chunk else chunk
 
     def _choice_body(self, index: int, text: str, rows: Sequence[TokenRow]) -> dict[str, Any]:
-        num_top = self._order.num_top_logprobs
+        num_top = self._request.logprobs
         logprobs = (
             None
             if num_top is None
@@ -189,7 +189,7 @@ class CompletionsBody:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
 
     def _echo(self, index: int) -> str:
-        return self._echoes[index // self._order.num_choices]
+        return self._echoes[index // self._request.num_choices]
 
 
 def _with_prompts(answer: Answer) -> Iterator[tuple[Choice, Sequence[int]]]:

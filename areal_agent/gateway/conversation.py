@@ -1,24 +1,44 @@
-"""The messages and tools of a chat: checked, and normalised for the chat template and for comparison.
+"""A conversation as every protocol asks to continue it: messages, tools, and how the answer may use them.
 
-A normalised message has its content as one string, the arguments of tool calls as parsed objects, and no key without
-a value. A call of a tool with `strict: true` counts as a call only if its arguments match the tool's schema. No grammar
-enforces the schema during sampling; a call that does not match is malformed and stays text.
+Each protocol checks its own form and translates it into messages as chat completions write them (`Translated` does so
+for new ones only). `Conversation` places them among the session's turns; nothing else in the gateway's protocols knows
+of that. So an episode gives the same tokens through every protocol.
+
+Messages are checked and normalised for the chat template and for comparison. A normalised message has its content as
+one string, the arguments of tool calls as parsed objects, and no key without a value. A call of a `strict` tool
+counts as a call only if its arguments match the tool's schema. No grammar enforces the schema during sampling; a call
+that does not match is malformed and stays text.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache, partial
+from operator import is_
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 import jsonschema_rs
 import orjson
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    TypeAdapter,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.bodies import Body, json_kind, read_as, refuse, require_shallow
+from areal_agent.gateway.bodies import Body, ShallowObject, json_kind, read_as, refuse, require_shallow, wrong
+from areal_agent.gateway.draft import ChatReading
 from areal_agent.tokens.canonical import parse_json_object
+from areal_agent.tokens.forest import Forest, Opening, Prompt
 from areal_agent.tokens.formats.base import ToolCall
+from areal_agent.tokens.formats.reader import THINK_BEGIN, THINK_END
+from areal_agent.tokens.renderer import Renderer, is_open
 from areal_agent.types import JsonObject
 
 MAX_KNOWN_BYTES = 2**16
@@ -65,8 +85,11 @@ def _refuse_reference(uri: str) -> NoReturn:
     raise ValueError(f"{uri} is another document; copy its definitions into the schema")
 
 
-ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,64}$")]
-"""OpenAI's pattern plus the dot. A forced call puts the name into the prompt, so it must not contain special tokens."""
+ToolName = Annotated[str, Field(pattern="^[A-Za-z0-9_.-]{1,128}$")]
+"""OpenAI's pattern plus the dot, and up to 128 characters, which the names of MCP servers' tools need.
+
+A forced call puts the name into the prompt, so it must not contain special tokens.
+"""
 
 
 class Open(Body):
@@ -261,3 +284,181 @@ class NamedTool(Body):
 
     type: Literal["function"]
     function: NamedFunction
+
+
+# -------------------------------------------------------------------------------------------------- conversation
+
+
+class ToolUse(StrEnum):
+    """The use that the model may make of the tools."""
+
+    AUTO = "auto"  # the model decides
+    NONE = "none"  # text that looks like a call is text
+    REQUIRED = "required"  # the answer begins with a call
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ToolChoice:
+    """How an answer may use the tools."""
+
+    use: ToolUse = ToolUse.AUTO
+    only: str | None = None  # the one tool that must be called, exactly once
+    allowed: Collection[str] | None = None  # a call of another tool is malformed; None: all are allowed
+
+    def require_known(self, tools: Sequence[JsonObject], param: str) -> None:
+        """Raise RequestError if the choice asks for tools that the request does not have."""
+        names = [tool["function"]["name"] for tool in tools]
+        for name in (self.only,) if self.only is not None else self.allowed or ():
+            if name not in names:
+                refuse(param, name, f"one of the tools: {', '.join(names) or 'there are none'}")
+        if self.use is ToolUse.REQUIRED and not names:
+            refuse(param, str(self.use), "'none' or left out where there are no tools")
+
+
+NO_TOOLS = Tools(definitions=(), accepts=None)
+
+PASSED_ON = "Passed to the chat template under this name; a template that does not read it ignores it."
+
+RESERVED_OPTIONS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "additional_special_tokens"})
+
+
+def _require_free(options: JsonObject) -> JsonObject:
+    reserved = sorted(name for name in options if name in RESERVED_OPTIONS or name.endswith("_token"))
+    if reserved:
+        raise wrong(f"an object without {', '.join(reserved)}, which the gateway gives to the template")
+    return options
+
+
+TemplateOptions = Annotated[
+    ShallowObject,
+    AfterValidator(_require_free),
+    Field(description="More variables for the chat template, such as {'enable_thinking': false}."),
+]
+
+
+def template_options(given: JsonObject, reasoning_effort: str | None, verbosity: str | None) -> JsonObject:
+    """Return the chat template's variables for one request; effort `none` also turns thinking off.
+
+    >>> template_options({"x": 1}, "none", None)
+    {'enable_thinking': False, 'reasoning_effort': 'none', 'x': 1}
+    """
+    options: dict[str, Any] = {"enable_thinking": False} if reasoning_effort == "none" else {}
+    if reasoning_effort is not None:
+        options["reasoning_effort"] = reasoning_effort
+    if verbosity is not None:
+        options["verbosity"] = verbosity
+    return {**options, **given}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """The conversation that one request asks to continue: a `Question`.
+
+    `messages` are as chat completions write them; new ones are checked when they are placed.
+    """
+
+    messages: Sequence[JsonObject]
+    tools: Tools = NO_TOOLS
+    choice: ToolChoice = ToolChoice()
+    template_options: JsonObject = field(default_factory=dict[str, Any])  # more variables for the chat template
+    continues_last: bool = False  # the answer goes on where the last message, an assistant's, ends
+
+    @property
+    def may_call_tools(self) -> bool:
+        return bool(self.tools.definitions) and self.choice.use is not ToolUse.NONE
+
+    def is_single_call(self, may_be_parallel: bool) -> bool:
+        """Return whether an answer ends with its first tool call."""
+        return self.choice.only is not None or (not may_be_parallel and self.may_call_tools)
+
+    def place(self, forest: Forest, renderer: Renderer, *, is_counted: bool = True) -> Prompt:
+        messages: Sequence[JsonObject] = self.messages
+        opening: Opening | None = None
+        if self.continues_last:
+            messages, opening = messages[:-1], self._given_opening(renderer)
+        elif self.choice.use is ToolUse.REQUIRED:
+            opening = partial(renderer.answer_format.opening, self.choice.only)
+        return forest.plan(
+            messages,
+            self.tools.definitions,
+            normalise=read_message,
+            opening=opening,
+            options=renderer.options_read(self.template_options),
+            is_counted=is_counted,
+        )
+
+    def reading(self, renderer: Renderer, prompt: Prompt) -> ChatReading:
+        is_thinking = is_open(prompt.opened)
+        given = _text_of_last(self.messages) if self.continues_last else ""
+        return ChatReading(
+            answer_format=renderer.answer_format,
+            may_call_tools=self.may_call_tools,
+            is_thinking=is_thinking,
+            opening=prompt.opening,
+            num_given=len(given.lstrip() if is_thinking else given),
+            only_tool=self.choice.only,
+            accepts=self.tools.accepts if self.choice.allowed is None else self._accepts_allowed,
+        )
+
+    def _accepts_allowed(self, call: ToolCall) -> bool:
+        assert self.choice.allowed is not None
+        return call.name in self.choice.allowed and (self.tools.accepts is None or self.tools.accepts(call))
+
+    def _given_opening(self, renderer: Renderer) -> Opening:
+        """Return the opening that repeats the last message. Raises RequestError if that cannot be continued."""
+        last = f"messages[{len(self.messages) - 1}]"
+        message = read_message(self.messages[-1], len(self.messages) - 1)
+        text: str = message["content"]
+        if message["role"] != "assistant" or message.get("tool_calls") or message.get("reasoning_content"):
+            raise RequestError(
+                f"{last} cannot be continued: only an assistant's message with text and nothing else can",
+                param=last,
+                code="invalid_value",
+            )
+        if renderer.form(message)["content"] != text or THINK_BEGIN in text or THINK_END in text:
+            raise RequestError(
+                f"{last} cannot be continued: it contains special tokens or the tags of thinking; leave them out",
+                param=last,
+                code="invalid_value",
+            )
+
+        def opening(*, is_thinking: bool) -> str:
+            return (f"\n{THINK_END}\n\n" if is_thinking else "") + text
+
+        return opening
+
+
+def _text_of_last(messages: Sequence[JsonObject]) -> str:
+    return read_message(messages[-1], len(messages) - 1)["content"]
+
+
+class Translated:
+    """Remembers one session's translation into messages, so that each request translates only what it adds.
+
+    An agent repeats its conversation; `GrowingBody` gives repeated items as the same objects.
+    """
+
+    def __init__(self) -> None:
+        self._items: list[Any] = []
+        self._messages: list[JsonObject] = []
+
+    def messages(
+        self, items: list[Any], translate: Callable[[list[Any], int], list[JsonObject]], *, may_keep: bool = True
+    ) -> list[JsonObject]:
+        """Return the messages of `items`. `translate` gets those that are new, and the index of the first.
+
+        Pass `may_keep` as false if later items may join the last message.
+        """
+        num_known = len(self._items)
+        is_known = num_known <= len(items) and all(map(is_, self._items, items))
+        if not is_known:
+            self.forget()
+            num_known = 0
+        messages = self._messages + translate(items[num_known:], num_known)
+        if may_keep:
+            self._items, self._messages = items, messages
+        return messages
+
+    def forget(self) -> None:
+        """Release everything; the next request is translated whole."""
+        self._items, self._messages = [], []

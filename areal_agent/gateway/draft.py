@@ -83,6 +83,11 @@ class Reader(Protocol):
 class Reading(Protocol):
     """Makes the readers for the answers to one request."""
 
+    @property
+    def num_given(self) -> int:
+        """The number of characters at the beginning of the content that the agent gave."""
+        ...
+
     def reader(self) -> Reader:
         """Make a reader for one answer."""
         ...
@@ -90,12 +95,17 @@ class Reading(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatReading:
-    """Reads a chat's answers. `opening` is the beginning of a forced call, which is part of the prompt."""
+    """Reads a chat's answers.
+
+    `opening` is the beginning of the answer that the prompt ends with: of a forced call, or `num_given` characters of
+    text that the agent wrote and that are not sent back to it.
+    """
 
     answer_format: AnswerFormat
     may_call_tools: bool
     is_thinking: bool  # the prompt opened the reasoning
     opening: str = ""
+    num_given: int = 0
     only_tool: str | None = None  # a call of any other tool is malformed
     accepts: Callable[[ToolCall], bool] | None = None  # a call that it rejects is malformed
 
@@ -107,12 +117,14 @@ class ChatReading:
             accepts=self.accepts,
         )
         if self.opening:
-            reader.feed(self.opening)  # yields nothing: it begins a call, which is held back
+            reader.begin_with(self.opening)
         return reader
 
 
 class PlainReading:
     """Reads answers as plain text."""
+
+    num_given = 0
 
     def reader(self) -> "PlainReader":
         return PlainReader()

@@ -3,6 +3,7 @@
 `About` handles the calls that only report: models, health, metrics.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -15,9 +16,10 @@ from pydantic import Field, TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
+from areal_agent.errors import RequestError
 from areal_agent.gateway.auth import is_loopback
 from areal_agent.gateway.bodies import Body, Number
-from areal_agent.gateway.chat import ChatRequest
+from areal_agent.gateway.chat import ChatRequest, Tokenized, TokenizeRequest
 from areal_agent.gateway.completions import CompletionsRequest
 from areal_agent.gateway.metrics import GatewayStats, Metrics
 from areal_agent.gateway.online.wire import (
@@ -32,30 +34,50 @@ from areal_agent.gateway.online.wire import (
     StateReply,
     StatusRequest,
 )
-from areal_agent.gateway.order import Order
+from areal_agent.gateway.order import DEFAULT_MODEL, OrderBody
 from areal_agent.gateway.rollouts import Callers, EndedSession, ExportedTrajectory, RewardedSession, StartedSession
 from areal_agent.gateway.server import json_reply
 from areal_agent.gateway.session import EndRequest, ExportRequest, RewardRequest, StartRequest
 from areal_agent.gateway.sessions import Traffic
 from areal_agent.types import JsonObject
 
+ANY_MODEL = "*"
+"""An alias that stands for every model name."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """A model as OpenAI's clients expect it."""
+    """A model, as the clients of OpenAI and of Anthropic expect it."""
 
     id: str
+    display_name: str
     object: Literal["model"] = "model"
+    type: Literal["model"] = "model"
     created: int = 0
+    created_at: str = "1970-01-01T00:00:00Z"
     owned_by: str = "areal_agent"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Models:
-    """The answer of `/v1/models`."""
+    """The answer of `/v1/models`: the model, then its aliases."""
 
     object: Literal["list"] = "list"
     data: tuple[Model, ...]
+    has_more: bool = False
+    first_id: str
+    last_id: str
+
+
+def no_model(name: str, models: Sequence[str]) -> RequestError:
+    """Return the error for a request that names another model."""
+    return RequestError(
+        f"the model {name!r:.200} does not exist; send {' or '.join(map(repr, models))}, or give the gateway an alias "
+        "(--model-alias)",
+        status=404,
+        param="model",
+        code="model_not_found",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,22 +96,36 @@ class About:
     def __init__(
         self,
         *,
-        model_name: str,
+        models: Sequence[str],
         callers: Callers,
         traffic: Traffic,
         stats: Callable[[], GatewayStats],
         metrics: Metrics,
     ) -> None:
-        self._model_name = model_name
+        self._models = models
         self._callers = callers
         self._traffic = traffic
         self._stats = stats
         self._metrics = metrics
 
     async def models(self, request: web.Request) -> web.Response:
-        """List the gateway's one model; any key will do."""
+        """List the names of the gateway's one model; any key will do."""
         self._callers.require_any(request)
-        return json_reply(Models(data=(Model(id=self._model_name),)))
+        names = [name for name in self._models if name not in (DEFAULT_MODEL, ANY_MODEL)]
+        data = tuple(Model(id=name, display_name=name) for name in names)
+        return json_reply(Models(data=data, first_id=names[0], last_id=names[-1]))
+
+    async def model(self, request: web.Request) -> web.Response:
+        """Describe the model by one of its names."""
+        self._callers.require_any(request)
+        name = request.match_info["model"]
+        if name not in self._models and ANY_MODEL not in self._models:
+            raise no_model(name, self._models)
+        return json_reply(Model(id=name, display_name=name))
+
+    async def root(self, request: web.Request) -> web.Response:
+        """Answer clients that ask for the base URL, to see whether it is there."""
+        return web.Response(text="areal_agent gateway; GET /openapi.json lists every path\n")
 
     async def health(self, request: web.Request) -> web.Response:
         """Report the gateway's health. It needs no key: it reveals only the model's name and the load."""
@@ -97,7 +133,7 @@ class About:
         return json_reply(
             Health(
                 status="draining" if self._traffic.is_draining else "ok",
-                model=self._model_name,
+                model=self._models[0],
                 open_sessions=stats.num_open_sessions,
                 engine_requests=stats.num_engine_requests,
             )
@@ -253,6 +289,12 @@ CALLS = (
          CompletionsRequest, TextCompletion, "sessionKey", (404, 409, 429, 502, 503)),
     Call("/v1/models", "listModels", "List the gateway's one model.",
          None, Models, "anyKey", ()),
+    Call("/v1/models/{model}", "retrieveModel", "Describe the model by one of its names.",
+         None, Model, "anyKey", (404,)),
+    Call("/v1/tokenize", "tokenize", "Return the token ids of a prompt or of messages. Nothing is recorded.",
+         TokenizeRequest, Tokenized, "sessionKey", (404, 409, 429)),
+    Call("/", "root", "Answer clients that check the base URL.",
+         None, str, None, ()),
     Call("/health", "health", "Report whether the gateway serves, and its load.",
          None, Health, None, ()),
     Call("/metrics", "metrics", "Counters in Prometheus' text format. Other machines need the admin key.",
@@ -377,7 +419,7 @@ def _operation(call: Call, schemas: Mapping[Any, JsonSchemaValue]) -> dict[str, 
         statuses.update(OF_EVERY_BODY)
     answer = schemas[call.name, "serialization"]
     content: dict[str, Any] = {"text/plain" if call.answer is str else "application/json": {"schema": answer}}
-    if call.body is not None and issubclass(call.body, Order):
+    if call.body is not None and issubclass(call.body, OrderBody):
         content["text/event-stream"] = {"schema": EVENT}
     described: dict[str, Any] = {
         "operationId": call.name,
@@ -388,6 +430,11 @@ def _operation(call: Call, schemas: Mapping[Any, JsonSchemaValue]) -> dict[str, 
             **{str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)},
         },
     }
+    names = re.findall(r"{(\w+)}", call.path)
+    if names:
+        described["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
     if call.body is not None:
         body = schemas[call.name, "validation"]
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}

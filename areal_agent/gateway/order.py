@@ -1,19 +1,28 @@
-"""The parameters that both completion endpoints share: how many answers, how to sample them, and where they end.
+"""What a request asks for, whichever protocol it came in: an `Order` of one or more questions, and how to sample.
 
-A sampling parameter comes from the request, else from the session, else from the defaults (`SamplingWishes.over`).
+::
+
+    ChatRequest ─┐
+    Responses   ─┼─ order() ─▶ Order ─▶ session, turn, forest ─▶ Answer ─▶ the protocol's writer
+    Messages    ─┘
+
+A sampling parameter comes from the request, else from the session, else from the defaults (`SamplingWishes.over`). A
+session that overrides sampling ignores what a request says about it, but for lengths.
 """
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Protocol, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from areal_agent.gateway.bodies import (
     MAX_COUNT,
     Body,
+    Count,
     Harmless,
     Name,
+    Number,
     PositiveCount,
     Unsupported,
     json_kind,
@@ -28,6 +37,9 @@ from areal_agent.types import SamplingParams
 MAX_SEED = 2**63 - 1
 MAX_BIAS = 100  # OpenAI's limit: in effect it forbids a token or allows no other
 MAX_BIASES = 1024
+
+DEFAULT_MODEL = "default"
+"""A model name that every gateway accepts, for agents that do not know the real one."""
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -81,16 +93,26 @@ class SamplingWishes(Body):
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] | None = None
     logit_bias: LogitBias | None = None
     max_tokens: Annotated[PositiveCount, Field(description="Reduced to the room left in the context.")] | None = None
+    min_tokens: Annotated[Count, Field(description="No end token is sampled before so many.")] | None = None
+    stop_token_ids: (
+        Annotated[list[Number], Field(max_length=MAX_BIASES, description="Ids that end an answer, beside the model's.")]
+        | None
+    ) = None
+    ignore_eos: bool | None = Field(default=None, description="The model's own end tokens do not end an answer.")
 
     def require_ids_below(self, vocab_size: int, where: str = "") -> None:
-        """Raise RequestError for a bias on a token that the model does not have."""
+        """Raise RequestError for a bias on a token that the model does not have, or a stop at one."""
         largest = max(map(int, self.logit_bias or ()), default=0)
         if largest >= vocab_size:
             refuse(f"{where}logit_bias", {str(largest): "..."}, f"made of token ids below {vocab_size}")
+        if max(self.stop_token_ids or (0,)) >= vocab_size:
+            refuse(f"{where}stop_token_ids", self.stop_token_ids, f"made of token ids below {vocab_size}")
 
-    def over(self, defaults: "SamplingWishes") -> "SamplingWishes":
-        """Return these wishes, with `defaults` for the parameters they leave out."""
+    def over(self, defaults: "SamplingWishes", *, only_lengths: bool = False) -> "SamplingWishes":
+        """Return these wishes (or `only_lengths` of them), with `defaults` for the parameters they leave out."""
         said = self._said()
+        if only_lengths:
+            said = {name: value for name, value in said.items() if name in LENGTHS}
         return defaults.model_copy(update=said) if said else defaults
 
     def params(
@@ -102,9 +124,19 @@ class SamplingWishes(Body):
         seed: int,
         json_schema: str | None = None,
     ) -> SamplingParams:
-        """Return the engine's sampling parameters, with at most `num_room` tokens, the room left in the context."""
+        """Return the engine's sampling parameters, with at most `num_room` tokens, the room left in the context.
+
+        `stop_token_ids` are the model's own. Raises RequestError for limits that contradict each other.
+        """
         said = self._said()
         said["max_tokens"] = num_room if self.max_tokens is None else min(self.max_tokens, num_room)
+        if self.min_tokens is not None:
+            if self.min_tokens > (self.max_tokens or self.min_tokens):
+                refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
+            said["min_tokens"] = min(self.min_tokens, said["max_tokens"])
+        if self.ignore_eos:
+            stop_token_ids = ()
+        stop_token_ids += tuple(said.pop("stop_token_ids", ()))
         if self.logit_bias is not None:
             said["logit_bias"] = tuple((int(token_id), bias) for token_id, bias in self.logit_bias.items())
         return SamplingParams(**said, stop_token_ids=stop_token_ids, stop=stop, seed=seed, json_schema=json_schema)
@@ -114,6 +146,9 @@ class SamplingWishes(Body):
 
 
 _NAMES = frozenset(SamplingWishes.model_fields)
+
+LENGTHS = frozenset({"max_tokens", "stop_token_ids", "ignore_eos"})
+"""The parameters that say where an answer ends. They do not change what a token's recorded probability means."""
 
 Stop = Annotated[
     Annotated[Name, Tag("a string")] | Annotated[list[Name], Field(max_length=MAX_STOPS), Tag("a list")],
@@ -128,11 +163,8 @@ class StreamOptions(Body):
     include_obfuscation: Annotated[Any, Unsupported(False)] = None
 
 
-class Order(SamplingWishes):
+class OrderBody(SamplingWishes):
     """The fields that the bodies of chat completions and completions share."""
-
-    id_prefix: ClassVar[str]
-    prompt_param: ClassVar[str]  # the parameter that holds the prompts
 
     model: str
     num_choices: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = Field(default=1, alias="n")
@@ -169,21 +201,24 @@ class Order(SamplingWishes):
         """True if the last chunk of a stream carries the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    @property
-    @abstractmethod
-    def num_top_logprobs(self) -> int | None:
-        """The number of likeliest tokens to return per position; None when no log-probabilities are asked for."""
 
-    @property
-    @abstractmethod
-    def json_schema(self) -> str | None:
-        """The schema, as text, that every answer must match."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """One request for answers. It is all that a session and its turns know of a request.
 
-    @property
-    @abstractmethod
-    def is_single_call(self) -> bool:
-        """True if an answer ends with its first tool call."""
+    `schema_param` and `prompt_param` are the request's names for what errors speak about.
+    """
 
-    @abstractmethod
-    def questions(self) -> Sequence[Question]:
-        """Return the prompts, at least one."""
+    id_prefix: str  # of the answer's id, with its separator: "chatcmpl-"
+    model: str
+    prompt_param: str
+    questions: Sequence[Question]  # at least one
+    wishes: SamplingWishes
+    num_choices: int = 1  # answers to each question
+    stops: tuple[str, ...] = ()  # texts that end an answer
+    seed: int | None = None
+    num_top_logprobs: int | None = None  # likeliest tokens per position; None: no log-probabilities are asked for
+    json_schema: str | None = None  # as text; every answer must match it
+    schema_param: str = "response_format"
+    is_single_call: bool = False  # an answer ends with its first tool call
+    is_kept: bool = False  # a later request may name the answer instead of repeating the conversation

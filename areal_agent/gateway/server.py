@@ -10,6 +10,7 @@ costs no more memory than the piece being written. Input that is not HTTP gets a
 import asyncio
 import errno
 import logging
+import re
 import socket
 import struct
 from collections import Counter
@@ -43,6 +44,10 @@ SHUTDOWN_TIMEOUT_S = 2.0
 
 BACKLOG = 4096
 """The number of connections that may wait to be accepted: a whole batch of rollouts starts at once."""
+
+
+DONE = b"data: [DONE]\n\n"
+"""The end of a stream of completions."""
 
 
 class Connection(web.RequestHandler):
@@ -167,6 +172,9 @@ async def serve_app(
 
     async def entrance(request: web.BaseRequest) -> web.StreamResponse:
         hosts.check(request)
+        path = request.path
+        if "//" in path or (path.endswith("/") and path != "/"):  # a base URL with a slash at its end
+            request = request.clone(rel_url=request.rel_url.with_path(re.sub("/+", "/", path).rstrip("/") or "/"))
         return await handle(request)
 
     handler = error_boundary(entrance, counters.errors)

@@ -11,7 +11,7 @@ caller hangs up.
 import asyncio
 import secrets
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from hashlib import blake2b
@@ -22,11 +22,21 @@ from pydantic import Field, PlainValidator, model_validator
 from areal_agent.errors import EngineUnreachable, RequestError
 from areal_agent.gateway.answers import Answer, Deliveries, EngineCalls, completion_ids
 from areal_agent.gateway.bodies import Body, GrowingBody, Name, ShallowObject, refuse, wrong
+from areal_agent.gateway.conversation import Conversation, Translated
 from areal_agent.gateway.draft import Outlet
 from areal_agent.gateway.order import MAX_SEED, Order, Question, SamplingWishes
 from areal_agent.gateway.turn import Exchange, PendingTurn, RunnableTurn, Services, TruncatedTurn, TurnLog, TurnPlan
 from areal_agent.tokens.forest import Prompt
-from areal_agent.types import MAX_REWARD, Rewards, SamplingParams, SessionPurpose, SessionRecord, Status, Trajectory
+from areal_agent.types import (
+    MAX_REWARD,
+    JsonObject,
+    Rewards,
+    SamplingParams,
+    SessionPurpose,
+    SessionRecord,
+    Status,
+    Trajectory,
+)
 
 MAX_GROUP_SIZE = 2**16
 
@@ -67,6 +77,15 @@ class StartRequest(Body):
         default=None,
         description="The number of sessions in the group, this one included. Default: that of its first session, or 1. "
         "Only where a trainer leases from this gateway.",
+    )
+    model_aliases: tuple[Name, ...] = Field(
+        default=(),
+        strict=False,
+        description="More names by which this session's requests may call the model; '*' stands for every name.",
+    )
+    sampling_override: bool = Field(
+        default=False,
+        description="Ignore what requests say about temperature, top_p and the like: the session's sampling wins.",
     )
     truncates: bool = Field(
         default=False, alias="truncate", description="With a full context, return an empty answer instead of an error."
@@ -142,17 +161,18 @@ class Session:
         *,
         services: Services,
         on_ended: Callable[["Session"], None],
-        defaults: SamplingWishes,
-        truncates: bool = False,
+        start: StartRequest,
     ) -> None:
-        """If it `truncates`, a full context gives an empty answer with finish reason `length`, not an error."""
         self.record = record
         self.state = SessionState.OPEN
         self.trajectory: Trajectory | None = None  # set once it has ended
         self.deliveries = Deliveries()
         self.bodies = GrowingBody()
-        self._defaults = defaults
-        self._truncates = truncates
+        self.translated = Translated()
+        self.model_aliases = frozenset(start.model_aliases)
+        self._defaults = start.sampling
+        self._overrides_sampling = start.sampling_override
+        self._truncates = start.truncates
         self._services = services
         self._on_ended = on_ended
         self._log = TurnLog(record.id, services)
@@ -168,14 +188,14 @@ class Session:
         self._require_open()
         if request.json_schema is not None and not self._services.has_grammar:
             raise RequestError(
-                "response_format needs an engine that can constrain answers by a grammar, and this gateway's cannot; "
-                "leave it out, or use an engine that can",
-                param="response_format",
+                f"{request.schema_param} needs an engine that can constrain answers by a grammar, and this gateway's "
+                "cannot; leave it out, or use an engine that can",
+                param=request.schema_param,
                 code="unsupported_parameter",
             )
-        request.require_ids_below(self._services.vocab_size)
-        questions = request.questions()
-        answer_id = f"{request.id_prefix}-{self._services.numbers.getrandbits(96):024x}"
+        request.wishes.require_ids_below(self._services.vocab_size)
+        questions = request.questions
+        answer_id = f"{request.id_prefix}{self._services.numbers.getrandbits(96):024x}"
         num_choices = request.num_choices
         ids = completion_ids(answer_id, len(questions) * num_choices)
         turns = [
@@ -183,6 +203,24 @@ class Session:
             for index, question in enumerate(questions)
         ]
         return Exchange(answer_id=answer_id, model=request.model, created_s=time.time(), order=request, turns=turns)
+
+    async def prompt_ids(self, conversation: Conversation, *, num_bytes: int = 0) -> Sequence[int]:
+        """Return the ids of a prompt that is not to be sampled. Raises RequestError for the agent's mistakes."""
+        self._require_open()
+        return await self._log.prompt_ids(conversation, num_bytes=num_bytes)
+
+    def conversation_after(self, completion_id: str, param: str) -> list[JsonObject]:
+        """Return all messages up to and including a kept answer (`Order.is_kept`). Raises RequestError."""
+        messages = self._log.conversation_after(completion_id)
+        if messages is None:
+            raise RequestError(
+                f"{param} is {completion_id!r:.200}: this session kept no such answer; send the whole conversation, or "
+                "the id of a finished answer that was stored",
+                status=404,
+                param=param,
+                code="not_found",
+            )
+        return messages
 
     async def _answer(self, exchange: Exchange, outlet: Outlet | None) -> Answer:
         try:
@@ -229,7 +267,7 @@ class Session:
 
     def _sampling(self, request: Order, prompt: Prompt) -> SamplingParams:
         """Return the sampling parameters, cut to the room left in the context (OpenAI would refuse instead)."""
-        return request.over(self._defaults).params(
+        return request.wishes.over(self._defaults, only_lengths=self._overrides_sampling).params(
             num_room=self._services.max_context_tokens - prompt.num_tokens,
             stop_token_ids=self._services.renderer.stop_token_ids,
             stop=request.stops,
@@ -283,6 +321,7 @@ class Session:
         await self.deliveries.settle(self._services.abort_grace_s)
         await self._log.close()
         self.bodies.forget()
+        self.translated.forget()
         status, error = _outcome(request, self._rewards, num_turns=self._log.num_turns)
         trajectory = Trajectory(
             session_id=self.record.id,

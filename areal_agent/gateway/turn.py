@@ -15,6 +15,7 @@ from typing import Protocol, Self
 
 from areal_agent.errors import EngineUnreachable
 from areal_agent.gateway.answers import Answer, Choice, Deliveries, EngineCalls, TurnAnswer, Watch, requests_for
+from areal_agent.gateway.conversation import Conversation
 from areal_agent.gateway.draft import Draft, Outlet, Piece, PlainReader, Reading
 from areal_agent.gateway.metrics import Counters
 from areal_agent.gateway.order import Order, Question
@@ -24,7 +25,16 @@ from areal_agent.tokens.formats.base import AnswerDelta, ParsedAnswer
 from areal_agent.tokens.formats.reader import THINK_END
 from areal_agent.tokens.prompt import packed
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import Completion, Distribution, FinishReason, GenerateResult, SamplingParams, TokenChunk, Turn
+from areal_agent.types import (
+    Completion,
+    Distribution,
+    FinishReason,
+    GenerateResult,
+    JsonObject,
+    SamplingParams,
+    TokenChunk,
+    Turn,
+)
 
 ABORT_GRACE_S = 5.0
 """Seconds that an engine may take to answer an abort before its request is given up."""
@@ -149,6 +159,7 @@ class TurnLog:
     def __init__(self, session_id: str, services: Services) -> None:
         self._turns: list[PackedTurn] = []
         self.completion_ids: set[str] = set()
+        self._kept: dict[str, tuple[Prompt, JsonObject]] = {}  # by completion id: its prompt and its message
         self._session_id = session_id
         self._services = services
         self._forest = Forest(services.renderer)
@@ -168,6 +179,24 @@ class TurnLog:
             if num_bytes < LONG_REQUEST_BYTES:
                 return question.place(self._forest, self._services.renderer)
             return await asyncio.to_thread(question.place, self._forest, self._services.renderer)
+
+    async def prompt_ids(self, conversation: Conversation, *, num_bytes: int) -> Sequence[int]:
+        """Return the ids of a prompt that will not be recorded."""
+
+        def path() -> Sequence[int]:
+            return conversation.place(self._forest, self._services.renderer, is_counted=False).path()
+
+        async with self._lock:
+            return path() if num_bytes < LONG_REQUEST_BYTES else await asyncio.to_thread(path)
+
+    def keep(self, choice: Choice, prompt: Prompt) -> None:
+        """Keep an answer, so that a later request can name it instead of repeating the conversation."""
+        self._kept[choice.completion.id] = prompt, choice.message
+
+    def conversation_after(self, completion_id: str) -> list[JsonObject] | None:
+        """Return all messages up to and including a kept answer; None if it was not kept."""
+        kept = self._kept.get(completion_id)
+        return None if kept is None else [*kept[0].messages(), kept[1]]
 
     async def record(
         self,
@@ -207,6 +236,7 @@ class TurnLog:
         async with self._lock:
             self._services.counters.history_mismatches += await asyncio.to_thread(self._forest.audit)
             self._forest = Forest(self._services.renderer)
+            self._kept.clear()
 
     def _count(self, turn: Turn, choices: Sequence[Choice]) -> None:
         counters = self._services.counters
@@ -273,6 +303,9 @@ class PendingTurn:
         completions = [choice.completion for choice in choices]
         self._deliveries.recorded(self._plan.completion_ids)
         await self._log.record(self._plan.prompt, self._plan.sampling, completions, choices, started_s)
+        if self._plan.order.is_kept:
+            for choice in choices:
+                self._log.keep(choice, self._plan.prompt)
         return TurnAnswer(prompt_ids=self.prompt_ids, choices=choices, num_cached_tokens=results[0].cached_tokens)
 
     def hang_up(self) -> None:
@@ -343,6 +376,7 @@ class PendingTurn:
             parsed=parsed,
             rows=draft.rows() if draft and plan.order.num_top_logprobs is not None else (),
             num_reasoning_tokens=self._num_reasoning_tokens(parsed, result),
+            num_given=plan.reading.num_given,
         )
 
     def _text_of(self, result: GenerateResult) -> str:

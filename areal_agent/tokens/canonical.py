@@ -32,9 +32,13 @@ def digest(data: bytes) -> bytes:
     return blake2b(data, digest_size=DIGEST_BYTES).digest()
 
 
-def tools_key(tools: Sequence[JsonObject]) -> bytes:
-    """Return the key of tool definitions. Their order counts, because the template writes them in order."""
-    return digest(orjson.dumps(tools))
+def tools_key(tools: Sequence[JsonObject], options: JsonObject | None = None) -> bytes:
+    """Return the key of tool definitions and of the template's options.
+
+    The order of tools counts, because the template writes them in order.
+    """
+    key = digest(orjson.dumps(tools))
+    return digest(key + orjson.dumps(options, option=orjson.OPT_SORT_KEYS)) if options else key
 
 
 def head_length(messages: Sequence[JsonObject]) -> int:

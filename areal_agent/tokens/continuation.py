@@ -54,11 +54,12 @@ class _Walk:
 
 
 class Continuation:
-    """Extends paths of one session under one set of tools."""
+    """Extends paths of one session under one set of tools and template options."""
 
-    def __init__(self, renderer: Renderer, tools: Sequence[JsonObject]) -> None:
+    def __init__(self, renderer: Renderer, tools: Sequence[JsonObject], options: JsonObject) -> None:
         self._renderer = renderer
         self._tools = renderer.tool_forms(tools)
+        self._options = options
 
     def root(self, messages: Sequence[JsonObject]) -> Extension:
         """Start a new path with normalised messages. Raises RequestError when the template refuses them."""
@@ -140,7 +141,7 @@ class Continuation:
     # --------------------------------------------------------------------------------------- forms and stand-ins
 
     def _render(self, forms: Sequence[JsonObject]) -> str:
-        return self._renderer.template.render(forms, self._tools)
+        return self._renderer.template.render(forms, self._tools, options=self._options)
 
     def _whole(self, forms: Sequence[JsonObject], *, may_cut: bool = True) -> StandIn:
         return StandIn(messages=tuple(forms), text=self._render(forms), num_tail=len(forms), may_cut=may_cut)

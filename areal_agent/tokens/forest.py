@@ -55,7 +55,7 @@ class _Sent:
     """A request as the agent sent it."""
 
     messages: Sequence[JsonObject]
-    tools: bytes  # the key of its tools
+    tools: bytes  # the key of its tools and template options
     normalise: Normalise
     opening: Opening | None
 
@@ -95,7 +95,7 @@ class Forest:
         self._answers = AnswersByData()
         self._requests = Requests()
         self._completions = Completions()
-        self._continuations: dict[bytes, Continuation] = {}  # by the key of their tools
+        self._continuations: dict[bytes, Continuation] = {}  # by the key of their tools and options
         self._leaves: set[Prompt] = set()  # prompts of conversations that nothing continues
         self._newest: Prompt | None = None  # only the newest recorded prompt keeps its whole path in memory
         self._normalise: Normalise = _as_it_is  # that of the newest request
@@ -112,23 +112,27 @@ class Forest:
         *,
         normalise: Normalise,
         opening: Opening | None = None,
+        options: JsonObject | None = None,
+        is_counted: bool = True,
     ) -> Prompt:
         """Place a request: find the longest recorded prefix whose tokens can be reused, and the ids of what follows.
 
         `messages` are as the agent sent them; `normalise` is called for those that are not yet known in their position.
-        `opening` only ends the prompt and does not affect where the request is placed.
+        `opening` only ends the prompt and does not affect where the request is placed. `options` are more variables
+        for the chat template. A request that will not be recorded is not counted: it leaves no trace.
         Raises RequestError when a message is wrong or the chat template refuses the messages.
         """
         self._normalise = normalise
-        sent = _Sent(messages=messages, tools=tools_key(tools), normalise=normalise, opening=opening)
+        sent = _Sent(messages=messages, tools=tools_key(tools, options), normalise=normalise, opening=opening)
         if sent.tools not in self._continuations:
-            self._continuations[sent.tools] = Continuation(self._renderer, tools)
+            self._continuations[sent.tools] = Continuation(self._renderer, tools, options or {})
         line = self._lines.find(messages, sent.tools)
         prompt = line and self._repeated(line, sent)
         if prompt is None:
             request = (line and self._recognise(line, sent)) or self._read(sent)
             prompt = self._place(request, sent)
-        prompt.num_repeats = self._requests.add(prompt.key, prompt.opening)
+        if is_counted:
+            prompt.num_repeats = self._requests.add(prompt.key, prompt.opening)
         return prompt
 
     def plan_completion(self, prompt: str | Sequence[int]) -> Prompt:

@@ -146,6 +146,11 @@ class Renderer:
         """Return tool definitions as the template receives them."""
         return self._breaker_in_answers.broken(tools)
 
+    def options_read(self, options: JsonObject) -> JsonObject:
+        """Return those options that the template reads, as it receives them; the others change nothing."""
+        read = {name: value for name, value in options.items() if name in self.template.variables}
+        return self._breaker_in_answers.broken(read) if read else read
+
     def probe(self, number: int) -> str:
         """Return a text that no message can contain; it stands for the thinking of an answer in rendered text."""
         return f"{self._secret[::-1]}{number:08x}"

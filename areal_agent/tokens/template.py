@@ -14,7 +14,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Any, NoReturn
 
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
@@ -29,6 +29,7 @@ _LOOP_ATTRIBUTES = frozenset(
     {"first", "last", "index", "index0", "length", "revindex", "revindex0", "previtem", "nextitem"}
 )
 _MISSING = object()
+_NO_OPTIONS: Mapping[str, Any] = {}
 _PLAIN_JSON = json.JSONEncoder(ensure_ascii=False)  # constructed once, because construction costs more than use
 
 MAX_KNOWN = 2048
@@ -46,7 +47,10 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
-            self._template = _environment().from_string(source, globals=dict(_FUNCTIONS))
+            environment = _environment()
+            self._template = environment.from_string(source, globals=dict(_FUNCTIONS))
+            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            """The variables that the template reads."""
         except TemplateError as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}; correct chat_template.jinja") from error
         self._template.globals = dict(self._template.globals)  # one flat dict, because each rendering copies it
@@ -58,6 +62,7 @@ class ChatTemplate:
         tools: Sequence[JsonObject] = (),
         *,
         add_generation_prompt: bool = True,
+        options: Mapping[str, Any] = _NO_OPTIONS,
     ) -> str:
         """Return the text of a conversation. Raises RequestError when the template refuses it."""
         try:
@@ -67,6 +72,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
+                **options,
             )
         except Exception as error:  # the template is foreign code that runs on foreign data
             raise RequestError(

@@ -21,13 +21,13 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import model
-from agents import Agent
+from agents import PROTOCOLS, Agent
 from meter import CpuBound, cpu_ns, pin, resident_bytes, stop
 
 HERE = Path(__file__).parent
@@ -121,6 +121,40 @@ async def cpu(world: World, is_quick: bool) -> None:
                 ratios.append(late / early)
         figures = (statistics.median(figure) for figure in (short, long, ratios))
         print(f"| {kind} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |", flush=True)
+
+
+async def protocols(world: World, is_quick: bool) -> None:
+    """Measure the CPU per turn of each protocol at 32 agents and 16 turns, and over 128 turns; rounds interleave."""
+    print("\n| | S32 T16, ratio to chat | ratio to pass_through | T128, ratio to chat |\n|---|---|---|---|", flush=True)
+    names = [*PROTOCOLS, "pass_through"]
+    short, long = await _interleaved(world, names, 32, 16, is_quick), await _interleaved(world, names, 8, 128, is_quick)
+
+    def ratio(figures: dict[str, list[float]], name: str, base: str) -> float:
+        return statistics.median(one / other for one, other in zip(figures[name], figures[base], strict=True))
+
+    for name in PROTOCOLS:
+        ratios = (ratio(short, name, "chat"), ratio(short, name, "pass_through"), ratio(long, name, "chat"))
+        print(f"| {name} | " + " | ".join(f"{one:.2f}" for one in ratios) + " |", flush=True)
+
+
+async def _interleaved(
+    world: World, names: Sequence[str], num_agents: int, num_turns: int, is_quick: bool
+) -> dict[str, list[float]]:
+    """Return the CPU milliseconds per turn of each round, with a gateway for each name open all the time."""
+    figures: dict[str, list[float]] = {name: [] for name in names}
+    async with AsyncExitStack() as stack:
+        loads: dict[str, tuple[Side, list[Agent]]] = {}
+        for name in names:
+            side = await stack.enter_async_context(open_side(world, "areal_agent" if name in PROTOCOLS else name))
+            agents = await stack.enter_async_context(load(world, side, num_agents, name))
+            await play(agents[:8], 4)  # warms up
+            loads[name] = side, agents
+        for _ in range(1 if is_quick else 5):
+            for name, (side, agents) in loads.items():
+                for agent in agents:
+                    await agent.start()
+                figures[name].append(await cpu_of_turns(side, agents, num_turns))
+    return figures
 
 
 async def latency(world: World, is_quick: bool) -> None:
@@ -221,6 +255,7 @@ async def _bounded_throughput(world: World, num_sides: int, share: float, num_tu
 
 MEASUREMENTS = {
     "cpu": cpu,
+    "protocols": protocols,
     "latency": latency,
     "throughput": throughput,
     "memory": memory,
@@ -271,10 +306,11 @@ async def open_side(
 
 
 @asynccontextmanager
-async def load(world: World, side: Side, num_agents: int) -> AsyncGenerator[list[Agent]]:
-    """Make agents in this process, not yet started."""
+async def load(world: World, side: Side, num_agents: int, protocol: str = "chat") -> AsyncGenerator[list[Agent]]:
+    """Make agents in this process, not yet started. One that is no protocol's name is a gateway for chat."""
+    spoken = PROTOCOLS.get(protocol, PROTOCOLS["chat"])
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), trust_env=False) as http:
-        yield [Agent(http, side.base_url, ADMIN_KEY, world.text, number) for number in range(num_agents)]
+        yield [Agent(http, side.base_url, ADMIN_KEY, world.text, number, spoken) for number in range(num_agents)]
 
 
 async def _start_gateway(world: World, engine_url: str) -> tuple[subprocess.Popen[bytes], str]:

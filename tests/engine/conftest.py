@@ -41,7 +41,9 @@ def one_thread():
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Save a random model and return its folder. Its weights are large enough for peaked, distinct distributions."""
 
-    def make(family: str = "qwen3", seed: int = 0, *, is_shaken: bool = False, **overrides: object) -> Path:
+    def make(
+        family: str = "qwen3", seed: int = 0, *, is_shaken: bool = False, rare_end: int | None = None, **others: object
+    ) -> Path:
         kind = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "mistral": MistralConfig}[family]
         shape = {
             "vocab_size": VOCAB_SIZE,
@@ -55,15 +57,19 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             "tie_word_embeddings": True,
             "initializer_range": 0.15,
             "bos_token_id": None,
-            "eos_token_id": None,
+            "eos_token_id": rare_end,
             "pad_token_id": None,
         }
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(kind(**(shape | overrides)))
+        model = AutoModelForCausalLM.from_config(kind(**(shape | others)))
         model.generation_config.eos_token_id = model.config.eos_token_id
         for parameter in model.parameters() if is_shaken else ():
             if parameter.dim() == 1:  # biases start at 0 and norms at 1, so leaving them out would go unnoticed
                 parameter.data.add_(torch.randn_like(parameter) * 0.3)
+        if rare_end is not None:  # all tokens have this dimension in common but the end token, which is hardly sampled
+            table = model.get_input_embeddings().weight.data
+            table[:, 0] = 10.0
+            table[rare_end, 0] = 0.0
         folder = tmp_path_factory.mktemp(f"{family}_{seed}")
         model.save_pretrained(folder)
         return folder

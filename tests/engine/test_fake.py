@@ -54,6 +54,11 @@ async def test_max_tokens_and_stop_tokens_end_a_reply(ask):
     assert (stopped.token_ids, stopped.finish_reason) == ((1, 2), FinishReason.STOP)
 
 
+async def test_no_stop_token_is_sampled_before_min_tokens(ask):
+    answer = await FakeEngine([[2, 1, 2, 3, 2, 4]]).generate(ask(1, min_tokens=2, stop_token_ids=(2,)))
+    assert (answer.token_ids, answer.finish_reason) == ((1, 3, 2), FinishReason.STOP)
+
+
 async def test_a_script_that_is_too_short_says_so(ask):
     with pytest.raises(EngineError, match="0 replies"):
         await FakeEngine([]).generate(ask(1))

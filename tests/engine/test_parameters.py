@@ -3,6 +3,7 @@
 - frequency, presence and repetition penalty, logit bias: the log-probability of every sampled token, alone and together
 - min-p keeps the right tokens, and does not renormalise
 - the likeliest tokens are those of the adjusted, temperature-scaled distribution, also under top-k
+- `min_tokens` counts all tokens of an answer, also those before an interruption
 - none of it depends on the batch, affects other rows, or is lost in an interruption
 """
 
@@ -127,3 +128,11 @@ async def test_penalties_remember_what_was_sampled_before_an_interruption(tiny, 
         result = await answer
     expected = of_sampled(distribution(truth(tiny).model, request, result), result)
     assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
+
+
+async def test_min_tokens_counts_what_was_sampled_before_an_interruption(tiny, serve, ask):
+    async with serve(tiny) as served:
+        answer = await served.under_way(ask(7, min_tokens=8, stop_token_ids=(3,), logit_bias=((3, 90.0),)))
+        await served.interrupt(PauseMode.RETRACT)
+        result = await answer
+    assert result.token_ids.index(3) == 8 == len(result.token_ids) - 1

@@ -27,9 +27,8 @@ from areal_agent.errors import ConfigError, EngineError, EngineRejected, EngineU
 from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.chat import ChatRequest
 from areal_agent.gateway.metrics import Counters
-from areal_agent.gateway.order import SamplingWishes
 from areal_agent.gateway.server import error_boundary
-from areal_agent.gateway.session import EndRequest, Session
+from areal_agent.gateway.session import EndRequest, Session, StartRequest
 from areal_agent.gateway.turn import Services
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
@@ -195,10 +194,10 @@ async def test_a_deaf_engine_does_not_hold_up_the_end(renderer: Renderer) -> Non
         vocab_size=renderer.vocab_size,
         abort_grace_s=0.01,
     )
-    session = Session(record, services=services, on_ended=ended.append, defaults=SamplingWishes())
+    session = Session(record, services=services, on_ended=ended.append, start=StartRequest(task_id="t"))
     await journal.open_session(record)
     body = {"model": "model", "messages": [{"role": "user", "content": "x"}]}
-    call = session.begin(await session.place(ChatRequest.read(body)))
+    call = session.begin(await session.place(ChatRequest.read(body).order()))
     await engine.has_request.wait()
     trajectory = await session.end(EndRequest.read({"status": "timeout"}))
     assert trajectory.turns == ()

@@ -39,7 +39,7 @@ SAMPLING = SamplingParams(
     stop=("END",),
     seed=3,
 )
-"""Parameters of which none has its default."""
+"""Parameters of which none that version 2 of the ledger knew has its default."""
 
 SPANS = (
     VersionSpan(version=WeightVersion(step=1), start=0, end=3),

@@ -57,7 +57,9 @@ samplings = st.builds(
     json_schema=st.none() | text,
     stop=st.lists(text, max_size=3).map(tuple),
     max_tokens=st.integers(1, 10**6),
+    min_tokens=st.integers(0, 10**6),
     stop_token_ids=token_ids,
+    ignore_eos=st.booleans(),
     seed=st.none() | st.integers(0, 2**63 - 1),
 )
 

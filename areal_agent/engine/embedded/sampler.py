@@ -6,6 +6,7 @@ repetition penalty over prompt and generated tokens (CTRL, Keskar et al. 2019, s
     l_t <- l_t - frequency * count_t - presence * [count_t > 0]
     l_t <- l_t / repetition if l_t > 0 else l_t * repetition        for t in prompt or generated
     l_t <- l_t + bias_t
+    l_t <- -infinity                                                for end tokens t, before `min_tokens`
 
 A token is drawn by inverse CDF: one uniform number per row selects the first token whose cumulative probability exceeds
 it. The number is a hash of the request's seed and the token's position in prompt and answer, so a sample depends
@@ -255,6 +256,11 @@ def biases_of(requests: Sequence[GenerateRequest], device: torch.device) -> tupl
         return None
     rows, tokens, values = (torch.tensor(column, device=device) for column in zip(*entries, strict=True))
     return rows, tokens, values.float()
+
+
+def end_tokens(request: GenerateRequest, eos_token_ids: Set[int], device: torch.device) -> Tensor:
+    """The end tokens of a request and of the model."""
+    return torch.tensor([*request.sampling.stop_token_ids, *eos_token_ids], dtype=torch.long, device=device)
 
 
 # ------------------------------------------------------------------------------------------------ grammars

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from areal_agent.engine.embedded.decoder import Piece, StepGivenUp
 from areal_agent.engine.embedded.model import ModelRunner
-from areal_agent.engine.embedded.sampler import Draws, Matcher, Penalties, SamplingRows, biases_of, sample
+from areal_agent.engine.embedded.sampler import Draws, Matcher, Penalties, SamplingRows, biases_of, end_tokens, sample
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TopLogprobs, VersionSpan, WeightVersion
 
@@ -91,6 +91,11 @@ class Row:
         """The number of prompt and sampled tokens."""
         return len(self.prompt_ids) + len(self.token_ids)
 
+    @property
+    def is_held_open(self) -> bool:
+        """True while no end token may be sampled."""
+        return len(self.token_ids) < self.request.sampling.min_tokens
+
     def all_ids(self) -> NDArray[np.int32]:
         """Prompt and sampled ids, which a prefill computes."""
         if not self.token_ids:
@@ -110,8 +115,8 @@ class Row:
 
     def finish_reason(self, eos_token_ids: Set[int]) -> FinishReason | None:
         """The reason why the row ends at its last token, or None when it goes on."""
-        sampling = self.request.sampling
-        if self.token_ids[-1] in eos_token_ids or self.token_ids[-1] in sampling.stop_token_ids:
+        sampling, last = self.request.sampling, self.token_ids[-1]
+        if last in sampling.stop_token_ids or (last in eos_token_ids and not sampling.ignore_eos):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.token_ids) >= sampling.max_tokens else None
 
@@ -142,6 +147,11 @@ class SamplingBatch:
         self._vocab_size = vocab_size
         self._penalties = Penalties.of(requests, [row.token_ids for row in rows], vocab_size=vocab_size, device=device)
         self._biases = biases_of(requests, device)
+        self._held_open = [
+            (index, row, end_tokens(row.request, runner.eos_token_ids, device))
+            for index, row in enumerate(rows)
+            if row.is_held_open
+        ]
         self._matchers = [row.matcher for row in rows]
         self._is_constrained = any(self._matchers)
         self._sampling = SamplingRows.of(
@@ -160,6 +170,9 @@ class SamplingBatch:
         if self._biases is not None:
             rows, tokens, values = self._biases
             logits.index_put_((rows, tokens), values, accumulate=True)
+        for index, row, ends in self._held_open:
+            if row.is_held_open:
+                logits[index, ends] = float("-inf")
         if self._is_constrained:
             logits.masked_fill_(self._forbidden().to(logits.device), float("-inf"))
         draws = sample(logits, self._sampling, [row.num_tokens for row in self._rows])

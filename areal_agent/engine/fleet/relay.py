@@ -52,11 +52,13 @@ class Partial:
         if self._num_servers == 1:
             return self._request
         sampling, name = self._request.sampling, f"{self._request.request_id}/{self._num_servers}"
+        num_left = sampling.max_tokens - self._num_before
+        num_due = max(0, sampling.min_tokens - self._num_before)
         return replace(
             self._request,
             request_id=blake2b(name.encode(), digest_size=16).hexdigest(),
             input_ids=self.all_ids(),
-            sampling=replace(sampling, max_tokens=sampling.max_tokens - len(self._token_ids)),
+            sampling=replace(sampling, max_tokens=num_left, min_tokens=num_due),
         )
 
     def all_ids(self) -> Sequence[int]:

@@ -11,6 +11,8 @@ How SGLang deviates from the common wire, and what is done about it:
     events may hold all tokens so far                    refused; a flag of its start tells
     tensors that a folder lacks keep their old value     foreign/weight_folders.py checks the folder first
     no pause lets requests end first (`wait`)            foreign/engine.py waits for their end and holds others back
+    `ignore_eos` ignores `stop_token_ids`, too           `SglangAnswer` ends the answer at them and leaves the stream
+    `min_new_tokens` counts anew after a retraction      nothing: such an answer's probabilities are altered anyway
 
 Seeds of requests work if the server was started with `--enable-deterministic-inference`.
 """
@@ -23,7 +25,7 @@ from areal_agent.engine.foreign.server import ForeignServer, Served, ServerState
 from areal_agent.engine.sglang import SGLANG_LAUNCHER
 from areal_agent.engine.wire import control, generate
 from areal_agent.engine.wire.control import EngineStats
-from areal_agent.engine.wire.fields import UNLABELLED, WireError, as_integer, as_object, get
+from areal_agent.engine.wire.fields import UNLABELLED, WireError, as_integer, as_object, encode_spans, get
 from areal_agent.engine.wire.generate import decode_tokens, finished, top_entries
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import (
@@ -34,6 +36,7 @@ from areal_agent.types import (
     JsonObject,
     PauseMode,
     TokenChunk,
+    VersionSpan,
     WeightVersion,
 )
 
@@ -43,10 +46,15 @@ class SglangAnswer:
 
     The last event of an aborted answer repeats its last id, or all ids, or has none, although the events before were
     increments. Its log-probabilities tell which: they cover either all tokens or the new ones, each with its id.
+
+    `ends` are the ids that end the answer here, because SGLang does not end it at them.
     """
 
-    def __init__(self, *, takes_unlabelled: bool = False) -> None:
+    def __init__(self, *, takes_unlabelled: bool = False, ends: Sequence[int] = ()) -> None:
         self.result: GenerateResult | None = None
+        self.is_over = False
+        self._ends = frozenset(ends)
+        self._versions: list[WeightVersion] = []  # of the tokens so far
         self._takes_unlabelled = takes_unlabelled
         self._reader = generate.ResultReader()
 
@@ -61,7 +69,21 @@ class SglangAnswer:
             return self._read_abort(meta)
         chunk = self._reader.read(fields)
         self.result = self._reader.result
-        return chunk
+        return self._until_its_end(chunk, meta) if self._ends else chunk
+
+    def _until_its_end(self, chunk: TokenChunk, meta: JsonObject) -> TokenChunk:
+        """Return the chunk up to the first token of `ends`, with which the answer is over."""
+        num_before = len(self._reader.tokens.ids) - len(chunk.token_ids)
+        self._versions += chunk.version_of_each()
+        index = next((i for i, token_id in enumerate(chunk.token_ids) if token_id in self._ends), None)
+        if index is None:
+            return chunk
+        self.is_over = True
+        num_tokens = num_before + index + 1
+        spans = encode_spans(VersionSpan.of_tokens(self._versions[:num_tokens]))
+        ending = {"finish_reason": {"type": FinishReason.STOP}, "weight_versions": spans}
+        self.result = finished(self._reader.tokens.all().first(num_tokens), {**meta, **ending})
+        return chunk.first(index + 1)
 
     def _read_abort(self, meta: JsonObject) -> TokenChunk:
         tokens = self._reader.tokens
@@ -175,7 +197,9 @@ class SglangServer(ForeignServer):
         return {**generate.encode_request(request, is_streamed=True), "rid": rid}
 
     def reader(self, request: GenerateRequest) -> SglangAnswer:
-        return SglangAnswer(takes_unlabelled=self.takes_unlabelled)
+        sampling = request.sampling
+        ends = sampling.stop_token_ids if sampling.ignore_eos else ()
+        return SglangAnswer(takes_unlabelled=self.takes_unlabelled, ends=ends)
 
     async def abort(self, rid: str) -> None:
         await self.transport.post(control.ABORT_REQUEST, control.Abort(rid=rid).encode())

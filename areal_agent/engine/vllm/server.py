@@ -10,7 +10,6 @@ How vLLM deviates from what this project needs, and what is done about it:
     the prefix cache is keyed by tokens alone            requests are salted with the label of the weights
     the folder that serves is not reported after a load  foreign/server.py remembers it
     `/health` answers while the scheduler hangs          `/is_paused` goes through the scheduler
-    an answer ends at the model's end token              `encode_sampling` uses only the tokens of the request
     the likeliest tokens start with the sampled one      one more is requested, and they are ranked
     idle connections are closed after 5 s                every call has its own connection
     ids outside the vocabulary, prompts too long         foreign/engine.py checks them with this project's messages
@@ -67,6 +66,8 @@ class VllmAnswer:
     Each event has new tokens; the last of them has all version spans, and token counts follow. A log-probability of
     -9999 stands for minus infinity, or for one that vLLM does not know.
     """
+
+    is_over = False
 
     def __init__(self, *, num_top_logprobs: int, takes_unlabelled: bool = False) -> None:
         self.result: GenerateResult | None = None
@@ -217,8 +218,7 @@ _GRAMMARS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}  # our 
 def encode_sampling(request: GenerateRequest) -> dict[str, Any]:
     """Return the object `sampling_params`. Parameters that are off are left out.
 
-    An answer ends at the request's own stop tokens, never at the model's end token. Stop texts are not sent, because
-    the gateway cuts texts.
+    Stop texts are not sent, because the gateway cuts texts.
 
     >>> request = GenerateRequest(request_id="r1", input_ids=(5,), sampling=SamplingParams(max_tokens=7))
     >>> encode_sampling(request)["max_tokens"]
@@ -231,11 +231,11 @@ def encode_sampling(request: GenerateRequest) -> dict[str, Any]:
         "top_k": max(0, sampling.top_k),  # 0 is off
         "max_tokens": sampling.max_tokens,
         "stop_token_ids": sampling.stop_token_ids,
-        "ignore_eos": True,
+        "ignore_eos": sampling.ignore_eos,
         "detokenize": False,
         "logprobs": _num_logprobs(request),
     }
-    for name in ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
+    for name in ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens"):
         if getattr(sampling, name) != getattr(_OFF, name):
             params[name] = getattr(sampling, name)
     if sampling.logit_bias:

@@ -102,7 +102,9 @@ class Sampling(Message):
     regex: str | None = None
     ebnf: str | None = None
     max_new_tokens: Annotated[int, Field(ge=1)] = 128
+    min_new_tokens: Annotated[int, _holds(lambda value: value >= 0, "0 (off) or more")] = 0
     stop_token_ids: _TokenIds | None = None
+    ignore_eos: bool = False
     sampling_seed: Annotated[int, _holds(lambda value: 0 <= value <= MAX_SEED, f"from 0 to {MAX_SEED}")] | None = None
 
     @model_validator(mode="after")
@@ -113,11 +115,13 @@ class Sampling(Message):
         return self
 
     def params(self) -> SamplingParams:
-        same = self.model_dump(exclude={"logit_bias", "max_new_tokens", "stop_token_ids", "sampling_seed"})
+        renamed = {"max_new_tokens", "min_new_tokens", "sampling_seed"}
+        same = self.model_dump(exclude={"logit_bias", "stop_token_ids", *renamed})
         return SamplingParams(
             **same,
             logit_bias=tuple((int(token_id), bias) for token_id, bias in (self.logit_bias or {}).items()),
             max_tokens=self.max_new_tokens,
+            min_tokens=self.min_new_tokens,
             stop_token_ids=self.stop_token_ids or (),
             seed=self.sampling_seed,
         )
@@ -132,9 +136,11 @@ def encode_sampling(sampling: SamplingParams) -> dict[str, Any]:
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": sampling.stop_token_ids,
     }
-    for name in ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", *_GRAMMARS):
+    for name in ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos", *_GRAMMARS):
         if getattr(sampling, name) != getattr(_OFF, name):
             params[name] = getattr(sampling, name)
+    if sampling.min_tokens:
+        params["min_new_tokens"] = sampling.min_tokens
     if sampling.logit_bias:
         params["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
     if sampling.seed is not None:
@@ -244,6 +250,9 @@ def encode_request(request: GenerateRequest, *, is_streamed: bool = False) -> di
     return body
 
 
+MAX_MASKED_STOPS = 100
+"""The limit on `stop_token_ids` beside `min_tokens`: vLLM's servers end when they mask more than 128 end tokens."""
+
 MAX_TOP_LOGPROBS = 1000
 """The limit at each token: with a whole vocabulary of 150,000, 1,000 tokens would take 15 GB and crash the engine."""
 
@@ -280,11 +289,33 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
             f"the number of top log-probabilities is {request.num_top_logprobs}; it must be from 0 (off) to {most}, of "
             f"the {vocab_size} ids of the vocabulary"
         )
+    _check_ends(sampling, vocab_size)
     if sampling.grammar is not None and not info.has_grammar:
         name, text = sampling.grammar
         raise EngineRejected(
             f"{name} is {text!r:.80}, but this engine does not constrain answers to a grammar; "
             "leave it out, or use an engine that has one"
+        )
+
+
+def _check_ends(sampling: SamplingParams, vocab_size: int) -> None:
+    """Raise EngineRejected for `min_tokens` and `ignore_eos` that no engine can follow, or that would end a server."""
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        raise EngineRejected(
+            f"min_tokens (min_new_tokens) is {sampling.min_tokens}; it must be from 0 (off) to max_tokens "
+            f"(max_new_tokens), which is {sampling.max_tokens}"
+        )
+    if sampling.grammar is not None and (sampling.min_tokens or sampling.ignore_eos):
+        name = "min_tokens" if sampling.min_tokens else "ignore_eos"
+        raise EngineRejected(
+            f"{name} is {getattr(sampling, name)} beside {sampling.grammar[0]}; an answer that is held to a grammar "
+            "ends where the grammar says, so leave out one of the two"
+        )
+    stops = sampling.stop_token_ids if sampling.min_tokens else ()
+    if len(stops) > MAX_MASKED_STOPS or any(not 0 <= token_id < vocab_size for token_id in stops):
+        raise EngineRejected(
+            f"stop_token_ids beside min_tokens {sampling.min_tokens} is {stops!s:.80}; it must hold at most "
+            f"{MAX_MASKED_STOPS} ids, each inside the vocabulary of {vocab_size} ids"
         )
 
 
@@ -415,6 +446,8 @@ class Tokens:
 
 class ResultReader:
     """Assembles the events of one answer. `result` is set after the last event."""
+
+    is_over = False
 
     def __init__(self) -> None:
         self.result: GenerateResult | None = None

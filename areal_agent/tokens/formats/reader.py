@@ -59,6 +59,11 @@ class AnswerReader:
         deltas, self._deltas = tuple(self._deltas), []
         return deltas
 
+    def begin_with(self, text: str) -> None:
+        """Read the beginning of the answer that the prompt ended with. It belongs to the answer and does not leave."""
+        self.feed(text)
+        self._content.keep()
+
     def finish(self, text: str = "") -> tuple[tuple[AnswerDelta, ...], ParsedAnswer]:
         """Read the end of the answer. Return what leaves last, and the whole answer."""
         self._cursor.is_ended = True
@@ -187,6 +192,11 @@ class Prose:
         if not self._said and not self.keeps_edges:
             body = body.lstrip()
         return self._say(body)
+
+    def keep(self) -> None:
+        """Count the white space that waits as said."""
+        self._say(self._space)
+        self._space = ""
 
     def end(self) -> str:
         """End the text. Return what leaves last."""

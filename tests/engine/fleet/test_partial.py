@@ -46,3 +46,15 @@ def test_what_follows_an_untold_token_is_untold():
     partial.take(TokenChunk(token_ids=(5,), logprobs=(-1.0,)))
     partial.take(chunk(1, 2))
     assert (partial.num_tokens, partial.num_told, partial.num_sure) == (5, 2, 2)
+
+
+def test_another_server_samples_what_is_missing_of_the_fewest_and_the_most():
+    partial = Partial(
+        GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams(max_tokens=9, min_tokens=3))
+    )
+    asked: list[tuple[int, int]] = []
+    for _ in range(3):
+        sampling = partial.begin().sampling
+        asked.append((sampling.min_tokens, sampling.max_tokens))
+        partial.take(chunk(1, 2))
+    assert asked == [(3, 9), (1, 7), (0, 5)]

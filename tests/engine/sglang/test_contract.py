@@ -1,6 +1,7 @@
 """The contract of an engine, in front of the embedded engine and (slow) of a real SGLang server:
 
 - tokens in, tokens out, with the log-probabilities that transformers computes, versions and finish reasons
+- end tokens: those of the request and of the model, none before `min_tokens`, the model's not with `ignore_eos`
 - the joined chunks are the result; the likeliest tokens come when asked for
 - an abort ends the named request, and none whose id begins with its id; it works during a pause
 - a cancelled call leaves nothing behind in the server
@@ -11,11 +12,12 @@
 import asyncio
 
 import pytest
+import torch
 
 from areal_agent.errors import EngineRejected
 from areal_agent.types import FinishReason, PauseMode, VersionSpan
 
-from .conftest import Watched, until_one_waits
+from .conftest import END, Watched, until_one_waits
 
 TOLERANCE = 1e-4
 LONG = 3000  # tokens: a request that is still under way when a test gets to it
@@ -44,6 +46,45 @@ async def test_a_stop_token_ends_an_answer_and_is_in_it(stage, ask):
     cut = await stage.engine.generate(ask(3, temperature=0.0, max_tokens=20, stop_token_ids=(stop,)))
     assert cut.finish_reason is FinishReason.STOP
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+
+
+STOP = 3
+LIKELY = 90.0  # a bias that leaves no other token a chance
+
+
+async def test_the_end_token_of_the_model_ends_an_answer_and_is_in_it(stage, ask):
+    result = await stage.engine.generate(ask(16, logit_bias=((END, LIKELY),)))
+    assert (result.token_ids, result.finish_reason) == ((END,), FinishReason.STOP)
+
+
+async def test_an_end_token_that_is_ignored_is_in_the_answer_and_the_next_one_is_sampled(stage, ask):
+    result = await stage.engine.generate(ask(17, max_tokens=5, ignore_eos=True, logit_bias=((END, LIKELY),)))
+    assert (result.token_ids, result.finish_reason) == ((END,) * 5, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize("end", [STOP, END])
+async def test_no_end_token_is_sampled_before_min_tokens(stage, ask, truth, end):
+    request = ask(18, max_tokens=20, min_tokens=5, stop_token_ids=(STOP,), logit_bias=((end, LIKELY),))
+    result = await stage.engine.generate(request)
+    assert len(result.token_ids) == 6 and result.finish_reason is FinishReason.STOP
+    assert result.token_ids[-1] == end and not {STOP, END} & set(result.token_ids[:-1])
+    rows = truth(stage.model).distribution([*request.input_ids, *result.token_ids[:-2]])[-5:]
+    rows[:, [STOP, END]] = float("-inf")
+    told = rows.log_softmax(dim=-1).gather(1, torch.tensor(result.token_ids[:5])[:, None])[:, 0].tolist()
+    assert result.logprobs[:5] == pytest.approx(told, abs=TOLERANCE)
+
+
+async def test_a_stop_token_of_the_request_ends_an_answer_that_ignores_the_models(stage, ask):
+    request = ask(
+        19, max_tokens=LONG, min_tokens=3, ignore_eos=True, stop_token_ids=(STOP,), logit_bias=((STOP, LIKELY),)
+    )
+    watched = Watched(stage.engine, request)
+    result = await watched.answer
+    assert len(result.token_ids) == 4 and result.token_ids[-1] == STOP
+    assert result.finish_reason is FinishReason.STOP
+    assert (tuple(watched.token_ids), tuple(watched.logprobs)) == (result.token_ids, result.logprobs)
+    assert result.versions == (VersionSpan(version=stage.old, start=0, end=4),)
+    await _until_idle(stage)
 
 
 async def test_chunks_make_the_result(stage, ask):

@@ -10,6 +10,7 @@
 - a `/health` that never answers does not matter, a `/server_info` that fails does
 - an abort is answered with the last id once more, with all ids, with none, or with a status
 - no call uses a connection that the server may just be closing
+- SGLang ignores stop tokens with `ignore_eos`: the answer ends here, with the first of them, and its stream is left
 - an error in mid-stream, and a stream without an end
 """
 
@@ -192,6 +193,18 @@ async def test_a_stream_without_an_end(scripted, ask):
     server.events = [event([5], 1)]
     with pytest.raises(EngineUnreachable, match="before its last event"):
         await engine.generate(ask(1))
+
+
+async def test_a_stop_token_that_the_server_passes_over_ends_the_answer(scripted, ask):
+    server, engine = scripted
+    events = [event([5], 1), event([6, 3, 3], 4), event([7], 5, {"type": "length"}, weight_versions=spans(5))]
+    events[0]["meta_info"]["weight_version"] = events[1]["meta_info"]["weight_version"] = str(OLD)
+    server.events = events
+    result = await engine.generate(ask(1, min_tokens=2, ignore_eos=True, stop_token_ids=(3,)))
+    assert (result.token_ids, result.finish_reason) == ((5, 6, 3), FinishReason.STOP)
+    assert result.versions == (VersionSpan(version=OLD, start=0, end=3),)
+    params = server.bodies[0]["sampling_params"]
+    assert (params["ignore_eos"], params["min_new_tokens"], params["stop_token_ids"]) == (True, 2, [3])
 
 
 ABORTED = {"type": "abort", "message": "Abort in waiting queue"}

@@ -16,7 +16,7 @@ from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.vllm.server import VllmServer
 
 from ..servers import python_of, running_server
-from ..sglang.conftest import CONTEXT, DEADLINE_S, Stage, open_stage, with_tokenizer
+from ..sglang.conftest import CONTEXT, DEADLINE_S, END, Stage, open_stage, with_tokenizer
 
 ON_CPU = {"backend": "vllm", "max_context_tokens": CONTEXT, "kv_tokens": 8 * CONTEXT}
 HEAD_DIM = 32  # the least that vLLM has attention for on a CPU
@@ -31,14 +31,15 @@ def vllm_python() -> str:
 @pytest.fixture(scope="session")
 def vllm_model(make_model, small_model) -> Path:
     return with_tokenizer(
-        make_model(vocab_size=400, seed=0, max_position_embeddings=CONTEXT, head_dim=HEAD_DIM), small_model
+        make_model(vocab_size=400, seed=0, max_position_embeddings=CONTEXT, head_dim=HEAD_DIM, rare_end=END),
+        small_model,
     )
 
 
 @pytest.fixture(scope="session")
 def vllm_other(make_model) -> Path:
     """Other weights for the same model."""
-    return make_model(vocab_size=400, seed=1, max_position_embeddings=CONTEXT, head_dim=HEAD_DIM)
+    return make_model(vocab_size=400, seed=1, max_position_embeddings=CONTEXT, head_dim=HEAD_DIM, rare_end=END)
 
 
 def running_vllm(python: str, model: Path, logs: Path) -> AbstractContextManager[str]:

@@ -112,9 +112,11 @@ async def test_a_request_says_what_it_asks_for(scripted, ask):
     server, engine = scripted
     server.events = [event([5], **ended(1))]
     await engine.generate(ask(1, top_k=0, stop_token_ids=(3,), logit_bias=((4, 2.0),), regex="a+", seed=7))
-    params = server.bodies[0]["sampling_params"]
-    assert (params["top_k"], params["stop_token_ids"], params["ignore_eos"], params["logprobs"]) == (0, [3], True, 0)
+    await engine.generate(ask(1, min_tokens=2, ignore_eos=True))
+    params, ends = (body["sampling_params"] for body in server.bodies)
+    assert (params["top_k"], params["stop_token_ids"], params["ignore_eos"], params["logprobs"]) == (0, [3], False, 0)
     assert (params["logit_bias"], params["structured_outputs"], params["seed"]) == ({"4": 2.0}, {"regex": "a+"}, 7)
+    assert "min_tokens" not in params and (ends["min_tokens"], ends["ignore_eos"]) == (2, True)
 
 
 async def test_tokens_in_events_make_the_answer(scripted, ask):
