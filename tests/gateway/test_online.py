@@ -384,11 +384,11 @@ async def test_the_status_counts_no_group_that_was_given_up(online: Online) -> N
     assert (await online.done("status"))["state"]["capacity"] == 8
 
 
-async def test_a_trajectory_without_a_trained_token_is_filtered(online: Online) -> None:
+async def test_a_trajectory_without_a_trained_token_is_altered(online: Online) -> None:
     useless = await online.world.start(group_id="a")
     await useless.post_chat(temperature=0)
     await useless.reward(reward=1)
     await useless.end()
     (agent,) = await online.play("b")
     assert ids_of(await online.lease(1)) == [[agent.id]]
-    assert await fate(online, useless) == Fate(dropped=Drop.FILTERED)
+    assert await fate(online, useless) == Fate(dropped=Drop.ALTERED)
