@@ -114,6 +114,7 @@ class DynamicSampling:
     num_flat: int = 0
     in_a_row: int = 0
     last_flat: str = ""
+    is_altered: bool = False  # the last one was flat because of altered tokens
 
     def replaces(self, group: Sequence[Trajectory]) -> bool:
         """Return whether these completed siblings have no spread in reward. Call it once per group."""
@@ -132,10 +133,9 @@ class DynamicSampling:
             return False
         self.in_a_row += 1
         self.num_flat += 1
+        self.is_altered = any(self.rule.drop_of(one) is Drop.ALTERED for one in group)
         if is_too_few:
             what = f"{len(trainable)} of {len(group)} rollouts had a token to train"
-            if any(self.rule.drop_of(one) is Drop.ALTERED for one in group):
-                what += f"; the tokens of the others are {ALTERED}"
         else:
             reward = next(rewards[one.session_id] for one in group if one.session_id in trainable)
             what = f"{len(trainable)} rollouts, each with reward {reward:g}"
@@ -148,11 +148,13 @@ class DynamicSampling:
 
     def describe(self) -> str:
         """Return why the run ends once `is_exhausted`."""
-        return (
-            f"{self.in_a_row} groups in a row had no spread in reward, the last was {self.last_flat}. The model always "
-            "succeeds on these tasks or never does: give it harder or easier ones, see whether the reward can differ, "
-            "or set algorithm.dynamic_sampling to false (rollout.max_flat_groups is the limit)"
+        cause = (
+            "The model always succeeds on these tasks or never does: give it harder or easier ones, see whether the "
+            "reward can differ, or set algorithm.dynamic_sampling to false (rollout.max_flat_groups is the limit)"
         )
+        if self.is_altered:
+            cause = f"The tokens of the others are {ALTERED}"
+        return f"{self.in_a_row} groups in a row had no spread in reward, the last was {self.last_flat}. {cause}"
 
 
 RunGroup = Callable[[str, Task], Coroutine[Any, Any, TrajectoryGroup]]

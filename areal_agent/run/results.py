@@ -49,7 +49,7 @@ from areal_agent.run.serving import EvalAnswer, EvalReport
 from areal_agent.run.sources import Source
 from areal_agent.tokens.loss_rule import LossRule, Mask
 from areal_agent.trainer.wire import StepReport
-from areal_agent.types import RolloutBatch, WeightVersion
+from areal_agent.types import Drop, RolloutBatch, WeightVersion
 from areal_agent.weights.push import PushReport
 
 WORTH_TELLING = 0.01
@@ -182,14 +182,14 @@ def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
 
 def _untrained(summary: dict[str, Any]) -> Generator[str]:
     """Yield a line for each kind of loss: what was dropped, altered, or of another conversation."""
-    dropped: dict[str, int] = summary["dropped_rollouts"]
-    if dropped:
+    dropped = {reason: count for reason, count in summary["dropped_rollouts"].items() if reason != Drop.ORPHAN}
+    if dropped:  # orphans are those that the end of the run cut off
         named = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
         yield f"dropped {sum(dropped.values()):,} rollouts, which taught nothing: {named}"
-    num_altered, num_rollouts = summary["altered_tokens"], dropped.get("altered", 0)
-    if num_altered or num_rollouts:
-        whole = f", and all tokens of {num_rollouts:,} dropped ones," if num_rollouts else ""
-        yield f"{num_altered:,} tokens of trained rollouts{whole} are {ALTERED}"
+    if dropped.get(Drop.ALTERED):
+        yield f"all tokens of {dropped[Drop.ALTERED]:,} dropped rollouts are {ALTERED}"
+    if summary["altered_tokens"]:
+        yield f"{summary['altered_tokens']:,} tokens of trained rollouts are {ALTERED}"
     if summary["other_roots_tokens"]:
         yield f"{summary['other_roots_tokens']:,} tokens are of other conversations than the main one: not trained"
 
@@ -225,6 +225,7 @@ class RunMetrics:
         self._source_names = source_names or {}  # task source by task id
         self._expected_parts = frozenset(part_names)  # of the reward; checked and emptied at the first step
         self._rule = rule or LossRule()
+        self._has_noted_altered = False
         self._account = TimeAccount()
         self._producing = BusyClock()
         self._starting_s = 0.0
@@ -292,6 +293,12 @@ class RunMetrics:
                 f"they named {', '.join(sorted(named)) or 'none'}"
             )
 
+    def _note_altered(self, row: Row) -> None:
+        """Note once what may be done about altered tokens; the steps' lines count them."""
+        if not self._has_noted_altered and (row.get(f"{MASKED}altered") or row.get(f"{DROPPED}altered")):
+            self._has_noted_altered = True
+            self._progress.note(f"step {row['step']}: tokens that agents asked for are {ALTERED}")
+
     async def pushed(self, report: PushReport, *, held_s: float) -> None:
         """Finish the row of a step, write it and show it. The push held the engine for `held_s`.
 
@@ -306,6 +313,7 @@ class RunMetrics:
         row["tokens_per_s/generated"] = row["tokens/generated"] / wall_s
         row["tokens_per_s/trained"] = self._row.get("tokens/trained", 0) / wall_s
         self._row = {}
+        self._note_altered(row)
         self._log.append(row)
         self._trackers.log(report.version.step, numbers_of(row))
         self._progress.step(StepView.of(row))
