@@ -53,7 +53,12 @@ class HttpEngine:
         try:
             if on_chunk is not None:
                 body = generate.encode_request(request, is_streamed=True)
-                return await self._transport.answer(generate.GENERATE, body, generate.ResultReader(), on_chunk)
+
+                def take(chunk: TokenChunk) -> None:
+                    if chunk.token_ids:
+                        on_chunk(chunk)
+
+                return await self._transport.answer(generate.GENERATE, body, generate.ResultReader(), take)
             body = await self._transport.sample(generate.GENERATE, generate.encode_request(request))
         except asyncio.CancelledError:
             self._abort_in_background(request.request_id)

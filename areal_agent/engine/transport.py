@@ -145,7 +145,7 @@ class Transport:
     async def answer(
         self, path: str, body: dict[str, Any], reader: AnswerReader, on_chunk: Callable[[TokenChunk], None]
     ) -> GenerateResult:
-        """Return a completion that arrives in events; `on_chunk` is given new tokens as they arrive."""
+        """Return a completion that arrives in events; `on_chunk` is given each event's new tokens, perhaps none."""
         splitter, where = EventSplitter(), f"the answer of {self.base_url}{path}"
         async with aclosing(self.stream(path, body)) as pieces:
             async for piece in pieces:
@@ -155,9 +155,7 @@ class Transport:
                         failure = decode_failure(fields, _UNTOLD_STATUS)
                         message = f"{where} broke off with {failure.status}: {failure.message}"
                         raise EngineRejected(message) if failure.is_refusal else EngineUnreachable(message)
-                    chunk = self.decoded(reader.read, path, fields)
-                    if chunk.token_ids:
-                        on_chunk(chunk)
+                    on_chunk(self.decoded(reader.read, path, fields))
                     if reader.is_over and reader.result is not None:
                         return reader.result
         if reader.result is None:
@@ -250,7 +248,7 @@ class Transport:
         return self._sessions[is_kept]
 
     def _no_answer(self, call: _Call, error: Exception) -> EngineUnreachable:
-        cause = str(error) or type(error).__name__
+        cause = str(error).replace(" ssl:default", "") or type(error).__name__  # aiohttp says it of plain HTTP, too
         where = f"{call.method} {self.base_url}{call.path}"
         return EngineUnreachable(f"no answer to {where}: {cause}; is the engine running? see its log")
 

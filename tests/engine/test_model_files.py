@@ -26,9 +26,13 @@ def copied(tiny, tmp_path):
     return shutil.copytree(tiny, tmp_path / "copy")
 
 
-def test_a_model_that_is_not_there():
-    with pytest.raises(ConfigError, match="cannot load the model '/no/such/model': there is no such folder"):
-        load("/no/such/model")
+@pytest.mark.parametrize("name", ["/no/such/model", "nowhere", "./nowhere/here", "~/model", "runs/nowhere/model"])
+def test_a_name_that_is_neither_a_folder_nor_one_of_the_hub_is_asked_of_nobody(name):
+    with pytest.raises(ConfigError, match=f"cannot load the model '{name}': there is no such folder; .* 'org/name'"):
+        load(name)
+
+
+def test_the_model_of_a_config_is_no_folder():
     with pytest.raises(ConfigError, match=r"python -m areal_agent\.models\.tiny --out FOLDER"):
         load("tiny")
 

@@ -10,6 +10,7 @@ happen in any thread while the model samples; only `WeightLayout.copy` belongs t
 
 import logging
 import math
+import re
 import secrets
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -39,6 +40,9 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that depend only on a token's own position; others would change keys that are already cached."""
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][^/\s]*/[^/\s]+")
 
 
 def load_model(model_path: str, place: torch.device, dtype: torch.dtype, *, max_context_tokens: int) -> PreTrainedModel:
@@ -84,17 +88,18 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def _check_there(model_path: str) -> None:
-    """Check that a path is a folder. Any other name is asked of the hub."""
+    """Check that a path is a folder, or has the form of a name on the hub, which is then asked for it."""
     if Path(model_path).is_dir():
         return
-    if model_path.startswith(("/", ".", "~")):
-        raise ConfigError(
-            f"cannot load the model {model_path!r}: there is no such folder; name an existing one or a hub model"
-        )
     if model_path == "tiny":
         raise ConfigError(
             "cannot load the model 'tiny': that name is for the key `model` of a config; build the model with "
             "python -m areal_agent.models.tiny --out FOLDER, and name the folder"
+        )
+    if not _HUB_NAME.fullmatch(model_path):
+        raise ConfigError(
+            f"cannot load the model {model_path!r}: there is no such folder; name an existing one, or a model on the "
+            "hub as 'org/name'"
         )
     logger.info("there is no folder %r here: asking the hub for it", model_path)  # this takes a minute when offline
 

@@ -3,7 +3,7 @@
 A `ServerRequest` is always streamed, because closing its stream removes it from the server at once in any state:
 
     not begun, or held at a pause   close the stream: an abort would be lost (SGLang: and the next one for it, too)
-    begun (a token has arrived)     abort and read on, so that all tokens sampled until then are reported
+    begun (an event has arrived)    abort and read on, so that all tokens sampled until then are reported
 """
 
 import asyncio
@@ -81,7 +81,7 @@ class ServerRequest:
 
         def take(chunk: TokenChunk) -> None:
             self._has_begun = True
-            if on_chunk is not None:
+            if chunk.token_ids and on_chunk is not None:
                 on_chunk(chunk)
 
         return await self._server.transport.answer(self._server.generate_path, body, self._reader, take)

@@ -8,6 +8,7 @@
 - an update that succeeds without changing the label is a failure
 - the label is that of `/model_info`: `/server_info` has the one of the start
 - a `/health` that never answers does not matter, a `/server_info` that fails does
+- an event without tokens says that a request has begun: from then on an abort goes to the server
 - an abort is answered with the last id once more, with all ids, with none, or with a status
 - no call uses a connection that the server may just be closing
 - SGLang ignores stop tokens with `ignore_eos`: the answer ends here, with the first of them, and its stream is left
@@ -25,11 +26,12 @@ from aiohttp import web
 from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine.foreign.weight_folders import WeightFolders
 from areal_agent.engine.sglang.server import SglangAnswer, SglangServer
-from areal_agent.engine.wire import control
+from areal_agent.engine.wire import control, generate
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import FinishReason, PauseMode, VersionSpan, WeightVersion
 from areal_agent.weights.push import push
 
+from .conftest import until_one_waits
 from .scripted import OLD, ScriptedServer, event, serving, spans
 
 NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
@@ -205,6 +207,38 @@ async def test_a_stop_token_that_the_server_passes_over_ends_the_answer(scripted
     assert result.versions == (VersionSpan(version=OLD, start=0, end=3),)
     params = server.bodies[0]["sampling_params"]
     assert (params["ignore_eos"], params["min_new_tokens"], params["stop_token_ids"]) == (True, 2, [3])
+
+
+class Beginning(ScriptedServer):
+    """A server whose first event has no tokens, and which sends the others when the request is aborted."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model)
+        self.is_aborted = asyncio.Event()
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(generate.encode_event(event([], 0)))
+        await self.is_aborted.wait()
+        await response.write(generate.encode_event(event([5], 1, ABORTED, weight_versions=spans(1))))
+        return response
+
+    async def yes(self, request: web.Request) -> web.Response:
+        if request.path == control.ABORT_REQUEST:
+            self.is_aborted.set()
+        return await super().yes(request)
+
+
+async def test_an_abort_after_an_event_without_tokens_goes_to_the_server(tiny, ask):
+    async with serving(Beginning(str(tiny))) as url, aclosing(ForeignEngine(SglangServer(url))) as engine:
+        answer = asyncio.ensure_future(engine.generate(ask(1)))
+        await until_one_waits(engine)
+        request = engine.requests.by_id[ask(1).request_id]
+        while not request._has_begun:  # noqa: ASYNC110 (it tells nobody)
+            await asyncio.sleep(0)
+        await engine.abort(ask(1).request_id)
+        assert (await answer).token_ids == (5,)
 
 
 ABORTED = {"type": "abort", "message": "Abort in waiting queue"}
