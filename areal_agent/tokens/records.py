@@ -1,13 +1,13 @@
 """Turns a closed trajectory into `TokenRecord`s, one a branch, with each sampled token in the loss of one of them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from areal_agent.errors import LedgerError
-from areal_agent.tokens.loss_rule import LossRule
+from areal_agent.tokens.loss_rule import LossRule, Mask
 from areal_agent.types import Completion, TokenRecord, Trajectory, Turn
 
 
@@ -16,11 +16,14 @@ def token_records(trajectory: Trajectory, rule: LossRule | None = None) -> tuple
 
     Branch 0 ends with the newest answer, so what branches share is credited along the path to where the rollout
     ended. In the loss are the sampled tokens that the rule lets in; without one, those whose recorded probability is
-    the one they were sampled with, in answers that the agent saw. `turn_rewards` has the reward of a completion in the
+    the one they were sampled with, in answers that the agent saw. A conversation that it leaves out has no record: no
+    other shares a token with it. `turn_rewards` has the reward of a completion in the
     first record that ends or passes through it, and the final reward on the last turn of every record.
     """
-    claims = _Claims(trajectory, rule or LossRule())
-    return tuple(claims.record(branch, path) for branch, path in enumerate(reversed(_leaf_paths(trajectory.turns))))
+    masks = (rule or LossRule()).masks(trajectory)
+    claims = _Claims(trajectory, masks)
+    paths = [path for path in reversed(_leaf_paths(trajectory.turns)) if not _is_left_out(path, masks)]
+    return tuple(claims.record(branch, path) for branch, path in enumerate(paths))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +72,10 @@ def _leaf_paths(turns: Sequence[Turn]) -> list[_Path]:
     return [path for completion_id, path in paths.items() if completion_id not in covered]
 
 
+def _is_left_out(path: _Path, masks: Mapping[str, Mask]) -> bool:
+    return masks.get(path[-1].completion.id) is Mask.OTHER_ROOTS
+
+
 def _length(path: _Path) -> int:
     return sum(step.length for step in path)
 
@@ -94,9 +101,9 @@ def _trunk(turn: Turn, paths: dict[str, _Path]) -> _Path:
 class _Claims:
     """Assigns each sampled token to the first branch that contains it; only that record trains it."""
 
-    def __init__(self, trajectory: Trajectory, rule: LossRule) -> None:
+    def __init__(self, trajectory: Trajectory, masked: Collection[str]) -> None:
         self._trajectory = trajectory
-        self._masked = rule.masks(trajectory)
+        self._masked = masked
         self._owners: dict[str, NDArray[np.int32]] = {}  # by completion: the branch that trains each token, or -1
         self._callers: dict[tuple[object, ...], int] = {}  # by request: the branch with its first answer
         self._unpaid = dict(trajectory.rewards.by_completion)
