@@ -143,8 +143,8 @@ class TrainingTasksConfig(TasksConfig):
 
 
 ALTERED = (
-    "altered (top_p, top_k, min_p, a penalty, a bias, min_tokens, a grammar or temperature 0), so they are not trained; let the "
-    "run's sampling win with rollout.sampling_override=true (where agents start their own sessions: "
+    "altered (top_p, top_k, min_p, a penalty, a bias, min_tokens, a grammar or temperature 0), so they are not "
+    "trained; let the run's sampling win with rollout.sampling_override=true (where agents start their own sessions: "
     '"sampling_override": true in /rl/start_session), or leave those parameters out in the agent'
 )
 """What is said of tokens that are not trained for this reason, with the remedy."""
