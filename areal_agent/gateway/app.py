@@ -26,10 +26,12 @@ from areal_agent.gateway.bodies import BodyReader, Limits
 from areal_agent.gateway.chat import ChatBody, ChatRequest, Tokenized, TokenizeRequest
 from areal_agent.gateway.completions import CompletionsBody, CompletionsRequest
 from areal_agent.gateway.draft import Outlet, Piece
+from areal_agent.gateway.messages import CountRequest, MessagesBody, MessagesRequest, TokenCount
 from areal_agent.gateway.metrics import Counters, GatewayStats, Metrics
 from areal_agent.gateway.online.consumer import Consumer, TrainerHandler, trainer_handlers
 from areal_agent.gateway.openapi import ANY_MODEL, About, no_model, openapi_json
 from areal_agent.gateway.order import DEFAULT_MODEL, Order
+from areal_agent.gateway.responses_answer import ResponseCalls
 from areal_agent.gateway.rollouts import Callers, RolloutCalls
 from areal_agent.gateway.server import ServedGateway, as_request_error, json_reply, serve_app
 from areal_agent.gateway.session import Session, StartRequest
@@ -47,12 +49,14 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 AgentHandler = Callable[[web.Request, Session, JsonObject], Awaitable[web.StreamResponse]]
+AskingHandler = Callable[[web.Request, Session], Awaitable[web.StreamResponse]]
 
 
 class AgentBody(Protocol):
     """The body of an agent's request, in the protocol of its endpoint."""
 
-    is_streamed: bool
+    @property
+    def is_streamed(self) -> bool: ...
 
     def order(self) -> Order: ...
 
@@ -142,6 +146,9 @@ class Gateway:
             archive=archive,
             consumer=consumer,
         )
+        self._responses = ResponseCalls(
+            renderer.detokenizer, place=self._place, answer=self._answer, traffic=self._traffic
+        )
         self._trainer = trainer_handlers(consumer, self.stats) if consumer else {}
 
     def app(self) -> web.Application:
@@ -153,6 +160,13 @@ class Gateway:
         for prefix in ("/v1", ""):
             app.router.add_post(f"{prefix}/chat/completions", self._for_agent(self._chat_completions))
             app.router.add_post(f"{prefix}/completions", self._for_agent(self._completions))
+            app.router.add_post(f"{prefix}/messages", self._for_agent(self._messages))
+            app.router.add_post(f"{prefix}/messages/count_tokens", self._for_agent(self._count_tokens))
+            app.router.add_post(f"{prefix}/responses", self._for_agent(self._responses.create))
+            response = f"{prefix}/responses/{{response_id}}"
+            app.router.add_get(response, self._for_asking(self._responses.retrieve))
+            app.router.add_delete(response, self._for_asking(self._responses.delete))
+            app.router.add_post(f"{response}/cancel", self._for_asking(self._responses.cancel))
             app.router.add_post(f"{prefix}/tokenize", self._for_agent(self._tokenize))
             app.router.add_get(f"{prefix}/models", self._about.models)
             app.router.add_get(f"{prefix}/models/{{model:.+}}", self._about.model)
@@ -199,6 +213,16 @@ class Gateway:
         request, renderer = CompletionsRequest.read(body), self._services.renderer
         return await self._answer(http, session, request, lambda one: CompletionsBody(request, one, renderer))
 
+    async def _messages(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
+        request = MessagesRequest.read(body, session.translated)
+        return await self._answer(http, session, request, lambda one: MessagesBody(request, one))
+
+    async def _count_tokens(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
+        request = CountRequest.read(body, session.translated)
+        self._require_model(request.model, session)
+        token_ids = await session.prompt_ids(request.conversation, num_bytes=len(await http.read()))
+        return json_reply(TokenCount(input_tokens=len(token_ids)))
+
     async def _tokenize(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
         request, renderer = TokenizeRequest.read(body), self._services.renderer
         self._require_model(request.model, session)
@@ -218,12 +242,14 @@ class Gateway:
         self, http: web.Request, session: Session, request: AgentBody, body_of: Callable[[Exchange], AnswerBody]
     ) -> web.StreamResponse:
         """Place, sample and answer a request, and mark the answer as delivered once all of it was sent."""
-        order = request.order()
-        self._require_model(order.model, session)
         with session.deliveries.one():
-            exchange = await session.place(order, num_bytes=len(await http.read()))
+            exchange = await self._place(http, session, request.order())
             send = self._send_in_chunks if request.is_streamed else self._send_whole
             return await send(http, session, exchange, body_of(exchange))
+
+    async def _place(self, http: web.Request, session: Session, order: Order) -> Exchange:
+        self._require_model(order.model, session)
+        return await session.place(order, num_bytes=len(await http.read()))
 
     async def _send_whole(
         self, http: web.Request, session: Session, exchange: Exchange, body: AnswerBody
@@ -289,6 +315,7 @@ class Gateway:
                 await asyncio.to_thread(return_free_memory)
 
     def _retire(self, session: Session) -> None:
+        self._responses.forget(session)
         self._sessions.retire(session)
         self._traffic.leave(session.record.id)
 
@@ -301,6 +328,16 @@ class Gateway:
             session = await self._rollouts.session_for_turn(request)
             with self._traffic.call(session.record.id, is_turn=True), self._metrics.turn():
                 return await handle(request, session, await self._bodies.agent(request, session.bodies))
+
+        return handler
+
+    def _for_asking(self, handle: AskingHandler) -> Handler:
+        """Return a handler for a call about the session that the request's key belongs to, which begins no turn."""
+
+        async def handler(request: web.Request) -> web.StreamResponse:
+            session = await self._rollouts.session_for_turn(request)
+            with self._traffic.call(session.record.id):
+                return await handle(request, session)
 
         return handler
 

@@ -15,7 +15,7 @@ from typing import Protocol, Self
 
 from areal_agent.errors import EngineUnreachable
 from areal_agent.gateway.answers import Answer, Choice, Deliveries, EngineCalls, TurnAnswer, Watch, requests_for
-from areal_agent.gateway.conversation import Conversation
+from areal_agent.gateway.conversation import Conversation, num_ignored_fields
 from areal_agent.gateway.draft import Draft, Outlet, Piece, PlainReader, Reading
 from areal_agent.gateway.metrics import Counters
 from areal_agent.gateway.order import Order, Question
@@ -79,6 +79,7 @@ class Exchange:
         self.model = model
         self.created_s = int(created_s)
         self.order = order
+        self.is_hung_up = False
         self._turns = turns
 
     @property
@@ -106,6 +107,7 @@ class Exchange:
 
     def hang_up(self) -> None:
         """Stop sampling, since nobody waits for the answer: what has been sampled is recorded as aborted."""
+        self.is_hung_up = True
         for turn in self._turns:
             turn.hang_up()
 
@@ -227,6 +229,7 @@ class TurnLog:
             fork_reason=fork_reason,
         )
         self._count(turn, choices)
+        self._services.counters.ignored_message_fields += num_ignored_fields(prompt.delta)
         await self._services.journal.append_turn(self._session_id, turn)
         self._turns.append(PackedTurn.of(turn, prompt.new_ids, sampled))
         self.completion_ids.update(completion.id for completion in completions)
@@ -250,10 +253,10 @@ class TurnLog:
 def _turn_id(completion_id: str) -> str:
     """Derive a turn's id from its first completion's: another random number would cost a system call.
 
-    >>> _turn_id("chatcmpl-7f"), _turn_id("chatcmpl-7f-2")
-    ('turn-7f', 'turn-7f-2')
+    >>> _turn_id("chatcmpl-7f"), _turn_id("chatcmpl-7f-2"), _turn_id("resp_7f")
+    ('turn-7f', 'turn-7f-2', 'turn-7f')
     """
-    return f"turn-{completion_id.partition('-')[2]}"
+    return f"turn-{completion_id.replace('_', '-', 1).partition('-')[2]}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -376,6 +379,7 @@ class PendingTurn:
             parsed=parsed,
             rows=draft.rows() if draft and plan.order.num_top_logprobs is not None else (),
             num_reasoning_tokens=self._num_reasoning_tokens(parsed, result),
+            stop_text=draft.stop_text if draft else "",
             num_given=plan.reading.num_given,
         )
 

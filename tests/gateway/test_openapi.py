@@ -12,7 +12,7 @@ from typing import Any, cast, get_type_hints
 import pytest
 import schemathesis
 from aiohttp import web
-from openai.types import chat, completion_create_params
+from openai.types import chat, completion_create_params, responses
 
 from areal_agent.gateway.openapi import openapi_document
 
@@ -92,7 +92,7 @@ def posted() -> list[tuple[str, list[str]]]:
     """Every path that takes a body, and the parameters that it is described with."""
     found: list[tuple[str, list[str]]] = []
     for path, item in DOCUMENT["paths"].items():
-        if "post" in item:
+        if "requestBody" in item.get("post", {}):
             name = item["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].rsplit("/", 1)[1]
             found.append((path, list(DOCUMENT["components"]["schemas"][name]["properties"])))
     return found
@@ -111,6 +111,7 @@ async def test_it_names_what_the_gateway_knows(open_agent: OpenAgent, path: str,
     [
         ("/v1/chat/completions", chat.completion_create_params.CompletionCreateParamsBase),
         ("/v1/completions", completion_create_params.CompletionCreateParamsBase),
+        ("/v1/responses", responses.response_create_params.ResponseCreateParamsBase),
     ],
 )
 async def test_of_openais_it_names_those_that_are_known(open_agent: OpenAgent, path: str, params: type) -> None:
