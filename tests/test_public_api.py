@@ -19,7 +19,8 @@ def test_names_of_the_package() -> None:
 
 
 def test_names_of_a_rollout() -> None:
-    assert public(Rollout) == {"aclose", "enter", "log", "reject", "reward", "shared", "sync_client"}
+    methods = {"aclose", "enter", "log", "reject", "reward", "shared"}
+    assert public(Rollout) == methods | {"anthropic_base_url", "sync_client"}
     attributes = set(inspect.signature(Rollout.__init__).parameters) - {"self", "shared"}
     clients = {"client", "sync_client", "http_client", "sync_http_client"}
     assert attributes == clients | {"base_url", "api_key", "model", "seed", "is_eval", "sandbox"}

@@ -48,6 +48,7 @@ class Choice:
     parsed: ParsedAnswer
     rows: tuple[TokenRow, ...] = ()
     num_reasoning_tokens: int = 0
+    stop_text: str = ""  # the stop text that ended it
     num_given: int = 0  # characters of the content that the agent gave
 
     @property
@@ -86,6 +87,7 @@ class Choice:
             token_ids=token_ids,
             message=self.message,
             has_thinking=self.parsed.reasoning is not None,
+            stop_text=self.stop_text,
         )
 
 

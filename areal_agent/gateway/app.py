@@ -26,6 +26,7 @@ from areal_agent.gateway.bodies import BodyReader, Limits
 from areal_agent.gateway.chat import ChatBody, ChatRequest, Tokenized, TokenizeRequest
 from areal_agent.gateway.completions import CompletionsBody, CompletionsRequest
 from areal_agent.gateway.draft import Outlet, Piece
+from areal_agent.gateway.messages import CountRequest, MessagesBody, MessagesRequest, TokenCount
 from areal_agent.gateway.metrics import Counters, GatewayStats, Metrics
 from areal_agent.gateway.online.consumer import Consumer, TrainerHandler, trainer_handlers
 from areal_agent.gateway.openapi import ANY_MODEL, About, no_model, openapi_json
@@ -159,6 +160,8 @@ class Gateway:
         for prefix in ("/v1", ""):
             app.router.add_post(f"{prefix}/chat/completions", self._for_agent(self._chat_completions))
             app.router.add_post(f"{prefix}/completions", self._for_agent(self._completions))
+            app.router.add_post(f"{prefix}/messages", self._for_agent(self._messages))
+            app.router.add_post(f"{prefix}/messages/count_tokens", self._for_agent(self._count_tokens))
             app.router.add_post(f"{prefix}/responses", self._for_agent(self._responses.create))
             response = f"{prefix}/responses/{{response_id}}"
             app.router.add_get(response, self._for_asking(self._responses.retrieve))
@@ -209,6 +212,16 @@ class Gateway:
     async def _completions(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
         request, renderer = CompletionsRequest.read(body), self._services.renderer
         return await self._answer(http, session, request, lambda one: CompletionsBody(request, one, renderer))
+
+    async def _messages(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
+        request = MessagesRequest.read(body, session.translated)
+        return await self._answer(http, session, request, lambda one: MessagesBody(request, one))
+
+    async def _count_tokens(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
+        request = CountRequest.read(body, session.translated)
+        self._require_model(request.model, session)
+        token_ids = await session.prompt_ids(request.conversation, num_bytes=len(await http.read()))
+        return json_reply(TokenCount(input_tokens=len(token_ids)))
 
     async def _tokenize(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
         request, renderer = TokenizeRequest.read(body), self._services.renderer

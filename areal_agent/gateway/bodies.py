@@ -77,10 +77,10 @@ class Body(BaseModel):
     """If true, unknown fields are ignored as long as they are empty."""
 
     @classmethod
-    def read(cls, value: object) -> Self:
-        """Check decoded JSON. Raises RequestError for the first error found."""
+    def read(cls, value: object, context: object = None) -> Self:
+        """Check decoded JSON. Raises RequestError for the first error found. `context` is for the validators."""
         try:
-            return cls.model_validate(value)
+            return cls.model_validate(value, context=context)
         except ValidationError as error:
             raise _request_error(error, value) from None
 

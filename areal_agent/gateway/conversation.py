@@ -10,7 +10,7 @@ counts as a call only if its arguments match the tool's schema. No grammar enfor
 that does not match is malformed and stays text.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache, partial
@@ -27,6 +27,8 @@ from pydantic import (
     Field,
     Tag,
     TypeAdapter,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -117,6 +119,7 @@ class TextPart(Open):
 
     type: Literal["text"]
     text: str
+    thought: ClassVar[str] = ""
 
     @model_validator(mode="before")
     @classmethod
@@ -132,10 +135,44 @@ class TextPart(Open):
         return value
 
 
+class RefusalPart(Open):
+    """A refusal, which is what the answer says."""
+
+    type: Literal["refusal"]
+    text: str = Field(alias="refusal")
+    thought: ClassVar[str] = ""
+
+
+class ThoughtPart(Open):
+    """Reasoning among the parts of an answer's content."""
+
+    type: Literal["reasoning", "thinking", "redacted_thinking"]
+    reasoning: str = ""
+    thinking: str = ""
+    text: ClassVar[str] = ""
+
+    @property
+    def thought(self) -> str:
+        return self.reasoning or self.thinking
+
+
+AnswerPart = Annotated[TextPart | RefusalPart | ThoughtPart, Field(discriminator="type")]
+
 Content = Annotated[
     Annotated[str, Tag("a string")] | Annotated[list[TextPart], Tag("a list")],
     Discriminator(json_kind),
 ]
+
+AnswerContent = Annotated[
+    Annotated[str, Tag("a string")] | Annotated[list[AnswerPart], Tag("a list")],
+    Discriminator(json_kind),
+]
+
+Ignored = Annotated[Any, BeforeValidator(require_shallow), Field(description="Added by client libraries; ignored.")]
+
+
+def text_of(content: str | Sequence[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class FunctionCall(Body):
@@ -169,16 +206,31 @@ class EchoedToolCall(Open):
         return {"id": self.id, "type": "function", "function": self.function.normalised()}
 
 
+READ = frozenset({"role", "name", "content", "reasoning_content", "reasoning", "tool_calls", "tool_call_id"})
+"""The fields of messages that may come into the prompt. Client libraries add others, which do not."""
+
+
+def num_ignored_fields(messages: Iterable[JsonObject]) -> int:
+    """Return how many fields of checked messages were ignored although they were not empty."""
+    return sum(
+        bool(message[name]) for message in messages if not message.keys() <= READ for name in message.keys() - READ
+    )
+
+
 class AnyMessage(Body):
-    """Fields of messages of every role. Clients echo answers with all their fields: unknown empty ones are ignored."""
+    """Fields of messages of every role. Unknown fields are ignored if they are empty, or if they are listed here."""
 
     ignores_empty: ClassVar[bool] = True
 
     name: str | None = None
+    id: Ignored = None
+    annotations: Ignored = None
+    cache_control: Ignored = None
+    metadata: Ignored = None
+    provider_specific_fields: Ignored = None
 
-    def _normalised(self, role: str, content: str | list[TextPart], **others: object) -> JsonObject:
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        fields = {"role": role, "content": text, "name": self.name, **others}
+    def _normalised(self, role: str, content: str | Sequence[TextPart], **others: object) -> JsonObject:
+        fields = {"role": role, "content": text_of(content), "name": self.name, **others}
         return {name: value for name, value in fields.items() if value is not None}
 
 
@@ -192,22 +244,37 @@ class PromptMessage(AnyMessage):
         return self._normalised("user" if self.role == "user" else "system", self.content)
 
 
-class AssistantMessage(AnyMessage):
-    """An answer of the assistant, sampled or written by the client."""
+class AssistantMessage(AnyMessage, Open):
+    """An answer of the assistant, sampled or written by the client.
+
+    Libraries echo an answer with fields of their own, so any other field is ignored.
+    """
 
     role: Literal["assistant"]
-    content: Content = ""
+    content: AnswerContent = ""
     reasoning_content: str | None = None
+    reasoning: Any = Field(default=None, description="A text is another name of `reasoning_content`.")
     tool_calls: list[EchoedToolCall] = Field(default_factory=list[EchoedToolCall])
-    parsed: Annotated[Any, BeforeValidator(require_shallow)] = Field(
-        default=None, description="The client's parsed content; ignored."
-    )
+    function_call: Any = Field(default=None, description="Ignored beside `tool_calls`, refused without them.")
+
+    @field_validator("function_call")
+    @classmethod
+    def _require_tool_calls(cls, value: object, info: ValidationInfo) -> object:
+        if value and not info.data.get("tool_calls"):
+            raise PydanticCustomError(
+                "unsupported_content", "is the older form of a call; send the call in tool_calls, with an id"
+            )
+        return value
 
     def normalised(self) -> JsonObject:
+        said, thought = self.content, self.reasoning_content
+        if not thought and isinstance(self.reasoning, str):
+            thought = self.reasoning
+        if not isinstance(said, str):
+            thought = thought or "".join(part.thought for part in said) or None
+            said = "".join(part.text for part in said)
         calls = [call.normalised() for call in self.tool_calls]
-        return self._normalised(
-            self.role, self.content, reasoning_content=self.reasoning_content, tool_calls=calls or None
-        )
+        return self._normalised(self.role, said, reasoning_content=thought, tool_calls=calls or None)
 
 
 class ToolMessage(AnyMessage):
@@ -216,6 +283,9 @@ class ToolMessage(AnyMessage):
     role: Literal["tool"]
     content: Content
     tool_call_id: str | None = None
+    is_error: Ignored = None
+    status: Ignored = None
+    artifact: Ignored = None
 
     def normalised(self) -> JsonObject:
         return self._normalised(self.role, self.content, tool_call_id=self.tool_call_id)
@@ -375,6 +445,7 @@ class Conversation:
     choice: ToolChoice = ToolChoice()
     template_options: JsonObject = field(default_factory=dict[str, Any])  # more variables for the chat template
     continues_last: bool = False  # the answer goes on where the last message, an assistant's, ends
+    last_param: str | None = None  # the request's name for the last message, unless it is messages[INDEX]
 
     @property
     def may_call_tools(self) -> bool:
@@ -419,9 +490,15 @@ class Conversation:
 
     def _given_opening(self, renderer: Renderer) -> Opening:
         """Return the opening that repeats the last message. Raises RequestError if that cannot be continued."""
-        last = f"messages[{len(self.messages) - 1}]"
+        last = self.last_param or f"messages[{len(self.messages) - 1}]"
         message = read_message(self.messages[-1], len(self.messages) - 1)
         text: str = message["content"]
+        if len(self.messages) == 1:
+            raise RequestError(
+                f"{last} cannot be continued: it is the only message; send a question before it",
+                param=last,
+                code="invalid_value",
+            )
         if message["role"] != "assistant" or message.get("tool_calls") or message.get("reasoning_content"):
             raise RequestError(
                 f"{last} cannot be continued: only an assistant's message with text and nothing else can",

@@ -26,26 +26,27 @@ class StopFinder:
     depend on how the text was cut into pieces. Only a possible beginning of a stop text is held back.
 
     >>> finder = StopFinder(["END"])
-    >>> finder.feed("to the E"), finder.feed("ND of"), finder.has_stopped
-    ('to the ', '', True)
+    >>> finder.feed("to the E"), finder.feed("ND of"), finder.stop_text
+    ('to the ', '', 'END')
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._longest = max(map(len, stops), default=0)
         self._held = ""
-        self.has_stopped = False
+        self.stop_text = ""  # the one that was found
 
     def feed(self, text: str) -> str:
         """Take more text; return the text that may be sent."""
-        if self.has_stopped or not text:
+        if self.stop_text or not text:
             return ""
         text = self._held + text
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
-            self.has_stopped = True
+            end, start = min(found)
+            self.stop_text = text[start:end]
             self._held = ""
-            return text[: min(found)[1]]
+            return text[:start]
         num_free = len(text) - self._num_open(text)
         self._held = text[num_free:]
         return text[:num_free]
@@ -207,6 +208,11 @@ class Draft:
         """The text of the answer, as far as it may be sent."""
         return "".join(self._texts)
 
+    @property
+    def stop_text(self) -> str:
+        """The stop text that ended the answer, or ""."""
+        return self._finder.stop_text
+
     def feed(self, chunk: TokenChunk) -> tuple[AnswerDelta, ...]:
         """Take tokens; return the deltas that may be sent."""
         deltas: list[AnswerDelta] = []
@@ -269,7 +275,7 @@ class Draft:
     def _say(self, text: str) -> list[AnswerDelta]:
         self._num_decoded += len(text)
         deltas = self._let_out(self._finder.feed(text))
-        self.has_ended = self.has_ended or self._finder.has_stopped
+        self.has_ended = self.has_ended or bool(self._finder.stop_text)
         return deltas
 
     def _let_out(self, text: str) -> list[AnswerDelta]:

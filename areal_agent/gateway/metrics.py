@@ -27,6 +27,7 @@ class GatewayStats:
     turns: int
     altered_completions: int  # completions recorded with another probability than they were sampled with
     malformed_tool_calls: int
+    ignored_message_fields: int  # not empty, but of no consequence for the prompt
     forks: Mapping[ForkReason, int]
     history_mismatches: int  # prompts that differ from the chat template's text, found when a session ended
     errors: Mapping[int, int]  # number of answers by HTTP status, 400 and up
@@ -56,6 +57,7 @@ class Counters:
         self.turns = 0
         self.altered_completions = 0
         self.malformed_tool_calls = 0
+        self.ignored_message_fields = 0
         self.forks: Counter[ForkReason] = Counter()
         self.history_mismatches = 0
         self.errors: Counter[int] = Counter()
@@ -119,6 +121,7 @@ class Metrics:
             ("turns", "Turns that were recorded.", stats.turns),
             ("altered_completions", "Completions recorded with altered probabilities.", stats.altered_completions),
             ("malformed_tool_calls", "Tool calls that no parser could read.", stats.malformed_tool_calls),
+            ("ignored_message_fields", "Fields that clients added to messages.", stats.ignored_message_fields),
             ("history_mismatches", "Prompts that differ from the chat template's text.", stats.history_mismatches),
             ("received_bytes", "Bytes received from clients, including HTTP heads.", stats.received_bytes),
             ("sent_bytes", "Bytes sent to clients, including HTTP heads.", stats.sent_bytes),

@@ -21,6 +21,7 @@ from areal_agent.gateway.auth import is_loopback
 from areal_agent.gateway.bodies import Body, Number
 from areal_agent.gateway.chat import ChatRequest, Tokenized, TokenizeRequest
 from areal_agent.gateway.completions import CompletionsRequest
+from areal_agent.gateway.messages import CountRequest, MessagesRequest, TokenCount
 from areal_agent.gateway.metrics import GatewayStats, Metrics
 from areal_agent.gateway.online.wire import (
     AcknowledgeRequest,
@@ -34,11 +35,11 @@ from areal_agent.gateway.online.wire import (
     StateReply,
     StatusRequest,
 )
-from areal_agent.gateway.order import DEFAULT_MODEL, OrderBody
+from areal_agent.gateway.order import DEFAULT_MODEL
 from areal_agent.gateway.responses import ResponsesRequest
 from areal_agent.gateway.responses_answer import DeletedResponse
 from areal_agent.gateway.rollouts import Callers, EndedSession, ExportedTrajectory, RewardedSession, StartedSession
-from areal_agent.gateway.server import json_reply
+from areal_agent.gateway.server import ANTHROPIC_PATH, json_reply
 from areal_agent.gateway.session import EndRequest, ExportRequest, RewardRequest, StartRequest
 from areal_agent.gateway.sessions import Traffic
 from areal_agent.types import JsonObject
@@ -168,6 +169,9 @@ ERRORS: Mapping[int, str] = {
 OF_EVERY_CALL = (400, 403, 500)
 OF_EVERY_BODY = (408, 413, 415)
 
+ANTHROPIC = "anthropic"
+"""Begins the names of errors in Anthropic's form."""
+
 KEYS = {
     "sessionKey": "The key from /rl/start_session. It gives access to that session only.",
     "adminKey": "The key that the gateway was started with.",
@@ -250,6 +254,30 @@ class TextCompletion:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MessageUsage:
+    """The number of tokens that a message used."""
+
+    input_tokens: Number
+    cache_read_input_tokens: Number
+    cache_creation_input_tokens: Number
+    output_tokens: Number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MessageAnswer:
+    """Anthropic's message object; `content` has blocks of type `thinking`, `text` and `tool_use`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[JsonObject]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Response:
     """A response; `output` has items of type `reasoning`, `message`, `function_call` and `custom_tool_call`."""
 
@@ -279,6 +307,14 @@ class Error:
     error: Fault
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnthropicError:
+    """Anthropic's error object, with `param` and `code` as in OpenAI's."""
+
+    type: Literal["error"]
+    error: Fault
+
+
 # ---------------------------------------------------------------------------------------------------- the calls
 
 
@@ -303,6 +339,11 @@ CALLS = (
          ChatRequest, ChatCompletion, "sessionKey", (404, 409, 429, 502, 503)),
     Call("/v1/completions", "createCompletion", "Sample without a chat template; a prompt is text or ids.",
          CompletionsRequest, TextCompletion, "sessionKey", (404, 409, 429, 502, 503)),
+    Call("/v1/messages", "createMessage",
+         "Sample one turn, in Anthropic's form. With `stream`, the answer is Anthropic's server-sent events.",
+         MessagesRequest, MessageAnswer, "sessionKey", (404, 409, 429, 502, 503)),
+    Call("/v1/messages/count_tokens", "countTokens", "Count the tokens of a prompt. Nothing is recorded.",
+         CountRequest, TokenCount, "sessionKey", (404, 409, 429)),
     Call("/v1/responses", "createResponse",
          "Sample one turn. With `stream`, the answer is server-sent events named by their `type`.",
          ResponsesRequest, Response, "sessionKey", (404, 409, 429, 502, 503)),
@@ -366,7 +407,12 @@ def openapi_document(*, is_leased_from: bool) -> dict[str, Any]:
     bodies = [(call.name, "validation", TypeAdapter(call.body)) for call in calls if call.body is not None]
     answers = [(call.name, "serialization", TypeAdapter(call.answer)) for call in calls]
     schemas, definitions = TypeAdapter.json_schemas(
-        [*bodies, *answers, ("error", "serialization", TypeAdapter(Error))],  # type: ignore[list-item]
+        [
+            *bodies,
+            *answers,
+            ("", "serialization", TypeAdapter(Error)),  # type: ignore[list-item]
+            (ANTHROPIC, "serialization", TypeAdapter(AnthropicError)),  # type: ignore[list-item]
+        ],
         ref_template=SCHEMAS + "{model}",
         schema_generator=_Schemas,
     )
@@ -383,15 +429,16 @@ def openapi_document(*, is_leased_from: bool) -> dict[str, Any]:
         "info": {
             "title": "areal_agent gateway",
             "version": "1",
-            "description": "OpenAI's API for one model, recording every token, and the calls that start, reward and "
-            "end sessions. A key may also be sent in the header `api-key` or `x-api-key`. Every error is "
-            "OpenAI's error object.",
+            "description": "OpenAI's and Anthropic's API for one model, recording every token, and the calls that "
+            "start, reward and end sessions. A key may also be sent in the header `api-key` or `x-api-key`. Every "
+            "error is OpenAI's error object, and Anthropic's under /v1/messages.",
         },
         "paths": paths,
         "components": {
             "schemas": {name: _without_example(schema) for name, schema in definitions["$defs"].items()},
             "responses": {
-                str(status): _error_response(status, why, schemas["error", "serialization"])
+                f"{form}{status}": _error_response(status, why, schemas[form, "serialization"])
+                for form in ("", ANTHROPIC)
                 for status, why in ERRORS.items()
             },
             "securitySchemes": {
@@ -443,9 +490,10 @@ def _operation(call: Call, schemas: Mapping[Any, JsonSchemaValue]) -> dict[str, 
         statuses.add(401)
     if call.body is not None:
         statuses.update(OF_EVERY_BODY)
+    form = ANTHROPIC if ANTHROPIC_PATH.match(call.path) else ""
     answer = schemas[call.name, "serialization"]
     content: dict[str, Any] = {"text/plain" if call.answer is str else "application/json": {"schema": answer}}
-    if call.body is not None and issubclass(call.body, OrderBody):
+    if call.body is not None and "is_streamed" in call.body.model_fields:
         content["text/event-stream"] = {"schema": EVENT}
     described: dict[str, Any] = {
         "operationId": call.name,
@@ -453,7 +501,7 @@ def _operation(call: Call, schemas: Mapping[Any, JsonSchemaValue]) -> dict[str, 
         "security": [] if call.key is None else [{call.key: []}],
         "responses": {
             "200": {"description": "Done.", "content": content},
-            **{str(status): {"$ref": f"#/components/responses/{status}"} for status in sorted(statuses)},
+            **{str(status): {"$ref": f"#/components/responses/{form}{status}"} for status in sorted(statuses)},
         },
     }
     names = re.findall(r"{(\w+)}", call.path)

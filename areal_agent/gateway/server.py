@@ -46,6 +46,8 @@ BACKLOG = 4096
 """The number of connections that may wait to be accepted: a whole batch of rollouts starts at once."""
 
 
+ANTHROPIC_PATH = re.compile("/+(v1/+)?messages(/|$)")
+
 DONE = b"data: [DONE]\n\n"
 """The end of a stream of completions."""
 
@@ -212,9 +214,31 @@ def error_object(fault: RequestError) -> dict[str, Any]:
     }
 
 
-def error_reply(fault: RequestError) -> web.Response:
+def anthropic_error(fault: RequestError) -> dict[str, Any]:
+    """Return Anthropic's error object, with `param` and `code` as in OpenAI's.
+
+    Claude Code shortens its conversation when a message begins as this one does for a full context.
+    """
+    is_full = fault.code == "context_length_exceeded"
+    message = f"prompt is too long: {fault.message}" if is_full else fault.message
+    type_ = _ANTHROPIC_TYPES.get(fault.status, _error_type(fault.status))
+    return {"type": "error", "error": {"type": type_, "message": message, "param": fault.param, "code": fault.code}}
+
+
+_ANTHROPIC_TYPES = {
+    404: "not_found_error",
+    413: "request_too_large",
+    500: "api_error",
+    502: "api_error",
+    503: "overloaded_error",
+}
+
+
+def error_reply(fault: RequestError, path: str = "") -> web.Response:
+    """Return an error in the form of the protocol that `path` belongs to."""
     headers = {} if fault.retry_after_s is None else {"Retry-After": str(fault.retry_after_s)}
-    reply = json_reply(error_object(fault), status=fault.status, headers=headers)
+    body = anthropic_error(fault) if ANTHROPIC_PATH.match(path) else error_object(fault)
+    reply = json_reply(body, status=fault.status, headers=headers)
     if fault.status in UNREAD_BODY_STATUSES:
         reply.force_close()
     return reply
@@ -233,7 +257,7 @@ def error_boundary(handle: Handler, errors: Counter[int]) -> Handler:
             errors[fault.status] += 1
             if request.writer.output_size:  # a part of another answer was sent already
                 raise ConnectionResetError("an answer broke off") from error
-            reply = error_reply(fault)
+            reply = error_reply(fault, request.path)
             if isinstance(error, web.HTTPMethodNotAllowed):
                 reply.headers["Allow"] = error.headers["Allow"]
             return reply

@@ -15,7 +15,7 @@ from typing import Protocol, Self
 
 from areal_agent.errors import EngineUnreachable
 from areal_agent.gateway.answers import Answer, Choice, Deliveries, EngineCalls, TurnAnswer, Watch, requests_for
-from areal_agent.gateway.conversation import Conversation
+from areal_agent.gateway.conversation import Conversation, num_ignored_fields
 from areal_agent.gateway.draft import Draft, Outlet, Piece, PlainReader, Reading
 from areal_agent.gateway.metrics import Counters
 from areal_agent.gateway.order import Order, Question
@@ -232,6 +232,7 @@ class TurnLog:
             fork_reason=fork_reason,
         )
         self._count(turn, choices)
+        self._services.counters.ignored_message_fields += num_ignored_fields(prompt.delta)
         await self._services.journal.append_turn(self._session_id, turn)
         self._turns.append(PackedTurn.of(turn, prompt.new_ids, sampled))
         self.completion_ids.update(completion.id for completion in completions)
@@ -381,6 +382,7 @@ class PendingTurn:
             parsed=parsed,
             rows=draft.rows() if draft and plan.order.num_top_logprobs is not None else (),
             num_reasoning_tokens=self._num_reasoning_tokens(parsed, result),
+            stop_text=draft.stop_text if draft else "",
             num_given=plan.reading.num_given,
         )
 

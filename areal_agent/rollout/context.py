@@ -105,6 +105,11 @@ class Rollout:
         self._stack = AsyncExitStack()
 
     @property
+    def anthropic_base_url(self) -> str:
+        """The base URL for Anthropic's clients, which add /v1 themselves. Their key is `api_key`."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
     def sync_client(self) -> "OpenAI":
         """A stock `openai.OpenAI` without retries, for plain functions. It would block the event loop."""
         return self._sync_client.copy(api_key=self.api_key)

@@ -1,14 +1,15 @@
 """Decides when two messages are the same data, and reads and writes strict JSON. Pure functions.
 
 A normalised message has its content as one string, and the arguments of each tool call as the parsed object (or as the
-text, if that is not a JSON object). White space around an answer, `null` instead of empty content, the ids of tool
-calls and the layout of their JSON do not count, because client libraries change all of them. The reasoning of an
-answer, which many clients leave out, and its name, which agent frameworks add, do not count either:
-`is_reasoning_repeated` and `has_same_asides` compare them where that matters.
+text, if that is not a JSON object). White space around an answer, its line ends (`\\r\\n` or `\\n`), `null` instead of
+empty content, the ids of tool calls, the layout of their JSON and the form of its numbers (`1.0` or `1`) do not count,
+because client libraries change all of them. The reasoning of an answer and the text beside its calls, which many
+clients leave out, and its name, which agent frameworks add, do not count either: `are_asides_repeated` and
+`has_same_asides` compare them where that matters.
 
 One kind of echo is not recognised: arguments that come back as an object instead of text, with an integer beyond 64
 bits. The parser of request bodies turns it into a float, which has fewer digits; treating the two as equal would accept
-an edited number as the sampled one.
+an edited number as the sampled one. For the same reason a float from 2**53 on is equal to no integer.
 """
 
 import json
@@ -22,6 +23,12 @@ import orjson
 from areal_agent.types import JsonObject
 
 DIGEST_BYTES = 16
+
+FIRST_INEXACT = 2**53
+"""From here on several integers become the same float."""
+
+Asides = tuple[bytes | None, bytes | None]
+"""The digests of what an agent may leave out of an answer: its reasoning, and the text beside its calls."""
 
 MAX_DEPTH = 64
 """The deepest nesting that is accepted. Nobody nests deeper on purpose, and some JSON parsers fail beyond it."""
@@ -65,11 +72,28 @@ def _canonical(message: JsonObject) -> bytes:
     if role != "assistant":
         return orjson.dumps((role, message.get("content") or "", message.get("name")))
     calls = [call["function"] for call in message.get("tool_calls") or ()]
-    said = (role, split_thinking(message)[1], [(function["name"], function["arguments"]) for function in calls])
+    content = "" if calls else split_thinking(message)[1]
+    said = (role, content, [(function["name"], function["arguments"]) for function in calls])
+    data = _sorted_json(said)
+    return _sorted_json(_by_value(said)) if b".0" in data else data  # every float that may be an integer is written so
+
+
+def _sorted_json(said: object) -> bytes:
     try:
         return orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # orjson writes no integers beyond 64 bits; arithmetic tools produce them
         return json.dumps(said, sort_keys=True).encode()
+
+
+def _by_value(value: Any) -> Any:
+    """Replace each float that equals one integer only by that integer."""
+    if isinstance(value, float):
+        return int(value) if value.is_integer() and abs(value) < FIRST_INEXACT else value
+    if isinstance(value, dict):
+        return {name: _by_value(item) for name, item in cast("JsonObject", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_by_value(item) for item in cast("Sequence[Any]", value)]
+    return value
 
 
 def split_thinking(message: JsonObject) -> tuple[str | None, str]:
@@ -78,28 +102,36 @@ def split_thinking(message: JsonObject) -> tuple[str | None, str]:
     >>> split_thinking({"role": "assistant", "content": "<think>hm</think>yes"})
     ('hm', 'yes')
     """
-    content, reasoning = (message.get("content") or "").strip(), message.get("reasoning_content")
+    content, reasoning = (message.get("content") or "").strip().replace("\r\n", "\n"), message.get("reasoning_content")
     if not reasoning and "</think>" in content:
         reasoning, _, content = content.partition("</think>")
         reasoning = reasoning.removeprefix("<think>")
-    return (reasoning or "").strip() or None, content.strip()
+    return (reasoning or "").strip().replace("\r\n", "\n") or None, content.strip()
 
 
-def reasoning_digest(message: JsonObject) -> bytes | None:
-    """Return the digest of an answer's reasoning, or None if it has none."""
-    reasoning, _ = split_thinking(message)
-    return None if reasoning is None else digest(reasoning.encode())
+def asides(message: JsonObject) -> Asides:
+    """Return the digests of an answer's reasoning and of the text beside its calls; None for what it does not have."""
+    reasoning, content = split_thinking(message)
+    beside = content if message.get("tool_calls") else None
+    return digest(reasoning.encode()) if reasoning else None, digest(beside.encode()) if beside else None
 
 
-def is_reasoning_repeated(recorded: bytes | None, echo: JsonObject) -> bool:
-    """Return whether an echoed answer has the recorded reasoning or leaves it out."""
-    echoed = reasoning_digest(echo)
-    return echoed is None or echoed == recorded
+def are_asides_repeated(recorded: Asides, echo: JsonObject) -> bool:
+    """Return whether an echoed answer has the recorded asides or leaves them out."""
+    return all(echoed is None or echoed == one for one, echoed in zip(recorded, asides(echo), strict=True))
 
 
 def has_same_asides(one: JsonObject, other: JsonObject) -> bool:
-    """Return whether two messages with equal keys also have the same name and reasoning."""
-    return one.get("name") == other.get("name") and reasoning_digest(one) == reasoning_digest(other)
+    """Return whether two messages with equal keys also have the same name and asides."""
+    return one.get("name") == other.get("name") and asides(one) == asides(other)
+
+
+def with_stop_text(answer: JsonObject, stop_text: str) -> list[JsonObject]:
+    """Return an answer as agents send it back that add the stop text, which the model sampled and they did not get."""
+    if not stop_text or answer.get("tool_calls"):
+        return []
+    content = answer["content"]
+    return [{**answer, "content": said + stop_text} for said in dict.fromkeys((content, content.strip()))]
 
 
 def call_ids(message: JsonObject) -> tuple[str, ...]:

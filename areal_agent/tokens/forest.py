@@ -23,13 +23,14 @@ from typing import Protocol
 
 from areal_agent.tokens.canonical import (
     DIGEST_BYTES,
+    asides,
     call_ids,
     digest,
     extended_key,
     head_length,
     prefix_keys,
-    reasoning_digest,
     tools_key,
+    with_stop_text,
 )
 from areal_agent.tokens.continuation import Continuation, Extension, Normalise
 from areal_agent.tokens.prompt import Answer, Key, Prompt, Reply, packed
@@ -174,7 +175,7 @@ class Forest:
         if len(sent.messages) == length:
             return None
         echo = sent.normalise(sent.messages[length], length)
-        key = Key(head=tip.key.head, body=extended_key(tip.key.body, echo), tools=tip.key.tools)
+        key = Key(head=tip.key.head, body=self._answers.key_after(tip.key.body, echo), tools=tip.key.tools)
         answers = self._answers.of(key)
         if not all(_is_same_place(answer.prompt, tip) for answer in answers):
             return None
@@ -191,7 +192,9 @@ class Forest:
         normalised = sent.normalised()
         num_head = head_length(normalised)
         head = [b"", *prefix_keys(normalised[:num_head])][-1]
-        bodies = [b"", *prefix_keys(normalised[num_head:])]
+        bodies = [b""]
+        for message in normalised[num_head:]:
+            bodies.append(self._answers.key_after(bodies[-1], message))
         key = Key(head=head, body=bodies[-1], tools=sent.tools)
         parent, reason = self._answers.find(normalised, bodies, key, sent.normalise)
         if parent is None:
@@ -248,7 +251,7 @@ class Forest:
     def record(self, prompt: Prompt, replies: Sequence[Reply]) -> ForkReason | None:
         """Add the answers of a placed request. Return why its turn is a fork, or None if it is not one."""
         reason = self._fork_reason(prompt)
-        self._requests.record(prompt.key)
+        self._requests.record(prompt.key, prompt.parent)
         sent, prompt.sent = prompt.sent, None
         if self._newest:
             self._newest.known_path = None
@@ -264,7 +267,7 @@ class Forest:
         return reason
 
     def _fork_reason(self, prompt: Prompt) -> ForkReason | None:
-        if self._requests.is_recorded(prompt.key):
+        if self._requests.is_recorded(prompt.key, prompt.parent):
             return ForkReason.REPEATED
         if prompt.fork_reason:
             return prompt.fork_reason
@@ -280,9 +283,9 @@ class Forest:
             completion_id=reply.completion_id,
             prompt=prompt,
             sampled=packed(reply.token_ids),
-            body=extended_key(prompt.key.body, reply.message),
+            body=self._answers.key_after(prompt.key.body, reply.message),
             call_ids=call_ids(reply.message),
-            reasoning=reasoning_digest(reply.message),
+            asides=asides(reply.message),
             has_thinking=reply.has_thinking,
             number=self._num_answers,
         )
@@ -290,7 +293,8 @@ class Forest:
         if isinstance(sent, str):
             self._completions.add(answer, sent, self._renderer)
         else:
-            self._answers.add(answer)
+            forms = with_stop_text(reply.message, reply.stop_text)
+            self._answers.add(answer, [extended_key(prompt.key.body, form) for form in forms])
 
     # ------------------------------------------------------------------------------------------------- audit
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
+from areal_agent.tokens.canonical import Asides
 from areal_agent.types import ForkReason, JsonObject
 
 MAX_MESSAGES = 14
@@ -55,6 +56,7 @@ class Reply:
     token_ids: Sequence[int]
     message: JsonObject  # normalised: see `canonical`
     has_thinking: bool = False
+    stop_text: str = ""  # the stop text that ended it: sampled, not in the message, and perhaps added by the agent
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -66,7 +68,7 @@ class Answer:
     sampled: "array[int]" = field(repr=False)
     body: bytes  # the key of the body of the conversation that ends with it
     call_ids: tuple[str, ...]
-    reasoning: bytes | None  # its digest
+    asides: Asides
     has_thinking: bool
     number: int  # its number among the answers of the forest, from 1
     num_continuations: int = 0

@@ -8,10 +8,19 @@
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
-from areal_agent.tokens.canonical import call_ids, has_same_asides, is_reasoning_repeated
+import orjson
+
+from areal_agent.tokens.canonical import (
+    FIRST_INEXACT,
+    Asides,
+    are_asides_repeated,
+    call_ids,
+    extended_key,
+    has_same_asides,
+)
 from areal_agent.tokens.continuation import Normalise
 from areal_agent.tokens.prompt import Answer, Key, Prompt
 from areal_agent.types import ForkReason, JsonObject
@@ -22,7 +31,8 @@ class Line:
     """A conversation as it was sent, up to its newest prompt. It grows; a branch is a new line."""
 
     tip: Prompt
-    messages: list[JsonObject]
+    messages: list[JsonObject] = field(default_factory=list[JsonObject])
+    doubtful: list[int] = field(default_factory=list[int])  # messages for which Python's equality is too weak
 
     def begins(self, messages: Sequence[JsonObject]) -> bool:
         """Return whether `messages` begin with this conversation."""
@@ -31,7 +41,14 @@ class Line:
             len(messages) >= length
             and messages[length - 1] == self.messages[-1]  # the last message tells most conversations apart
             and list(messages[:length]) == self.messages
+            and all(_is_same_json(messages[index], self.messages[index]) for index in self.doubtful)
         )
+
+    def grow(self, prompt: Prompt, messages: Sequence[JsonObject]) -> None:
+        """Go on to `prompt`; `messages` are the new ones."""
+        self.doubtful += [n for n, message in enumerate(messages, len(self.messages)) if _is_doubtful(message)]
+        self.messages.extend(messages)
+        self.tip = prompt
 
 
 class Lines:
@@ -56,14 +73,10 @@ class Lines:
         line = self._line_of(prompt, messages)
         if line is not None:
             self._lines.remove(line)
-        new = messages[len(line.messages) :] if line else messages
-        if any(_has_numbers(message) for message in new):
-            return  # Python's 1 == True and 1 == 1.0 are different JSON, so such a line is not kept
-        if line is None:
-            line = Line(tip=prompt, messages=_shared(prompt.messages(), messages))
+            line.grow(prompt, messages[len(line.messages) :])
         else:
-            line.messages.extend(new)
-            line.tip = prompt
+            line = Line(tip=prompt)
+            line.grow(prompt, _shared(prompt.messages(), messages))
         self._lines.insert(0, line)
         del self._lines[self._max_lines :]
 
@@ -91,13 +104,22 @@ def _is_answer(message: object) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"  # pyright: ignore[reportUnknownMemberType]
 
 
-def _has_numbers(value: JsonObject | list[Any]) -> bool:
+def _is_doubtful(value: JsonObject | list[Any]) -> bool:
+    """Return whether a message has a number that Python calls equal to different data: 1 == True, 2**53 == 2.0**53."""
     for item in value.values() if isinstance(value, dict) else value:
         if isinstance(item, str) or item is None:  # checked before the call, which costs more
             continue
-        if not isinstance(item, (dict, list)) or _has_numbers(cast("JsonObject | list[Any]", item)):
+        if isinstance(item, (dict, list)):
+            if _is_doubtful(cast("JsonObject | list[Any]", item)):
+                return True
+        elif item in (0, 1) or abs(item) >= FIRST_INEXACT:
             return True
     return False
+
+
+def _is_same_json(one: JsonObject, other: JsonObject) -> bool:
+    """Return whether equal messages are surely the same JSON."""
+    return one is other or orjson.dumps(one) == orjson.dumps(other)
 
 
 def _shared(recorded: Sequence[JsonObject], sent: Sequence[JsonObject]) -> list[JsonObject]:
@@ -110,10 +132,19 @@ class AnswersByData:
 
     def __init__(self) -> None:
         self._by_body: dict[bytes, list[Answer]] = {}
+        self._same: dict[bytes, bytes] = {}  # from the bodies that end with another form of an answer to the answer's
 
-    def add(self, answer: Answer) -> None:
-        """Register an answer."""
+    def add(self, answer: Answer, others: Iterable[bytes] = ()) -> None:
+        """Register an answer; `others` are the bodies that end with another form of it."""
         self._by_body.setdefault(answer.body, []).append(answer)
+        for body in others:
+            if body not in self._by_body:
+                self._same.setdefault(body, answer.body)
+
+    def key_after(self, body: bytes, message: JsonObject) -> bytes:
+        """Return the key of a body after one more message, which may be any form of an answer."""
+        key = extended_key(body, message)
+        return self._same.get(key, key)
 
     def of(self, key: Key) -> list[Answer]:
         """Return the answers that end a conversation with this key."""
@@ -142,7 +173,7 @@ class AnswersByData:
 
 def best_by_echo(answers: Iterable[Answer], echo: JsonObject) -> Answer | None:
     """Choose among equal answers to one prompt: first by the call ids of `echo`, then the least continued."""
-    same = [answer for answer in answers if is_reasoning_repeated(answer.reasoning, echo)]
+    same = [answer for answer in answers if are_asides_repeated(answer.asides, echo)]
     ids = call_ids(echo)
     return min(same, key=lambda answer: (answer.call_ids != ids, answer.num_continuations), default=None)
 
@@ -163,9 +194,9 @@ def _is_same_scope(one: Key, other: Key) -> bool:
 
 
 def _has_same_asides(answer: Answer, messages: Sequence[JsonObject], normalise: Normalise) -> bool:
-    """Return whether sampled reasoning is repeated or left out, and the agent's own asides are repeated."""
+    """Return whether sampled asides are repeated or left out, and the agent's own are repeated."""
     for one in answer.lineage():
-        if not is_reasoning_repeated(one.reasoning, messages[one.prompt.num_messages]):
+        if not are_asides_repeated(one.asides, messages[one.prompt.num_messages]):
             return False
         first = one.prompt.num_messages - len(one.prompt.new_messages)
         for index, recorded in enumerate(one.prompt.new_messages, first):
@@ -179,7 +210,7 @@ class _Seen:
     key: Key
     opening: str
     num_planned: int = 0
-    is_recorded: bool = False
+    answered_after: set[Asides | None] = field(default_factory=set["Asides | None"])  # what its parents left beside
 
 
 class Requests:
@@ -199,24 +230,27 @@ class Requests:
         request.num_planned += 1
         return request.num_planned - 1
 
-    def record(self, key: Key) -> None:
-        """Mark a request that was added as answered."""
+    def record(self, key: Key, parent: Answer | None) -> None:
+        """Mark a request that was added, and continues `parent`, as answered."""
         self.num_recorded += 1
         for request in self._of(key):
-            request.is_recorded = True
+            request.answered_after.add(parent and parent.asides)
 
-    def is_recorded(self, key: Key) -> bool:
-        """Return whether the same messages and tools were answered before, whatever the opening."""
-        return any(request.is_recorded for request in self._of(key))
+    def is_recorded(self, key: Key, parent: Answer | None) -> bool:
+        """Return whether the same messages and tools were answered before, whatever the opening.
+
+        A parallel sample that differs from `parent` only in its asides makes other messages.
+        """
+        return any((parent and parent.asides) in request.answered_after for request in self._of(key))
 
     def has_recorded(self, key: Key, bodies: Iterable[bytes]) -> bool:
         """Return whether a request with one of these bodies, and the head and tools of `key`, was answered before."""
-        return any(self.is_recorded(replace(key, body=body)) for body in bodies)
+        return any(request.answered_after for body in bodies for request in self._of(replace(key, body=body)))
 
     def change_of(self, key: Key) -> ForkReason | None:
         """Return how a request differs from an answered one with the same body, or None."""
         requests = self._by_body.get(key.body, ()) if key.body else ()
-        return _change_between(key, (request.key for request in requests if request.is_recorded))
+        return _change_between(key, (request.key for request in requests if request.answered_after))
 
     def _of(self, key: Key) -> Iterable[_Seen]:
         return (request for request in self._by_body.get(key.body, ()) if request.key == key)

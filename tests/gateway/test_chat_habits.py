@@ -85,6 +85,12 @@ async def test_what_cannot_be_continued_is_refused(open_agent: OpenAgent, last: 
     assert says in answer["error"]["message"]
 
 
+async def test_an_only_message_is_not_continued(open_agent: OpenAgent) -> None:
+    messages = [{"role": "assistant", "content": "a"}]
+    status, answer = await (await open_agent()).post_chat(messages=messages, continue_final_message=True)
+    assert (status, answer["error"]["param"]) == (400, "messages[0]")
+
+
 async def test_calls_of_tools_that_are_not_allowed_stay_text(open_agent: OpenAgent) -> None:
     call = '<tool_call>{"name": "b", "arguments": {}}</tool_call><|im_end|>'
     agent = await open_agent(call, call)

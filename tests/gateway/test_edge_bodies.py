@@ -123,8 +123,10 @@ async def test_values_that_are_not_json(open_agent: OpenAgent, path: str, number
         {"role": "user", "content": [{"type": "text", "text": "x", "extra": ...}]},
         {"role": "assistant", "tool_calls": [{"extra": ..., "function": {"name": "f", "arguments": "{}"}}]},
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": ...}}}]},
+        {"role": "assistant", "extra": ...},
+        {"role": "user", "content": "", "id": ...},
     ],
-    ids=["part", "call", "arguments"],
+    ids=["part", "call", "arguments", "answer", "question"],
 )
 async def test_messages_that_no_journal_could_write(open_agent: OpenAgent, message: dict[str, object]) -> None:
     agent = await open_agent("a<|im_end|>")

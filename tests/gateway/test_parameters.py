@@ -17,6 +17,7 @@ from areal_agent.errors import RequestError
 from areal_agent.gateway.chat import ChatRequest
 from areal_agent.gateway.completions import CompletionsRequest
 from areal_agent.gateway.conversation import read_message
+from areal_agent.gateway.messages import MessagesRequest
 from areal_agent.gateway.responses import ResponsesRequest
 from areal_agent.gateway.session import EndRequest, ExportRequest, RewardRequest, StartRequest
 from areal_agent.tokens.forest import Forest
@@ -317,6 +318,7 @@ def test_any_json_is_checked_or_refused(renderer: Renderer, body: dict[str, Any]
         ChatRequest.read,
         CompletionsRequest.read,
         ResponsesRequest.read,
+        lambda body: MessagesRequest.read({"max_tokens": 9} | body),
         StartRequest.read,
         RewardRequest.read,
         EndRequest.read,
@@ -324,7 +326,7 @@ def test_any_json_is_checked_or_refused(renderer: Renderer, body: dict[str, Any]
     ):
         try:
             request = read(body)
-            if isinstance(request, ChatRequest | CompletionsRequest):
+            if isinstance(request, ChatRequest | CompletionsRequest | MessagesRequest):
                 for question in request.order().questions:
                     assert question.place(Forest(renderer), renderer).new_ids
         except RequestError as error:

@@ -37,7 +37,7 @@ from .raw import is_error_object
 def narrowed_document() -> dict[str, Any]:
     """Return the description, with this gateway's model alone: most calls would go into finding its name."""
     document = openapi_document(is_leased_from=False)
-    for name in ("ChatRequest", "CompletionsRequest", "ResponsesRequest"):
+    for name in ("ChatRequest", "CompletionsRequest", "ResponsesRequest", "MessagesRequest", "CountRequest"):
         document["components"]["schemas"][name]["properties"]["model"] = {"const": "model"}
     return document
 
@@ -160,21 +160,24 @@ def test_any_body(live: Live, path: str, body: Any) -> None:
     check_answer(live, live.post(path, body, live.key_for(path)))
 
 
-@given(
-    field=st.sampled_from(["messages", "tools", "tool_choice", "stop", "logit_bias", "response_format", "n", "seed"]),
-    value=JSON,
-)
-@settings(QUICK, max_examples=100)
-def test_any_value_of_a_parameter(live: Live, field: str, value: Any) -> None:
-    body = {"model": "model", "messages": [{"role": "user", "content": "x"}], field: value}
-    check_answer(live, live.post("/v1/chat/completions", body, live.key_for("/v1/chat/completions")))
+QUESTION: list[Any] = [{"role": "user", "content": "x"}]
+PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
+    "/v1/chat/completions": (
+        {"messages": QUESTION},
+        "messages tools tool_choice stop logit_bias response_format n seed",
+    ),
+    "/v1/responses": ({"input": "x"}, "input tools tool_choice text reasoning include previous_response_id"),
+    "/v1/messages": (
+        {"messages": QUESTION, "max_tokens": 9},
+        "messages tools tool_choice system thinking output_config stop_sequences top_k",
+    ),
+}
 
 
-@given(
-    field=st.sampled_from(["input", "tools", "tool_choice", "text", "reasoning", "include", "previous_response_id"]),
-    value=JSON,
-)
+@pytest.mark.parametrize("path", PARAMETERS)
+@given(data=st.data(), value=JSON)
 @settings(QUICK, max_examples=100)
-def test_any_value_of_a_parameter_of_a_response(live: Live, field: str, value: Any) -> None:
-    body = {"model": "model", "input": "x", field: value}
-    check_answer(live, live.post("/v1/responses", body, live.key_for("/v1/responses")))
+def test_any_value_of_a_parameter(live: Live, path: str, data: st.DataObject, value: Any) -> None:
+    body, fields = PARAMETERS[path]
+    field = data.draw(st.sampled_from(fields.split()))
+    check_answer(live, live.post(path, {"model": "model"} | body | {field: value}, live.key_for(path)))

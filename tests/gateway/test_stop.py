@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from areal_agent.gateway.draft import StopFinder
 
 
-def through(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
+def through(stops: list[str], pieces: list[str]) -> tuple[str, str]:
     finder = StopFinder(stops)
     out = "".join(map(finder.feed, pieces))
-    return out + finder.finish(), finder.has_stopped
+    return out + finder.finish(), finder.stop_text
 
 
 def test_the_first_to_be_complete_ends_the_text() -> None:
-    assert through(["bcd", "c"], ["abcd"]) == ("ab", True)
-    assert through(["bc", "abc"], ["xabc"]) == ("x", True)
+    assert through(["bcd", "c"], ["abcd"]) == ("ab", "c")
+    assert through(["bc", "abc"], ["xabc"]) == ("x", "abc")
 
 
 def test_only_a_possible_beginning_is_held_back() -> None:
@@ -36,10 +36,10 @@ def test_pieces_do_not_matter(stops: list[str], pieces: list[str]) -> None:
     text = "".join(pieces)
     assert through(stops, pieces) == through(stops, list(text))
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
-    out, has_stopped = through(stops, pieces)
-    assert has_stopped is bool(ends)
+    out, stop_text = through(stops, pieces)
     assert text.startswith(out)
-    if has_stopped:
-        assert min(ends) - len(out) == max(len(stop) for stop in stops if text[: min(ends)].endswith(stop))
+    if ends:
+        assert out + stop_text == text[: min(ends)]
+        assert stop_text == max((stop for stop in stops if text[: min(ends)].endswith(stop)), key=len)
     else:
         assert out == text

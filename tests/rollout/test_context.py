@@ -42,9 +42,13 @@ def test_nothing_else_is(value: object, error: type[Exception]) -> None:
 
 def rollout(shared: SharedResources | None = None) -> Rollout:
     return Rollout(
-        client=None, http_client=None, sync_client=None, sync_http_client=None, base_url="", api_key="", model="m",
+        client=None, http_client=None, sync_client=None, sync_http_client=None, base_url="http://h/v1", api_key="", model="m",
         seed=0, is_eval=False, sandbox={}, shared=shared or SharedResources(),
     )  # fmt: skip
+
+
+def test_anthropics_clients_add_the_version() -> None:
+    assert rollout().anthropic_base_url == "http://h"
 
 
 def test_a_completion_has_no_parts() -> None:
