@@ -175,6 +175,8 @@ class RolloutConfig(Section):
     """Ignore what agents ask for in `temperature`, `top_p`, `top_k`, `min_p`, penalties and `logit_bias`: the run's
     sampling wins. Their `max_tokens`, `stop` and `seed` count all the same.
     """
+    model_aliases: tuple[str, ...] = ()
+    """More names by which agents may call the model, such as those that CLI agents insist on; `*`: every name."""
     train_roots: TrainRoots = TrainRoots.ALL
     """The conversations of a session that are trained: `all`, or only the `main` one, which has the most turns; so
     titles, compacted contexts and sub-agents do not get the session's reward. Roots with the same first message after

@@ -103,8 +103,7 @@ class RolloutRunner:
         shared: SharedResources,
         max_concurrent: int,
         timeout_s: float,
-        sampling: Mapping[str, Any],
-        sampling_override: bool = False,
+        session: Mapping[str, Any],
         sandbox: Mapping[str, Any],
     ) -> None:
         self._workflow = workflow
@@ -122,8 +121,7 @@ class RolloutRunner:
         self._shared = shared
         self._slots = asyncio.Semaphore(max_concurrent)
         self._timeout_s = timeout_s
-        self._sampling = sampling
-        self._sampling_override = sampling_override
+        self._session = session
         self._sandbox = sandbox
         self.running = BusyClock()
 
@@ -151,8 +149,7 @@ class RolloutRunner:
             "session_id": spec.session_id,
             "purpose": spec.purpose.value,
             "seed": spec.seed,
-            "sampling": dict(self._sampling),
-            "sampling_override": self._sampling_override,
+            **self._session,
         }
         starting = asyncio.ensure_future(self._post("/rl/start_session", self._admin_key, body))
         try:

@@ -3,7 +3,7 @@
 1. what it raises, exits with or returns; 2. what it logs, of any kind and size; 3. a session that it ends itself;
 4. an agent of AReaL's kind runs unmodified;
 5. a plain function runs in a thread, with a client of its own kind; when its time is up its next call is refused;
-6. with `sampling_override` an agent's top-p is ignored, and its `max_tokens` counts.
+6. with `sampling_override` an agent's top-p is ignored, and its `max_tokens` counts; the model may have aliases.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ async def play(tmp_path: Path, small_model: Path) -> AsyncGenerator[Play]:
         )
         served = await gateway.serve("127.0.0.1", 0)
 
-        async def play(workflow: Any, **settings: Any) -> tuple[Status, Trajectory]:
+        async def play(workflow: Any, session: Any = None, **settings: Any) -> tuple[Status, Trajectory]:
             runner = RolloutRunner(
                 workflow,
                 gateway_url=served.base_url,
@@ -59,7 +59,7 @@ async def play(tmp_path: Path, small_model: Path) -> AsyncGenerator[Play]:
                 shared=shared,
                 max_concurrent=4,
                 timeout_s=120.0,
-                sampling={"max_tokens": 8},
+                session={"sampling": {"max_tokens": 8}, **(session or {})},
                 sandbox={},
                 **settings,
             )
@@ -81,10 +81,10 @@ async def ask(rollout) -> None:
 async def test_the_runs_sampling_wins_where_that_is_asked_for(play, sampling_override: bool, top_p: float) -> None:
     async def picky(task, rollout):
         question = [{"role": "user", "content": "hi"}]
-        await rollout.client.chat.completions.create(model="m", messages=question, top_p=0.5, max_tokens=1)
+        await rollout.client.chat.completions.create(model="claude", messages=question, top_p=0.5, max_tokens=1)
         return 1.0
 
-    _, trajectory = await play(picky, sampling_override=sampling_override)
+    _, trajectory = await play(picky, session={"sampling_override": sampling_override, "model_aliases": ["claude"]})
     assert (trajectory.turns[0].sampling.top_p, trajectory.turns[0].sampling.max_tokens) == (top_p, 1)
 
 
