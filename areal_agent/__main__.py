@@ -11,6 +11,7 @@ COMMANDS = {
     "doctor": "examine a config on this machine: what of it works, and what to change",
     "ledger": "verify RUN_DIR proves what a run recorded; export RUN_DIR hands it out",
     "gateway": "serve agents that live elsewhere, and lease their rollouts to a trainer",
+    "conformance": "prove that a gateway records the same, whichever protocol its agents speak",
     "engine": "serve a model with the embedded inference engine",
     "models.tiny": "build the quickstart's model",
     "config_reference": "print every key of a config",

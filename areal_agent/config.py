@@ -156,7 +156,7 @@ class Config(Section):
 
 ONLINE_KEYS = {
     "engine": ("url", "backend"),
-    "rollout": ("gateway_url", "gateway_admin_key_file", "straggler_wait_s", "history_thinking"),
+    "rollout": ("gateway_url", "gateway_admin_key_file", "straggler_wait_s", "history_thinking", "train_roots"),
 }
 """The keys of the run's own engine and rollouts that count when the agents are elsewhere."""
 

@@ -238,6 +238,7 @@ class Drop(StrEnum):
 
     STALE = "stale"
     FILTERED = "filtered"
+    ALTERED = "altered"  # none of its tokens has the probability that it was sampled with
     REJECTED = "rejected"
     MISSING_REWARD = "missing_reward"
     INFRA = "infra"

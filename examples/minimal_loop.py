@@ -8,12 +8,12 @@ the weights, and they go on under the new version: the agent sees only latency.
 
 import asyncio
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import sandboxes
 from areal_agent import Rollout
+from areal_agent.command import Parser, run_command
 from areal_agent.config import Config
 from areal_agent.run import Run
 
@@ -70,8 +70,12 @@ async def main(overrides: list[str]) -> None:
         print("checkpoint:", await run.save())
 
 
+def command() -> int:
+    parser = Parser(prog="python examples/minimal_loop.py", description="The whole algorithm over one small workflow.")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the config, for example steps=3")
+    asyncio.run(main(parser.parse_args().overrides))
+    return 0
+
+
 if __name__ == "__main__":
-    if {"-h", "--help"} & set(sys.argv):
-        print(__doc__)
-    else:
-        asyncio.run(main(sys.argv[1:]))
+    run_command(command)

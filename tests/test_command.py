@@ -66,6 +66,8 @@ def test_help_of_a_real_process() -> None:
         (["areal_agent.train", "--config", "configs/quickstart.yaml", "model=none"], "model 'none': there is no such"),
         (["areal_agent.train", "--resume", "none"], "there is no run folder 'none'"),
         (["areal_agent.ledger", "verify", "none"], "none"),
+        (["examples.minimal_loop", "--nope"], "unknown option '--nope'"),
+        (["examples.minimal_loop", "stps=3"], "unknown key 'stps'; did you mean 'steps'?"),
         (["areal_agent", "trian"], "there is no command 'trian'; did you mean 'train'?"),
         (["areal_agent", "eval", "--config", "x"], "python -m areal_agent.eval --help"),
     ],

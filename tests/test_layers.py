@@ -23,7 +23,7 @@ LAYERS = [
     ["rollout", "trainer"],
     ["config", "cluster"],
     ["run", "config_reference"],
-    ["__main__", "train", "eval", "doctor"],
+    ["__main__", "train", "eval", "doctor", "conformance"],
 ]
 FACADE = "areal_agent"  # __init__.py: the public names, from wherever they live
 COMMANDS = {

@@ -9,8 +9,8 @@
     chat.py           /v1/chat/completions: its body and its answer
     conversation.py   the conversation of every protocol: messages, tools, and placing it
     completions.py    /v1/completions: its body and its answer
-    responses.py      /v1/responses: its body
-    responses_answer.py  /v1/responses: its answers, and those that it keeps
+    responses.py      /v1/responses, what comes in: its body, and items as messages
+    responses_answer.py   what goes out: items, events, and the responses that are kept
     messages.py       /v1/messages, Anthropic's protocol: its body and its answer
     session.py        one rollout's conversation, the gateway's main mutable object; the bodies of /rl/*
     turn.py           one turn: placing the prompt, sampling, recording

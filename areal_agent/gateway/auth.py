@@ -183,19 +183,24 @@ class AdminKey:
             raise ConfigError(f"the admin key file {self.file} cannot be written: {error.strerror}") from None
 
 
-def find_admin_key(file: str | Path | None, environment: Mapping[str, str]) -> str:
-    """Return the key of a gateway elsewhere, from a file or else the environment. Raises ConfigError."""
+def find_admin_key(
+    file: str | Path | None, environment: Mapping[str, str], *, option: str = "rollout.gateway_admin_key_file"
+) -> str:
+    """Return the key of a gateway elsewhere, from a file (named by `option`) or else the environment.
+
+    Raises ConfigError.
+    """
     if file is not None:
         if not Path(file).exists():
             raise ConfigError(
-                f"rollout.gateway_admin_key_file: there is no {file}; start the gateway first, from this folder, or "
+                f"{option}: there is no {file}; start the gateway first, from this folder, or "
                 "give the file that it printed when it started"
             )
         return _read_key(Path(file))
     if KEY_VARIABLE not in environment:
         raise ConfigError(
-            f"the gateway's admin key is missing; set {KEY_VARIABLE}, or rollout.gateway_admin_key_file to the file "
-            "that the gateway printed when it started"
+            f"the gateway's admin key is missing; set {KEY_VARIABLE}, or {option} to the file that the gateway printed "
+            "when it started"
         )
     return _usable(environment[KEY_VARIABLE], KEY_VARIABLE)
 

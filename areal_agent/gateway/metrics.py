@@ -121,7 +121,7 @@ class Metrics:
             ("turns", "Turns that were recorded.", stats.turns),
             ("altered_completions", "Completions recorded with altered probabilities.", stats.altered_completions),
             ("malformed_tool_calls", "Tool calls that no parser could read.", stats.malformed_tool_calls),
-            ("ignored_message_fields", "Fields that clients added to messages.", stats.ignored_message_fields),
+            ("ignored_message_fields", "Fields of messages that were ignored.", stats.ignored_message_fields),
             ("history_mismatches", "Prompts that differ from the chat template's text.", stats.history_mismatches),
             ("received_bytes", "Bytes received from clients, including HTTP heads.", stats.received_bytes),
             ("sent_bytes", "Bytes sent to clients, including HTTP heads.", stats.sent_bytes),

@@ -97,7 +97,7 @@ class ResponseBody:
         self._answering: asyncio.Task[Answer] | None = None  # in the background
         self._num_events = 0
         self._open: list[JsonObject] = []  # the items that a stream has begun
-        self._text = ""  # of the last of them
+        self._texts: list[str] = []  # the pieces of the last of them
         self._rows: list[TokenRow] = []  # whose log-probabilities the next piece of the message has
 
     def now(self) -> JsonObject:
@@ -148,9 +148,11 @@ class ResponseBody:
 
     def fault(self, fault: RequestError) -> JsonObject:
         """Return the event of a failure; from now on, the response has failed."""
-        code = "rate_limit_exceeded" if fault.status == 429 else "server_error"
-        status = "cancelled" if self._exchange.is_hung_up else "failed"
-        response = self._object(status, error={"code": code, "message": fault.message})
+        if self._exchange.is_hung_up:
+            response = self.now()
+        else:
+            code = "rate_limit_exceeded" if fault.status == 429 else "server_error"
+            response = self._object("failed", error={"code": code, "message": fault.message})
         self._keep(response)
         return self._event("response.failed", response=response)
 
@@ -211,11 +213,15 @@ class ResponseBody:
         self._rows += piece.gain.rows
         for delta in piece.gain.deltas:
             if delta.reasoning:
-                yield from self._grow(self._reasoning(""), delta.reasoning)
+                if not self._open:
+                    yield from self._added(self._reasoning(""))
+                yield self._grown(delta.reasoning)
             if delta.content:
-                if self._open and self._open[-1]["type"] == "reasoning":
-                    yield from self._done(0, self._reasoning(self._text))
-                yield from self._grow(self._message("", "in_progress", ()), delta.content)
+                if not self._open or self._open[-1]["type"] == "reasoning":
+                    if self._open:
+                        yield from self._done(0, self._reasoning("".join(self._texts)))
+                    yield from self._added(self._message("", "in_progress", ()))
+                yield self._grown(delta.content)
 
     def last(self, answer: Answer) -> Iterator[JsonObject]:
         """Yield the end of the last item, the items that did not stream, and the whole response."""
@@ -229,16 +235,14 @@ class ResponseBody:
                 yield from self._done(index, item)
         yield self._event(f"response.{final['status']}", response=final)
 
-    def _grow(self, item: JsonObject, text: str) -> Iterator[JsonObject]:
-        """Yield a piece of an item's text, and before its first the item's beginning."""
-        if not self._open or self._open[-1]["id"] != item["id"]:
-            yield from self._added(item)
-        self._text += text
-        yield self._delta(len(self._open) - 1, item, text)
+    def _grown(self, text: str) -> JsonObject:
+        """Return the event of a piece of the open item's text."""
+        self._texts.append(text)
+        return self._delta(len(self._open) - 1, self._open[-1], text)
 
     def _added(self, item: JsonObject) -> Iterator[JsonObject]:
         self._open.append(item)
-        self._text = ""
+        self._texts.clear()
         index = len(self._open) - 1
         yield self._event("response.output_item.added", output_index=index, item=_begun(item))
         if "content" in item:

@@ -105,6 +105,7 @@ class EndedSession:
 
     session_id: Name
     status: Status
+    error: str | None  # why it has this status, if that was said or the gateway decided it
     num_turns: Number
     num_sampled_tokens: Number
 
@@ -237,6 +238,7 @@ def _ended(trajectory: Trajectory) -> web.Response:
         EndedSession(
             session_id=trajectory.session_id,
             status=trajectory.status,
+            error=trajectory.error,
             num_turns=len(trajectory.turns),
             num_sampled_tokens=trajectory.num_sampled_tokens,
         )

@@ -227,6 +227,8 @@ class Session:
             return await exchange.run(outlet)
         except EngineUnreachable:
             self._require_open()  # an engine that aborts because the session ends has not failed
+            if exchange.is_hung_up:  # nor one that aborts because nobody wants the answer any more
+                raise RequestError("the answer was cancelled; ask again", status=409, code="cancelled") from None
             raise
 
     def begin(self, exchange: Exchange, outlet: Outlet | None = None) -> "asyncio.Task[Answer]":
@@ -248,7 +250,12 @@ class Session:
     async def _place_turn(
         self, request: Order, question: Question, ids: tuple[str, ...], *, first_index: int, num_bytes: int
     ) -> RunnableTurn:
-        prompt = await self._log.place(question, num_bytes=num_bytes)
+        try:
+            prompt = await self._log.place(question, num_bytes=num_bytes)
+        except RequestError as error:
+            if error.param == "messages":  # the chat template's word for them
+                error.param = request.prompt_param
+            raise
         own_ids = ids[first_index : first_index + request.num_choices]
         if prompt.num_tokens >= self._services.max_context_tokens:
             if not self._truncates:

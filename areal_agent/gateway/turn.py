@@ -98,7 +98,7 @@ class Exchange:
         tasks = [asyncio.create_task(turn.run(outlet)) for turn in self._turns]
         ended, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         if running:
-            self.hang_up()  # not cancelled, so that what they have is recorded
+            self._stop()  # not cancelled, so that what they have is recorded
             await asyncio.wait(running)
         failures = [error for task in (*ended, *running) if (error := task.exception()) is not None]
         if failures:
@@ -108,6 +108,9 @@ class Exchange:
     def hang_up(self) -> None:
         """Stop sampling, since nobody waits for the answer: what has been sampled is recorded as aborted."""
         self.is_hung_up = True
+        self._stop()
+
+    def _stop(self) -> None:
         for turn in self._turns:
             turn.hang_up()
 

@@ -104,7 +104,12 @@ def _lines(path: Path, report: VerifyReport) -> Iterator[str]:
         if len(violations) > MAX_SHOWN:
             yield f"      ... and {len(violations) - MAX_SHOWN} more"
     yield ""
-    if report.is_ok and report.unproved:
+    if report.is_ok and report.counts is not None and not report.counts.num_closed + report.counts.num_open:
+        yield (
+            "EMPTY: nothing is recorded here, so nothing is proved; the rollouts of an online run are in the ledger of "
+            "its gateway"
+        )
+    elif report.is_ok and report.unproved:
         yield f"OK: none of {len(Invariant)} invariants is violated, and {len(report.unproved)} cannot be proved"
     elif report.is_ok:
         yield f"OK: all {len(Invariant)} invariants hold"

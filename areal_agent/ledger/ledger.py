@@ -43,7 +43,7 @@ class Ledger:
     """
 
     def __init__(self, path: Path, own: LedgerShard, files: LedgerFiles) -> None:
-        self._path = path
+        self.path = path
         self.own = own
         self._files = files  # used by the reader thread, which never holds up a writer
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ledger-reader")
@@ -75,7 +75,7 @@ class Ledger:
     def _close(self) -> None:
         self._reader.shutdown()
         self._files.close()  # before the writer: the last connection to close folds the write-ahead log into its file
-        fold(shard_paths(self._path).values())
+        fold(shard_paths(self.path).values())
         self.own.close()
 
     # ------------------------------------------------------------------------------------------- questions
@@ -112,7 +112,7 @@ class Ledger:
         becomes trained, since the checkpoint may have been published but not committed here; what was leased later
         waits again. With None (the trainer runs elsewhere), all leases stay.
         """
-        orphans = await asyncio.to_thread(end_orphans_of, shard_paths(self._path).values())
+        orphans = await asyncio.to_thread(end_orphans_of, shard_paths(self.path).values())
         return await self.own.writer.run(
             writes.begin_incarnation,
             checkpoint_step=checkpoint_step,
@@ -122,14 +122,14 @@ class Ledger:
 
     def shard_path(self, shard_name: str) -> Path:
         """The path of a worker's shard, whether it exists or not."""
-        return shard_path(self._path, shard_name)
+        return shard_path(self.path, shard_name)
 
     async def end_orphans(self, shard_name: str) -> tuple[str, ...]:
         """End the sessions that a dead worker left open in its shard, for example `w0`, and return their ids.
 
         Call it before the worker is started again. It does nothing when the worker never made its shard.
         """
-        path = shard_path(self._path, shard_name)
+        path = shard_path(self.path, shard_name)
         return await asyncio.to_thread(end_orphans_of, [path] if path.is_file() else [])
 
     # ------------------------------------------------------------------------------ what becomes of trajectories

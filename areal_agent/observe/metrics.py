@@ -151,6 +151,36 @@ class Spent:
         return engine, {name: self.share(seconds) for name, seconds in self.trainer.items()}
 
 
+DROPPED = "rollouts/dropped/"
+"""With a reason: the number of rollouts dropped since the row before."""
+
+MASKED = "tokens/masked/"
+"""With a reason: the number of sampled tokens of trained rollouts that are not in the loss."""
+
+
+def dropped_rollouts(rows: Iterable[Row]) -> dict[str, int]:
+    """Return the number of rollouts dropped in the time of these rows, by reason."""
+    rows = list(rows)
+    names = dict.fromkeys(name for row in rows for name in row if name.startswith(DROPPED))
+    counts = {name.removeprefix(DROPPED): int(_add(rows, name)) for name in names}
+    return {reason: count for reason, count in counts.items() if count}
+
+
+def untrained(row: Row) -> str:
+    """Return, for a person, what a step did not train and why; nothing where all was trained.
+
+    >>> untrained({"rollouts/dropped/stale": 8, "rollouts/dropped/error": 0, "tokens/masked/altered": 1200})
+    'dropped 8 stale; masked 1,200 tokens altered'
+    """
+    dropped = [f"{count:,} {reason}" for reason, count in dropped_rollouts([row]).items()]
+    masked = [(row.get(f"{MASKED}{reason}"), text) for reason, text in MASKED_FOR.items()]
+    tokens = [f"{count:,} tokens {text}" for count, text in masked if count]
+    return "; ".join(f"{verb} {', '.join(said)}" for verb, said in (("dropped", dropped), ("masked", tokens)) if said)
+
+
+MASKED_FOR = {"altered": "altered", "other_roots": "of other conversations"}
+
+
 def _by_activity(rows: Sequence[Row], prefix: str) -> dict[str, float]:
     names = dict.fromkeys(name for row in rows for name in row if name.startswith(prefix))
     return {name.removeprefix(prefix): _add(rows, name) for name in names}
@@ -187,6 +217,8 @@ def total(rows: Iterable[Row]) -> dict[str, Any]:
             "engine": round(1.0 - spent.share(busy_s), 4) if living else 0.0,
             "trainer": round(spent.share(waited_s), 4),
         },
+        "altered_tokens": int(_add(living, f"{MASKED}altered")),
+        "other_roots_tokens": int(_add(living, f"{MASKED}other_roots")),
         "loop_blocked_s": round(_add(living, "rollouts/loop_blocked_s"), 2),
         "num_skipped_updates": int(_add(living, "trainer/num_skipped_updates")),
     }

@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_agent.observe.metrics import Row, Spent
+from areal_agent.observe.metrics import Row, Spent, untrained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +36,7 @@ class StepView:
     staleness_max: int
     engine: Mapping[str, float]
     trainer: Mapping[str, float]
+    untrained: str = ""  # what was dropped or masked
 
     @classmethod
     def of(cls, row: Row) -> Self:
@@ -51,6 +52,7 @@ class StepView:
             staleness_max=row["staleness/max"],
             engine=engine,
             trainer=trainer,
+            untrained=untrained(row),
         )
 
 
@@ -215,6 +217,8 @@ class _Steps:
         table.add_row("  staleness", f"{view.staleness_mean:.1f}", Text(f"at most {view.staleness_max}"))
         table.add_row("  engine", f"{view.generated_tokens_per_s:,.0f} tokens/s", _shares(view.engine))
         table.add_row("  trainer", f"{view.trained_tokens_per_s:,.0f} tokens/s", _shares(view.trainer))
+        if view.untrained:
+            table.add_row("  untrained", "", Text(view.untrained, style="yellow"))
         return table
 
 
@@ -271,6 +275,7 @@ class PlainDisplay:
             f"{f'{view.staleness_mean:.1f} max {view.staleness_max}':>12} "
             f"{view.generated_tokens_per_s:10,.0f} {view.trained_tokens_per_s:10,.0f}  "
             f"{_wait(view.engine):<16} {_wait(view.trainer):<16} {'-' if left_s is None else clock_time(left_s):>6}"
+            + (f"  {view.untrained}" if view.untrained else "")
         )
 
     def note(self, text: str) -> None:

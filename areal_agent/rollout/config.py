@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from areal_agent.section import IMPORT_PATH, Section, is_import_path
 from areal_agent.tokens.formats.answer_format import ReasoningFormat, ToolFormat
+from areal_agent.tokens.loss_rule import LossRule, TrainRoots
 from areal_agent.tokens.template import HistoryThinking
 
 
@@ -141,6 +142,14 @@ class TrainingTasksConfig(TasksConfig):
     """Draw tasks by success rate; without this section every task comes once per epoch."""
 
 
+ALTERED = (
+    "altered (top_p, top_k, min_p, a penalty, a bias, min_tokens, a grammar or temperature 0), so they are not "
+    "trained; let the run's sampling win with rollout.sampling_override=true (where agents start their own sessions: "
+    '"sampling_override": true in /rl/start_session), or leave those parameters out in the agent'
+)
+"""What is said of tokens that are not trained for this reason, with the remedy."""
+
+
 class RolloutConfig(Section):
     """The settings of rollouts."""
 
@@ -162,6 +171,15 @@ class RolloutConfig(Section):
     """Sampling temperature of requests that name none."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
     """Tokens that a request without `max_tokens` may generate."""
+    sampling_override: bool = False
+    """Ignore what agents ask for in `temperature`, `top_p`, `top_k`, `min_p`, penalties and `logit_bias`: the run's
+    sampling wins. Their `max_tokens`, `stop` and `seed` count all the same.
+    """
+    train_roots: TrainRoots = TrainRoots.ALL
+    """The conversations of a session that are trained: `all`, or only the `main` one, which has the most turns; so
+    titles, compacted contexts and sub-agents do not get the session's reward. Roots with the same first message after
+    the system's are one conversation.
+    """
     train_altered: bool = False
     """Also train tokens whose recorded probability is not the one they were sampled with: top-p, top-k, min-p,
     penalties, biases, a grammar. Their importance weights are then wrong by what was cut off.
@@ -198,6 +216,11 @@ class RolloutConfig(Section):
                 f"{self.gateway_ports[-1]}, but the last is 65535; lower it"
             )
         return self
+
+    @property
+    def loss_rule(self) -> LossRule:
+        """Which sampled tokens are trained."""
+        return LossRule(trains_altered=self.train_altered, roots=self.train_roots)
 
     @property
     def gateway_ports(self) -> tuple[int, ...]:

@@ -133,6 +133,7 @@ async def open_local(
             max_concurrent=settings.max_concurrent,
             timeout_s=config.timeout_s,
             sampling={"temperature": config.temperature, "max_tokens": config.max_tokens},
+            sampling_override=config.sampling_override,
             sandbox=settings.sandbox.model_dump(),
         )
         watchdog = stack.enter_context(Watchdog.of_this_loop(warn_s=config.block_warn_s))

@@ -13,8 +13,16 @@ import aiohttp
 import orjson
 
 from areal_agent.errors import GatewayError
-from areal_agent.gateway.online.wire import GatewayStatus, LeaseReply, State, decode_lease, decode_state, decode_status
-from areal_agent.tokens.records import token_records
+from areal_agent.gateway.online.wire import (
+    GatewayStatus,
+    LeaseReply,
+    State,
+    decode_lease,
+    decode_state,
+    decode_status,
+    records_of,
+)
+from areal_agent.tokens.loss_rule import LossRule, TrainRoots
 from areal_agent.types import Drop, JsonObject, RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -54,6 +62,7 @@ class OnlineGateway:
         num_trajectories: int | None = None,
         wait_s: float = 0.0,
         straggler_wait_s: float = 0.0,
+        train_roots: TrainRoots = TrainRoots.ALL,
     ) -> tuple[RolloutBatch | None, State]:
         """Lease whole groups for a train step, by number of groups or of trajectories; None when too few came in time.
 
@@ -61,7 +70,9 @@ class OnlineGateway:
         """
         asked = {"step": step, "trainer": self._trainer, "num_groups": num_groups, "num_trajectories": num_trajectories}
         asked |= {"wait_s": wait_s, "straggler_wait_s": straggler_wait_s, "records": False}
-        return await asyncio.to_thread(_read_lease, await self._post("/rl/lease", asked, wait_s=wait_s))
+        asked |= {"train_roots": train_roots.value}
+        body = await self._post("/rl/lease", asked, wait_s=wait_s)
+        return await asyncio.to_thread(_read_lease, body, LossRule(roots=train_roots))
 
     async def publish(
         self,
@@ -150,12 +161,11 @@ class OnlineGateway:
         return cast("JsonObject", orjson.loads(payload))
 
 
-def _read_lease(body: JsonObject) -> tuple[RolloutBatch | None, State]:
+def _read_lease(body: JsonObject, rule: LossRule) -> tuple[RolloutBatch | None, State]:
     reply: LeaseReply = decode_lease(body)
     if not reply.groups:
         return None, reply.state
-    records = [record for group in reply.groups for one in group.trajectories for record in token_records(one)]
-    return RolloutBatch(step=reply.step, groups=reply.groups, records=tuple(records)), reply.state
+    return RolloutBatch(step=reply.step, groups=reply.groups, records=records_of(reply, rule)), reply.state
 
 
 def _message(payload: bytes) -> str:

@@ -25,9 +25,11 @@ from areal_agent.ledger import questions
 from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.writes import FATE_OF_STATUS
+from areal_agent.rollout.config import ALTERED
 from areal_agent.rollout.draws import Draw, Draws
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.staleness import Admission, is_stale, oldest_step
+from areal_agent.tokens.loss_rule import LossRule
 from areal_agent.tokens.records import token_records
 from areal_agent.types import Drop, RolloutBatch, SessionPurpose, Status, Task, TokenRecord, Trajectory, TrajectoryGroup
 
@@ -108,14 +110,15 @@ class DynamicSampling:
     part_weights: Mapping[str, float] = field(default_factory=dict[str, float])  # of named parts in the reward
     discount: float = 1.0
     compares_turns: bool = False  # advantages also compare turns that met the same state
-    trains_altered: bool = False
+    rule: LossRule = field(default_factory=LossRule)
     num_flat: int = 0
     in_a_row: int = 0
     last_flat: str = ""
+    is_altered: bool = False  # the last one was flat because of altered tokens
 
     def replaces(self, group: Sequence[Trajectory]) -> bool:
         """Return whether these completed siblings have no spread in reward. Call it once per group."""
-        records = [record for one in group for record in token_records(one, trains_altered=self.trains_altered)]
+        records = [record for one in group for record in token_records(one, self.rule)]
         trainable = {record.session_id for record in records if record.loss_mask.any()}
         paid, rewards = with_parts(  # as the trainer will reward them
             [record for record in records if record.session_id in trainable],
@@ -130,6 +133,7 @@ class DynamicSampling:
             return False
         self.in_a_row += 1
         self.num_flat += 1
+        self.is_altered = any(self.rule.drop_of(one) is Drop.ALTERED for one in group)
         if is_too_few:
             what = f"{len(trainable)} of {len(group)} rollouts had a token to train"
         else:
@@ -144,11 +148,13 @@ class DynamicSampling:
 
     def describe(self) -> str:
         """Return why the run ends once `is_exhausted`."""
-        return (
-            f"{self.in_a_row} groups in a row had no spread in reward, the last was {self.last_flat}. The model always "
-            "succeeds on these tasks or never does: give it harder or easier ones, see whether the reward can differ, "
-            "or set algorithm.dynamic_sampling to false (rollout.max_flat_groups is the limit)"
+        cause = (
+            "The model always succeeds on these tasks or never does: give it harder or easier ones, see whether the "
+            "reward can differ, or set algorithm.dynamic_sampling to false (rollout.max_flat_groups is the limit)"
         )
+        if self.is_altered:
+            cause = f"The tokens of the others are {ALTERED}"
+        return f"{self.in_a_row} groups in a row had no spread in reward, the last was {self.last_flat}. {cause}"
 
 
 RunGroup = Callable[[str, Task], Coroutine[Any, Any, TrajectoryGroup]]
@@ -179,7 +185,7 @@ class Producer:
         straggler_wait_s: float,
         max_concurrent: int,
         max_failed_groups: int,
-        trains_altered: bool = False,
+        rule: LossRule | None = None,
         dynamic_sampling: DynamicSampling | None = None,
     ) -> None:
         self.admission = admission
@@ -194,7 +200,7 @@ class Producer:
         self._straggler_wait_s = straggler_wait_s
         self._max_concurrent = max_concurrent
         self._max_failed_groups = max_failed_groups
-        self._trains_altered = trains_altered
+        self._rule = rule or LossRule()
         self._dynamic_sampling = dynamic_sampling
         self._failed_in_a_row = 0
         self._is_draining = False
@@ -289,11 +295,11 @@ class Producer:
             if self._straggler != "mask" and has_stale:
                 drops[trajectory.session_id] = Drop.STALE
                 continue
-            records_of = token_records(trajectory, trains_altered=self._trains_altered)
+            records_of = token_records(trajectory, self._rule)
             own = [self._without_stale_tokens(record, step) for record in records_of]
             num_tokens = sum(int(record.loss_mask.sum()) for record in own)
             if num_tokens == 0:
-                drops[trajectory.session_id] = Drop.STALE if has_stale else Drop.FILTERED
+                drops[trajectory.session_id] = Drop.STALE if has_stale else self._rule.drop_of(trajectory)
                 continue
             records += own
             leases.append(Lease.of(trajectory, num_tokens))
@@ -344,7 +350,7 @@ class Producer:
         if self._dynamic_sampling is None or not self._dynamic_sampling.replaces(ready.trainable):
             return False
         self._learn(ready)
-        await self._drop({one.session_id: Drop.FILTERED for one in ready.trainable})
+        await self._drop({one.session_id: self._rule.drop_of(one) for one in ready.trainable})
         return True
 
     def _learn(self, ready: ReadyGroup) -> None:

@@ -104,6 +104,7 @@ class RolloutRunner:
         max_concurrent: int,
         timeout_s: float,
         sampling: Mapping[str, Any],
+        sampling_override: bool = False,
         sandbox: Mapping[str, Any],
     ) -> None:
         self._workflow = workflow
@@ -122,6 +123,7 @@ class RolloutRunner:
         self._slots = asyncio.Semaphore(max_concurrent)
         self._timeout_s = timeout_s
         self._sampling = sampling
+        self._sampling_override = sampling_override
         self._sandbox = sandbox
         self.running = BusyClock()
 
@@ -150,6 +152,7 @@ class RolloutRunner:
             "purpose": spec.purpose.value,
             "seed": spec.seed,
             "sampling": dict(self._sampling),
+            "sampling_override": self._sampling_override,
         }
         starting = asyncio.ensure_future(self._post("/rl/start_session", self._admin_key, body))
         try:

@@ -204,7 +204,7 @@ async def _wind_up(run: Run, outcome: Outcome) -> None:
         await run.push()  # interrupted between step and push: the step counts, and its row is written
     outcome.checkpoint = await run.save()
     await run.settle(is_completed=outcome.status is RunStatus.COMPLETED)
-    outcome.tokens = await run.source.count_tokens()
+    outcome.tokens, outcome.ledger = await run.source.count_tokens(), run.source.ledger_elsewhere
     await run.ledger.set_note("wall_s", outcome.wall_s)
 
 

@@ -12,7 +12,8 @@ side's activities add up to `seconds/wall`.
 import asyncio
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -25,12 +26,15 @@ from areal_agent.files import RunFolder
 from areal_agent.observe.clock import BusyClock, EngineReading, TimeAccount, engine_seconds
 from areal_agent.observe.curve import draw_curve
 from areal_agent.observe.metrics import (
+    DROPPED,
+    MASKED,
     MetricsLog,
     Row,
     RowKind,
     Spent,
     Uncounted,
     describe_batch,
+    dropped_rollouts,
     evaluation_rows,
     living_rows,
     numbers_of,
@@ -40,10 +44,12 @@ from areal_agent.observe.metrics import (
 from areal_agent.observe.progress import Progress, StepView, advice, time_table
 from areal_agent.observe.trackers import Trackers
 from areal_agent.process import peak_memory_bytes
+from areal_agent.rollout.config import ALTERED
 from areal_agent.run.serving import EvalAnswer, EvalReport
 from areal_agent.run.sources import Source
+from areal_agent.tokens.loss_rule import LossRule, Mask
 from areal_agent.trainer.wire import StepReport
-from areal_agent.types import RolloutBatch, WeightVersion
+from areal_agent.types import Drop, RolloutBatch, WeightVersion
 from areal_agent.weights.push import PushReport
 
 WORTH_TELLING = 0.01
@@ -71,6 +77,7 @@ class Outcome:
     num_eval_tasks: int = 0
     checkpoint: Path | None = None
     tokens: tuple[int, int] | None = None  # sampled and trained, by the ledger; None: not known
+    ledger: str | None = None  # of the gateway elsewhere that has the rollouts; None: they are in the run's own
     engine_threads: int = 1  # threads of an engine that the run starts itself
     error: str | None = None
     earlier_wall_s: float = 0.0  # of the incarnations before this one
@@ -97,6 +104,7 @@ def write_report(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
         "reward_after": None if outcome.success_after is None else rewards.get("after"),
         "num_eval_tasks": outcome.num_eval_tasks,
         **total(rows),
+        "dropped_rollouts": dropped_rollouts(all_rows),
         "seconds": {
             "wall": round(spent.wall_s, 2),
             "engine": {activity: round(seconds, 2) for activity, seconds in spent.engine.items()},
@@ -104,6 +112,7 @@ def write_report(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
         },
         "advice": advice(Spent.of(rows), engine_threads=outcome.engine_threads),
         "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint),
+        "ledger": outcome.ledger or str(folder.ledger),
     }
     if outcome.tokens is not None:
         summary["generated_tokens"], summary["trained_tokens"] = outcome.tokens
@@ -143,6 +152,7 @@ def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
         f"{summary['interrupted_completions']} completions were interrupted; "
         f"staleness at most {summary['max_staleness_seen']}"
     )
+    lines += _untrained(summary)
     seconds = summary["seconds"]
     lines.append(time_table(Spent(wall_s=seconds["wall"], engine=seconds["engine"], trainer=seconds["trainer"])))
     if summary["advice"]:
@@ -161,8 +171,27 @@ def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
     if summary["status"] != RunStatus.COMPLETED:
         lines.append(f"go on with: python -m areal_agent.train --resume {folder.path}")
     else:
-        lines.append(f"proof: python -m areal_agent.ledger verify {folder.path}")
+        is_elsewhere = summary["ledger"] != str(folder.ledger)
+        lines.append(
+            f"proof, on the gateway's machine: python -m areal_agent.ledger verify {summary['ledger']}"
+            if is_elsewhere
+            else f"proof: python -m areal_agent.ledger verify {folder.path}"
+        )
     return "\n".join(lines)
+
+
+def _untrained(summary: dict[str, Any]) -> Generator[str]:
+    """Yield a line for each kind of loss: what was dropped, altered, or of another conversation."""
+    dropped = {reason: count for reason, count in summary["dropped_rollouts"].items() if reason != Drop.ORPHAN}
+    if dropped:  # orphans are those that the end of the run cut off
+        named = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
+        yield f"dropped {sum(dropped.values()):,} rollouts, which taught nothing: {named}"
+    if dropped.get(Drop.ALTERED):
+        yield f"all tokens of {dropped[Drop.ALTERED]:,} dropped rollouts are {ALTERED}"
+    if summary["altered_tokens"]:
+        yield f"{summary['altered_tokens']:,} tokens of trained rollouts are {ALTERED}"
+    if summary["other_roots_tokens"]:
+        yield f"{summary['other_roots_tokens']:,} tokens are of other conversations than the main one: not trained"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,11 +218,14 @@ class RunMetrics:
         source_names: Mapping[str, str] | None = None,
         *,
         part_names: Iterable[str] = (),
+        rule: LossRule | None = None,
     ) -> None:
         self._progress = progress
         self._success_reward = success_reward
         self._source_names = source_names or {}  # task source by task id
         self._expected_parts = frozenset(part_names)  # of the reward; checked and emptied at the first step
+        self._rule = rule or LossRule()
+        self._has_noted_altered = False
         self._account = TimeAccount()
         self._producing = BusyClock()
         self._starting_s = 0.0
@@ -243,6 +275,8 @@ class RunMetrics:
     def trained(self, batch: RolloutBatch, report: StepReport) -> None:
         """Begin the row of a step."""
         self._row = describe_batch(batch, self._success_reward, self._source_names)
+        masked = sum((self._rule.masked_tokens(one) for one in batch.trained), Counter[Mask]())
+        self._row |= {f"{MASKED}{reason}": number for reason, number in masked.items()}
         self._row["tokens/generated_before"] = self._uncounted.num_tokens(batch)
         self._row |= {f"trainer/{name}": value for name, value in report.metrics.items()}
         if num_skipped := report.metrics.get("num_skipped_updates"):
@@ -259,6 +293,12 @@ class RunMetrics:
                 f"they named {', '.join(sorted(named)) or 'none'}"
             )
 
+    def _note_altered(self, row: Row) -> None:
+        """Note once what may be done about altered tokens; the steps' lines count them."""
+        if not self._has_noted_altered and (row.get(f"{MASKED}altered") or row.get(f"{DROPPED}altered")):
+            self._has_noted_altered = True
+            self._progress.note(f"step {row['step']}: tokens that agents asked for are {ALTERED}")
+
     async def pushed(self, report: PushReport, *, held_s: float) -> None:
         """Finish the row of a step, write it and show it. The push held the engine for `held_s`.
 
@@ -273,6 +313,7 @@ class RunMetrics:
         row["tokens_per_s/generated"] = row["tokens/generated"] / wall_s
         row["tokens_per_s/trained"] = self._row.get("tokens/trained", 0) / wall_s
         self._row = {}
+        self._note_altered(row)
         self._log.append(row)
         self._trackers.log(report.version.step, numbers_of(row))
         self._progress.step(StepView.of(row))
@@ -288,9 +329,10 @@ class RunMetrics:
         self._trackers.log(version.step, numbers_of(row))
 
     async def end_time(self, version: WeightVersion) -> None:
-        """Write a row for the time that belongs to no step."""
-        seconds = {name: value for name, value in (await self._since_last()).items() if name.startswith("seconds/")}
-        self._log.append(self._head(RowKind.TIME, version) | seconds)
+        """Write a row for the time that belongs to no step, and what was dropped in it."""
+        since = await self._since_last()
+        kept = {name: value for name, value in since.items() if name.startswith(("seconds/", DROPPED))}
+        self._log.append(self._head(RowKind.TIME, version) | kept)
 
     # ------------------------------------------------------------------ what was counted
 
@@ -305,7 +347,7 @@ class RunMetrics:
             "seconds/wall": now.engine.wall_s - last.engine.wall_s,
             **{f"seconds/trainer/{name}": spent - last.trainer.get(name, 0.0) for name, spent in now.trainer.items()},
             **{f"seconds/engine/{name}": spent for name, spent in engine_seconds(last.engine, now.engine).items()},
-            **{name: max(0.0, count - last.counts[name]) for name, count in now.counts.items()},
+            **{name: max(0, count - last.counts.get(name, 0)) for name, count in now.counts.items()},
             **now.gauges,
         }
 
@@ -335,6 +377,7 @@ class RunMetrics:
                 "gateway/altered_completions": gateway.altered_completions,
                 "gateway/malformed_tool_calls": gateway.malformed_tool_calls,
                 "gateway/errors": sum(gateway.errors.values()),
+                **{f"{DROPPED}{reason}": number for reason, number in now.drops.items()},
             },
             gauges={
                 "rollouts/running": now.running,

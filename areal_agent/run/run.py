@@ -93,6 +93,7 @@ class Run:
             config.eval.success_reward,
             self.preflight.tasks.source_names(),
             part_names=config.algorithm.reward_parts,
+            rule=config.rollout.loss_rule,
         )
         self._producing: asyncio.Task[None] | None = None
         self._watchers: list[asyncio.Task[None]] = []

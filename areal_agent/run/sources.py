@@ -23,6 +23,7 @@ import contextlib
 import logging
 import os
 import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ from areal_agent.gateway.online.wire import GatewayStatus, State
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.protocols import MemoryHolder
+from areal_agent.rollout.config import ALTERED
 from areal_agent.rollout.draws import TaskStream, open_draws
 from areal_agent.rollout.local import RolloutStats
 from areal_agent.rollout.online import OnlineGateway
@@ -50,7 +52,7 @@ from areal_agent.run.preflight import Preflight, make_curriculum
 from areal_agent.run.serving import EvalAnswer, EvalReport, Serving, open_serving
 from areal_agent.staleness import Admission
 from areal_agent.trainer.checkpoint import Checkpoint, CommitPoint, Passing, intact_checkpoints, pass_by, recover
-from areal_agent.types import JsonObject, RolloutBatch, Task, WeightVersion
+from areal_agent.types import Drop, JsonObject, RolloutBatch, Task, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +122,11 @@ class Source(Protocol):
 
         None when that ledger is a gateway's elsewhere.
         """
+        ...
+
+    @property
+    def ledger_elsewhere(self) -> str | None:
+        """The path of the gateway's ledger on its machine; None when the rollouts are in the run's own."""
         ...
 
     def counts(self) -> SourceCounts: ...
@@ -252,6 +259,10 @@ class OwnRollouts:
     async def count_tokens(self) -> tuple[int, int] | None:
         return await self.ledger.ask(questions.count_tokens)
 
+    @property
+    def ledger_elsewhere(self) -> str | None:
+        return None
+
     def counts(self) -> SourceCounts:
         admission, counts = self.producer.admission, self.producer.counts
         return SourceCounts(
@@ -304,7 +315,7 @@ async def make_producer(
         part_weights=config.algorithm.reward_parts,
         discount=config.algorithm.discount,
         compares_turns=config.algorithm.step_group_weight > 0,
-        trains_altered=config.rollout.train_altered,
+        rule=config.rollout.loss_rule,
     )
     producer = Producer(
         run_group=run_group,
@@ -321,7 +332,7 @@ async def make_producer(
         straggler_wait_s=config.rollout.straggler_wait_s,
         max_concurrent=config.rollout.max_concurrent,
         max_failed_groups=config.rollout.max_failed_groups,
-        trains_altered=config.rollout.train_altered,
+        rule=config.rollout.loss_rule,
         dynamic_sampling=dynamic_sampling if config.algorithm.dynamic_sampling else None,
     )
     await producer.restore(await ledger.ask(questions.waiting))
@@ -356,11 +367,17 @@ class OnlineRollouts:
         config = self.config
         straggler_wait_s = config.rollout.straggler_wait_s if config.straggler == "wait" else 0.0
         while True:
+            before = self._state.drops if self._state else {}
             batch, self._state = await self.gateway.lease(
-                step, num_groups=config.batch_size, wait_s=self.lease_wait_s, straggler_wait_s=straggler_wait_s
+                step,
+                num_groups=config.batch_size,
+                wait_s=self.lease_wait_s,
+                straggler_wait_s=straggler_wait_s,
+                train_roots=config.rollout.train_roots,
             )
             if batch is not None:
                 return batch
+            self._warn_of_drops(step, Counter(self._state.drops) - Counter(before))
             self._warn_if_idle(step, self._state)
 
     async def roll_out(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
@@ -415,6 +432,10 @@ class OnlineRollouts:
     async def count_tokens(self) -> tuple[int, int] | None:
         return None
 
+    @property
+    def ledger_elsewhere(self) -> str | None:
+        return None if self._last is None else self._last.ledger
+
     def counts(self) -> SourceCounts:
         assert self._state is not None  # a version was published before any batch
         return SourceCounts(
@@ -431,6 +452,13 @@ class OnlineRollouts:
     def failures(self) -> Mapping[str, Awaitable[ArealAgentError]]:
         """Return none: a gateway may be gone for a while, and a call that fails raises by itself."""
         return {}
+
+    def _warn_of_drops(self, step: int, drops: Counter[str]) -> None:
+        """Warn of rollouts that were dropped while the step waits for its batch: its line may never come."""
+        if drops:
+            named = ", ".join(f"{number} {reason}" for reason, number in drops.items())
+            altered = f"; the altered ones have only tokens that are {ALTERED}" if drops[Drop.ALTERED] else ""
+            logger.warning("no batch for step %d yet; the gateway dropped rollouts: %s%s", step, named, altered)
 
     def _warn_if_idle(self, step: int, state: State) -> None:
         """Warn once why no batch comes: no agent plays, or they play groups of another size."""
@@ -469,7 +497,8 @@ async def open_online_rollouts(config: Config, ledger: Ledger, step: int) -> Asy
             await gateway.check()
         except GatewayError as error:
             raise ConfigError(f"rollout.gateway_url: {error}") from error
-        await take_over(gateway, trainer, step)
+        served = (await engine.info()).weight_version
+        await take_over(gateway, trainer, step, served)
         yield OnlineRollouts(config=config, engine=engine, gateway=gateway, step=step)
 
 
@@ -506,10 +535,16 @@ async def trainer_name(ledger: Ledger) -> str:
     return str(name)
 
 
-async def take_over(gateway: OnlineGateway, trainer: str, step: int) -> None:
-    """Take the gateway over at the checkpoint of `step`; warn when another trainer has trained there."""
+async def take_over(gateway: OnlineGateway, trainer: str, step: int, served: WeightVersion) -> None:
+    """Take the gateway over at the checkpoint of `step`; warn when another trainer has trained there.
+
+    What an engine serves before any push is the model's own weights, which are also those of a run's step 0: then
+    these labels are the run's own, so that what agents played before the first trainer came is trained.
+    """
     found = (await gateway.status()).state
     num_returned = await gateway.give_back(step, adopt=True)
+    if step == 0 and served == WeightVersion():
+        await gateway.publish(0, incarnation=served.incarnation)
     if found.trainer != trainer and (found.trainer or found.leased):
         logger.warning(
             "the gateway at %s has served %s up to step %d: what was trained stays trained; this run takes over "

@@ -12,6 +12,7 @@
       template.py      the sandboxed chat template, and one derived from it that keeps earlier thinking
     formats/           an answer's text <-> reasoning, content and tool calls, whole or as it streams
     records.py         a closed trajectory -> the trainer's `TokenRecord`s
+      loss_rule.py     which sampled tokens are in the loss, and why the others are not
 
 `Forest.plan` turns a request into a prompt in four steps. It finds the longest recorded prefix, nearly always by
 comparing the messages as they were sent. `Continuation` renders a short stand-in for the conversation, once as it was

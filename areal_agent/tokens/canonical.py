@@ -74,15 +74,16 @@ def _canonical(message: JsonObject) -> bytes:
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     content = "" if calls else split_thinking(message)[1]
     said = (role, content, [(function["name"], function["arguments"]) for function in calls])
-    data = _sorted_json(said)
-    return _sorted_json(_by_value(said)) if b".0" in data else data  # every float that may be an integer is written so
+    data = sorted_json(said)
+    return sorted_json(_by_value(said)) if b".0" in data else data  # every float that may be an integer is written so
 
 
-def _sorted_json(said: object) -> bytes:
+def sorted_json(value: object) -> bytes:
+    """Return `value` as JSON text with sorted keys."""
     try:
-        return orjson.dumps(said, option=orjson.OPT_SORT_KEYS)
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
     except TypeError:  # orjson writes no integers beyond 64 bits; arithmetic tools produce them
-        return json.dumps(said, sort_keys=True).encode()
+        return json.dumps(value, sort_keys=True).encode()
 
 
 def _by_value(value: Any) -> Any:

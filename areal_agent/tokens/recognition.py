@@ -3,15 +3,13 @@
 - `Lines` holds the newest conversations as they were sent. A request nearly always repeats one exactly and adds an
   answer and a few messages; a list comparison shows that, and its history is neither normalised nor hashed.
 - `AnswersByData` finds, for every other request, the answer that ends its longest recorded prefix, by keys
-  (`canonical.py`).
+  (`canonical.py`). Several forms of an answer may have one key.
 - `Requests` counts the requests of a session and says how a new one differs from those before.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
-
-import orjson
 
 from areal_agent.tokens.canonical import (
     FIRST_INEXACT,
@@ -20,6 +18,7 @@ from areal_agent.tokens.canonical import (
     call_ids,
     extended_key,
     has_same_asides,
+    sorted_json,
 )
 from areal_agent.tokens.continuation import Normalise
 from areal_agent.tokens.prompt import Answer, Key, Prompt
@@ -118,8 +117,8 @@ def _is_doubtful(value: JsonObject | list[Any]) -> bool:
 
 
 def _is_same_json(one: JsonObject, other: JsonObject) -> bool:
-    """Return whether equal messages are surely the same JSON."""
-    return one is other or orjson.dumps(one) == orjson.dumps(other)
+    """Return whether messages that Python calls equal are the same JSON."""
+    return one is other or sorted_json(one) == sorted_json(other)
 
 
 def _shared(recorded: Sequence[JsonObject], sent: Sequence[JsonObject]) -> list[JsonObject]:

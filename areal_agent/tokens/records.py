@@ -1,27 +1,29 @@
 """Turns a closed trajectory into `TokenRecord`s, one a branch, with each sampled token in the loss of one of them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from areal_agent.errors import LedgerError
-from areal_agent.types import Completion, Distribution, FinishReason, TokenRecord, Trajectory, Turn
+from areal_agent.tokens.loss_rule import LossRule, Mask
+from areal_agent.types import Completion, TokenRecord, Trajectory, Turn
 
 
-def token_records(trajectory: Trajectory, *, trains_altered: bool = False) -> tuple[TokenRecord, ...]:
+def token_records(trajectory: Trajectory, rule: LossRule | None = None) -> tuple[TokenRecord, ...]:
     """Return one record for each leaf of the forest: the path from its root, trained where no earlier record trains it.
 
     Branch 0 ends with the newest answer, so what branches share is credited along the path to where the rollout
-    ended. In the loss are sampled tokens whose recorded probability is the one they were sampled with; those of a
-    completion that no agent saw, aborted or never delivered, are not. `turn_rewards` has the reward of a completion in
-    the first record that ends or passes through it, and the final reward on the last turn of every record.
-
-    `trains_altered`: `altered` tokens are in the loss too, except greedy ones (their temperature is 0).
+    ended. In the loss are the sampled tokens that the rule lets in; without one, those whose recorded probability is
+    the one they were sampled with, in answers that the agent saw. A conversation that it leaves out has no record: no
+    other shares a token with it. `turn_rewards` has the reward of a completion in the
+    first record that ends or passes through it, and the final reward on the last turn of every record.
     """
-    claims = _Claims(trajectory, trains_altered=trains_altered)
-    return tuple(claims.record(branch, path) for branch, path in enumerate(reversed(_leaf_paths(trajectory.turns))))
+    masks = (rule or LossRule()).masks(trajectory)
+    claims = _Claims(trajectory, masks)
+    paths = [path for path in reversed(_leaf_paths(trajectory.turns)) if not _is_left_out(path, masks)]
+    return tuple(claims.record(branch, path) for branch, path in enumerate(paths))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,10 @@ def _leaf_paths(turns: Sequence[Turn]) -> list[_Path]:
     return [path for completion_id, path in paths.items() if completion_id not in covered]
 
 
+def _is_left_out(path: _Path, masks: Mapping[str, Mask]) -> bool:
+    return masks.get(path[-1].completion.id) is Mask.OTHER_ROOTS
+
+
 def _length(path: _Path) -> int:
     return sum(step.length for step in path)
 
@@ -95,12 +101,11 @@ def _trunk(turn: Turn, paths: dict[str, _Path]) -> _Path:
 class _Claims:
     """Assigns each sampled token to the first branch that contains it; only that record trains it."""
 
-    def __init__(self, trajectory: Trajectory, *, trains_altered: bool) -> None:
+    def __init__(self, trajectory: Trajectory, masked: Collection[str]) -> None:
         self._trajectory = trajectory
-        self._trains_altered = trains_altered
+        self._masked = masked
         self._owners: dict[str, NDArray[np.int32]] = {}  # by completion: the branch that trains each token, or -1
         self._callers: dict[tuple[object, ...], int] = {}  # by request: the branch with its first answer
-        self._undelivered = frozenset(trajectory.undelivered)
         self._unpaid = dict(trajectory.rewards.by_completion)
 
     def record(self, branch: int, path: _Path) -> TokenRecord:
@@ -124,7 +129,8 @@ class _Claims:
             if step.num_sampled == len(step.completion.token_ids):
                 turn_rewards[index] += self._unpaid.pop(step.completion.id, 0.0)
             owners[is_new] = branch
-            columns.append(_columns(index, step, is_new & self._is_trainable(step)))
+            is_trained = step.completion.id not in self._masked
+            columns.append(_columns(index, step, is_new & is_trained))
         final_reward = np.float32(self._trajectory.rewards.final or 0.0)
         turn_rewards[-1] += final_reward
         return TokenRecord(
@@ -144,15 +150,6 @@ class _Claims:
             fork_turn=fork_turn,
             own_turn=len(path) - 1 if own_turn is None else own_turn,
             sample_of=sample_of,
-        )
-
-    def _is_trainable(self, step: _Step) -> bool:
-        completion = step.completion
-        is_exact = completion.distribution is Distribution.EXACT
-        return (
-            (is_exact or (self._trains_altered and step.turn.sampling.temperature > 0))
-            and completion.finish_reason is not FinishReason.ABORT
-            and completion.id not in self._undelivered
         )
 
     def _owners_of(self, completion: Completion) -> NDArray[np.int32]:

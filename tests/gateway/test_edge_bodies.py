@@ -110,7 +110,7 @@ async def test_a_parameter_said_twice_in_a_call(open_agent: OpenAgent) -> None:
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "1" * 5000, '"\\ud800"', "[" * 2000 + "]" * 2000])
-@pytest.mark.parametrize("path", ["/rl/set_reward", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", ["/rl/set_reward", "/v1/chat/completions", "/v1/responses"])
 async def test_values_that_are_not_json(open_agent: OpenAgent, path: str, number: str) -> None:
     agent = await open_agent()
     status, answer = await agent.world.call(path, f'{{"reward": {number}}}'.encode(), key=agent.key)

@@ -252,7 +252,7 @@ async def test_bodies_that_cannot_be_read(open_agent: OpenAgent, body: bytes, st
 
 @pytest.mark.parametrize(
     ("path", "status", "remedy"),
-    [("/v1/nothing", 404, "GET /openapi.json lists every path"), ("/v1/chat/completions", 405, "only accepts POST")],
+    [("/v1/embeddings", 404, "GET /openapi.json lists every path"), ("/v1/chat/completions", 405, "only accepts POST")],
 )
 async def test_unknown_routes_are_error_objects(open_world: OpenWorld, path: str, status: int, remedy: str) -> None:
     world = await open_world()

@@ -10,7 +10,8 @@ leased. 14. Steps out of order and bad bodies are refused. 15. An end may be rep
 16. A trajectory without a trainable token does not make a lease smaller. 17. A group keeps its size over a return and
 a restart, a sibling that was cut off may come again, and a leased group accepts none. 18. A lease takes fewer groups
 when no further one would be admitted. 19. The status does not count groups that were given up. 20. An agent that
-continues a session of an earlier process is told that it has ended.
+continues a session of an earlier process is told that it has ended. 21. With `train_roots: main` only the main
+conversation is leased and trained, and the ledger is verified.
 """
 
 import asyncio
@@ -384,11 +385,30 @@ async def test_the_status_counts_no_group_that_was_given_up(online: Online) -> N
     assert (await online.done("status"))["state"]["capacity"] == 8
 
 
-async def test_a_trajectory_without_a_trained_token_is_filtered(online: Online) -> None:
+async def test_a_trajectory_without_a_trained_token_is_altered(online: Online) -> None:
     useless = await online.world.start(group_id="a")
     await useless.post_chat(temperature=0)
     await useless.reward(reward=1)
     await useless.end()
     (agent,) = await online.play("b")
     assert ids_of(await online.lease(1)) == [[agent.id]]
-    assert await fate(online, useless) == Fate(dropped=Drop.FILTERED)
+    assert await fate(online, useless) == Fate(dropped=Drop.ALTERED)
+
+
+async def test_only_the_main_conversation_is_trained_where_that_is_asked_for(online: Online) -> None:
+    agent = await online.world.start(group_id="a")
+    await agent.ask("a title, please")
+    messages: list[Any] = [{"role": "user", "content": "hello"}]
+    for _ in range(2):
+        reply = await agent.ask(messages)
+        messages += [reply.choices[0].message.to_dict(), {"role": "user", "content": "go on"}]
+    await agent.reward(reward=1)
+    await agent.end()
+    body = await online.done("lease", step=1, num_groups=1, train_roots="main")
+    trajectory = await online.ledger.trajectory(agent.id)
+    title, *main = (one for turn in trajectory.turns for one in turn.completions)
+    num_trained = sum(sum(record["loss_mask"]) for record in body["records"])
+    assert num_trained == sum(len(one.token_ids) for one in main) > 0 < len(title.token_ids)
+    await online.done("acknowledge", step=1, checkpoint="checkpoints/step_000001")
+    report = verify(online.path)
+    assert (report.violations, report.num_trained_tokens) == ((), num_trained)

@@ -18,6 +18,7 @@ from areal_agent.gateway.chat import ChatRequest
 from areal_agent.gateway.completions import CompletionsRequest
 from areal_agent.gateway.conversation import read_message
 from areal_agent.gateway.messages import MessagesRequest
+from areal_agent.gateway.responses import ResponsesRequest
 from areal_agent.gateway.session import EndRequest, ExportRequest, RewardRequest, StartRequest
 from areal_agent.tokens.forest import Forest
 from areal_agent.tokens.renderer import Renderer
@@ -300,6 +301,7 @@ known_names = st.sampled_from(
         {name for name, _ in REFUSED}
         | HARMLESS.keys()
         | {"task_id", "sampling", "reward", "interaction_id", "name", "prompt", "echo"}
+        | {"input", "text", "reasoning", "include"}
     )
 )
 bodies = st.builds(
@@ -316,6 +318,7 @@ def test_any_json_is_checked_or_refused(renderer: Renderer, body: dict[str, Any]
         ChatRequest.read,
         CompletionsRequest.read,
         lambda body: MessagesRequest.read({"max_tokens": 9} | body),
+        ResponsesRequest.read,
         StartRequest.read,
         RewardRequest.read,
         EndRequest.read,

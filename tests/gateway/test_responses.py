@@ -28,26 +28,12 @@ TOOLS: list[Any] = [
     {"type": "function", "name": "python", "description": "Run.", "parameters": {"type": "object"}, "strict": False},
     {"type": "custom", "name": "shell", "description": "Type."},
 ]
-CHAT_TOOLS: list[Any] = [
-    {
-        "type": "function",
-        "function": {"name": "python", "description": "Run.", "parameters": {"type": "object"}, "strict": False},
-    },
-    {
-        "type": "function",
-        "function": {
-            "name": "shell",
-            "description": "Type.",
-            "parameters": {
-                "type": "object",
-                "properties": {"input": {"type": "string"}},
-                "required": ["input"],
-                "additionalProperties": False,
-            },
-            "strict": True,
-        },
-    },
+SHELL_INPUT = {"properties": {"input": {"type": "string"}}, "required": ["input"], "additionalProperties": False}
+CHAT_FUNCTIONS: list[Any] = [
+    {"name": "python", "description": "Run.", "parameters": {"type": "object"}, "strict": False},
+    {"name": "shell", "description": "Type.", "parameters": {"type": "object", **SHELL_INPUT}, "strict": True},
 ]
+CHAT_TOOLS: list[Any] = [{"type": "function", "function": function} for function in CHAT_FUNCTIONS]
 CALLS = (
     '<tool_call>{"name": "python", "arguments": {"code": "1"}}</tool_call>'
     '<tool_call>{"name": "shell", "arguments": {"input": "ls"}}</tool_call>'
@@ -118,6 +104,10 @@ async def test_encrypted_reasoning_alone_continues_the_chain(open_agent: OpenAge
     assert agent.turns[1].request_delta[0]["role"] == "user"
 
 
+def no_items(item_id: str, param: str) -> dict[str, Any]:
+    raise AssertionError(f"{param} refers to {item_id}")
+
+
 def message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
@@ -166,7 +156,7 @@ RESULT = {"role": "tool", "tool_call_id": "a", "content": "4"}
     ids=["one", "reasoning-begins", "outputs-end", "text-begins", "summary", "roles"],
 )
 def test_items_join_into_messages(items: list[Any], messages: list[Any]) -> None:
-    assert messages_of(items, 0, lambda *_: {}) == messages
+    assert messages_of(items, 0, no_items) == messages
 
 
 async def test_a_call_may_join_what_came_before(open_agent: OpenAgent) -> None:
@@ -366,6 +356,7 @@ async def test_cancelling_a_stream(open_agent: OpenAgent) -> None:
     assert (await agent.client.responses.cancel(begun.response.id)).status == "cancelled"
     *_, last = [event async for event in stream]
     assert (last.type, last.response.status) == ("response.failed", "cancelled")
+    assert agent.world.gateway.stats().errors == {409: 1}
     assert agent.turns[0].completions[0].finish_reason is FinishReason.ABORT
 
 
@@ -433,14 +424,6 @@ async def test_logprobs_are_those_of_the_text(open_agent: OpenAgent) -> None:
     assert all(len(one.top_logprobs) == 2 for one in logprobs)
 
 
-async def test_token_ids(open_agent: OpenAgent) -> None:
-    agent = await open_agent("a<|im_end|>")
-    _, reply = await post(agent, return_token_ids=True, seed=5, top_k=7, stop="x")
-    assert reply["prompt_token_ids"] == list(agent.turns[0].new_prompt_ids)
-    assert reply["token_ids"] == agent.world.ids("a<|im_end|>")
-    assert (agent.turns[0].sampling.seed, agent.turns[0].sampling.top_k) == (5, 7)
-
-
 # ----------------------------------------------------------------------------------------------------- refusals
 
 
@@ -495,25 +478,28 @@ def test_parameters_are_refused_by_name(body: dict[str, Any], param: str) -> Non
 )
 def test_items_are_refused_by_name(item: Any, param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        messages_of([message("user", "x"), item], 0, lambda *_: {})
+        messages_of([message("user", "x"), item], 0, no_items)
     assert (caught.value.param, caught.value.status) == (param, 400)
 
 
-async def test_what_asks_for_nothing_is_accepted(open_agent: OpenAgent) -> None:
+async def test_parameters_that_are_accepted(open_agent: OpenAgent) -> None:
     agent = await open_agent("a<|im_end|>")
-    status, reply = await post(
-        agent,
-        client_metadata={"x": "y"},
-        include=[],
-        max_tool_calls=None,
-        parallel_tool_calls=True,
-        prompt_cache_key="k",
-        reasoning={"effort": "low", "summary": "auto"},
-        service_tier="auto",
-        stream=False,
-        text={"format": {"type": "text"}, "verbosity": "low"},
-        tools=[],
-        truncation="disabled",
-        user="u",
-    )
-    assert (status, reply["status"], reply["reasoning"]["effort"]) == (200, "completed", "low")
+    ours: dict[str, Any] = {
+        "return_token_ids": True,
+        "seed": 5,
+        "top_k": 7,
+        "stop": "x",
+        "reasoning": {"effort": "low"},
+    }
+    for_nothing: dict[str, Any] = {
+        "client_metadata": {"x": "y"},
+        "include": [],
+        "max_tool_calls": None,
+        "service_tier": "auto",
+        "n": 1,
+    }
+    status, reply = await post(agent, **ours, **for_nothing, tools=[], truncation="disabled", user="u")
+    assert (status, reply["status"], reply["reasoning"]) == (200, "completed", {"effort": "low"})
+    assert reply["prompt_token_ids"] == list(agent.turns[0].new_prompt_ids)
+    assert reply["token_ids"] == agent.world.ids("a<|im_end|>")
+    assert (agent.turns[0].sampling.seed, agent.turns[0].sampling.top_k) == (5, 7)

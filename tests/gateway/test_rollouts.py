@@ -139,7 +139,8 @@ async def test_the_end_journals_the_trajectory(open_world: OpenWorld) -> None:
     await agent.reward(reward=1)
     status, answer = await agent.end(logged={"steps": 3})
     assert status == 200
-    assert answer == {"session_id": agent.id, "status": "completed", "num_turns": 1, "num_sampled_tokens": 2}
+    counts = {"num_turns": 1, "num_sampled_tokens": 2}
+    assert answer == {"session_id": agent.id, "status": "completed", "error": None} | counts
     trajectory = world.journal.closed[agent.id]
     assert trajectory.turns == tuple(agent.turns)
     assert (trajectory.group_id, trajectory.task_id, trajectory.logged) == ("g1", "task", {"steps": 3})

@@ -288,6 +288,13 @@ async def test_the_command_reports_a_live_run(ledger: Ledger, path: Path, make) 
     assert done.stdout.endswith("OK: all 15 invariants hold\n")
 
 
+async def test_the_command_says_that_nothing_is_recorded(ledger: Ledger, path: Path) -> None:
+    done = command("verify", path.parent)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "EMPTY: nothing is recorded here, so nothing is proved" in done.stdout
+    assert "OK" not in done.stdout
+
+
 async def test_the_command_exits_1_and_names_the_violation(ledger: Ledger, path: Path, make) -> None:
     await live(ledger, make)
     await ledger.set_note("status", "completed")

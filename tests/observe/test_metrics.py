@@ -134,6 +134,8 @@ def test_totals() -> None:
         "interrupted_completions": 6,
         "max_staleness_seen": 2,
         "idle_fraction": {"engine": 0.2, "trainer": 0.4},
+        "altered_tokens": 0,
+        "other_roots_tokens": 0,
         "loop_blocked_s": 0.0,
         "num_skipped_updates": 2,
     }

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import aiohttp
 import numpy as np
 import pytest
 
@@ -22,7 +21,7 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.rollout.online import OnlineGateway
 from areal_agent.tokens.records import token_records
 from areal_agent.types import Drop, Fate, TokenRecord
-from tests.run.online_gateway import KEY, open_online_side
+from tests.run.online_gateway import KEY, open_online_side, play_rewarded
 
 
 @dataclass(kw_only=True)
@@ -33,21 +32,7 @@ class World:
     client: OnlineGateway
 
     async def play(self, group_id: str) -> str:
-        """One rewarded rollout; its session."""
-        async with aiohttp.ClientSession(self.served.base_url) as http:
-
-            async def post(path: str, key: str, **body: object) -> dict[str, str]:
-                async with http.post(path, json=body, headers={"Authorization": f"Bearer {key}"}) as answer:
-                    assert answer.status == 200, await answer.text()
-                    return await answer.json()
-
-            session = await post("/rl/start_session", KEY, task_id="t", group_id=group_id)
-            key = session["api_key"]
-            question = {"role": "user", "content": "What is 1 + 1?"}
-            await post("/v1/chat/completions", key, model="default", messages=[question], stop="7", n=2)
-            await post("/rl/set_reward", key, reward=0.1)
-            await post("/rl/end_session", key, logged={"n": 1})
-            return session["session_id"]
+        return await play_rewarded(self.served, group_id, stop="7", n=2)
 
 
 @pytest.fixture

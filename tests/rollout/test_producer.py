@@ -15,6 +15,8 @@
    parallel samples of one call; what has no token to train does not count, and one rollout alone has no spread; where
    turns are compared by their states, turns of one rollout are told apart; a flat group is one whose advantages are
    zero, whatever its rewards; flat groups in a row are counted until one is not.
+10. rollouts with altered tokens alone are dropped for that reason, and with dynamic sampling the error has the remedy;
+11. with `train_roots: main` only the main conversation's tokens are leased, and the ledger is verified.
 """
 
 import asyncio
@@ -35,23 +37,26 @@ from areal_agent.algorithms.credit import with_causal_credit
 from areal_agent.errors import RolloutsFailing
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.ledger.verify import verify
 from areal_agent.rollout.draws import Draws, TaskStream
 from areal_agent.rollout.producer import DynamicSampling, Producer
 from areal_agent.rollout.tasks import TaskSet
 from areal_agent.staleness import Admission
+from areal_agent.tokens.loss_rule import LossRule, TrainRoots
 from areal_agent.tokens.records import token_records
-from areal_agent.types import Distribution
+from areal_agent.types import Distribution, Turn
 from tests.histories import begin_rollout, completion, end_rollout, open_ledger, trajectory, turn
 
 GROUP_SIZE = 2
 
 
 async def roll_out(
-    ledger: Ledger, session_id: str, group_id: str, versions: list[int], status: Status, reward: float
+    ledger: Ledger, session_id: str, group_id: str, versions: list[int], status: Status, reward: float, **changes: Any
 ) -> Trajectory:
     """Record one rollout whose one answer was sampled under `versions`, token by token."""
     await begin_rollout(ledger, session_id, group_id)
-    return await end_rollout(ledger, trajectory(session_id, versions, reward, group_id=group_id, status=status))
+    made = trajectory(session_id, versions, reward, group_id=group_id, status=status, **changes)
+    return await end_rollout(ledger, made)
 
 
 class Script:
@@ -66,7 +71,9 @@ class Script:
         statuses: dict[int, list[Status]] | None = None,
         rewards: dict[int, list[float]] | None = None,
         held: tuple[int, ...] = (),
+        turns: Callable[[str], tuple[Turn, ...]] | None = None,
     ) -> None:
+        self.turns = turns  # of a session, instead of one answer
         self.versions = versions
         self.statuses = statuses or {}
         self.rewards = rewards or {}
@@ -83,7 +90,13 @@ class Script:
         rewards = self.rewards.get(number, [1.0] * GROUP_SIZE)
         siblings = [
             await roll_out(
-                self.ledger, f"{group_id}-{index}", group_id, versions[index], statuses[index], rewards[index]
+                self.ledger,
+                session_id := f"{group_id}-{index}",
+                group_id,
+                versions[index],
+                statuses[index],
+                rewards[index],
+                **({"turns": self.turns(session_id)} if self.turns else {}),
             )
             for index in range(GROUP_SIZE)
         ]
@@ -97,6 +110,7 @@ def make_producer(
     *,
     max_staleness: int = 0,
     straggler: str = "wait",
+    rule: LossRule | None = None,
 ) -> Producer:
     script.ledger = ledger
     return Producer(
@@ -109,6 +123,7 @@ def make_producer(
         straggler_wait_s=60.0,
         max_concurrent=64,
         max_failed_groups=3,
+        rule=rule,
         dynamic_sampling=dynamic_sampling,
     )
 
@@ -252,6 +267,50 @@ async def test_only_flat_groups_end_the_run(tmp_path: Path) -> None:
     )
 
 
+def altered(session_id: str) -> tuple[Turn, ...]:
+    answer = completion(f"{session_id}-c", [0, 0], distribution=Distribution.ALTERED)
+    return (turn(f"{session_id}-t", answer),)
+
+
+async def test_a_rollout_with_altered_tokens_alone_is_dropped_for_that(tmp_path: Path) -> None:
+    async with producing(tmp_path, Script(turns=altered)) as producer:
+        assert (await producer.take(1, 1)).trained == ()
+        assert dict(producer.counts.drops) == {"altered": 2}
+
+
+async def test_groups_that_are_flat_because_of_altered_tokens_end_the_run_with_the_remedy(tmp_path: Path) -> None:
+    async with open_ledger(tmp_path) as ledger:
+        producer = make_producer(ledger, Script(turns=altered), DynamicSampling(max_flat_groups=2))
+        with pytest.raises(ExceptionGroup) as failure:
+            async with asyncio.timeout(60):
+                await producer.admit_forever()
+    (reason,) = failure.value.exceptions
+    assert "0 of 2 rollouts had a token to train. The tokens of the others are altered" in str(reason)
+    assert dict(producer.counts.drops) == {"altered": 4}
+
+
+def title_and_dialogue(session_id: str) -> tuple[Turn, ...]:
+    """A title of one token, then a dialogue of two and three."""
+    title, first, second = (completion(f"{session_id}-{number}", [0] * number) for number in (1, 2, 3))
+    asked = [({"role": "user", "content": text},) for text in ("title", "solve")]
+    return (
+        turn(f"{session_id}-title", title, request_delta=asked[0]),
+        turn(f"{session_id}-first", first, request_delta=asked[1]),
+        turn(f"{session_id}-second", second, parent=first.id, fork_at=4),
+    )
+
+
+async def test_the_main_conversation_alone_is_leased_and_verified(tmp_path: Path) -> None:
+    rule = LossRule(roots=TrainRoots.MAIN)
+    script = Script(turns=title_and_dialogue)
+    async with producing(tmp_path, script, rule=rule) as producer:
+        batch = await producer.take(1, 1)
+        await script.ledger.commit_checkpoint(1, "checkpoints/step_000001")
+    assert sum(int(record.loss_mask.sum()) for record in batch.records) == GROUP_SIZE * (2 + 3)
+    report = verify(tmp_path / "ledger.sqlite")
+    assert (report.violations, report.num_trained_tokens) == ((), GROUP_SIZE * (2 + 3))
+
+
 def rollout(
     rewards: Rewards, *, num_turns: int = 1, num_samples: int = 1, distribution: Distribution = Distribution.EXACT
 ) -> Trajectory:
@@ -333,7 +392,7 @@ def test_parallel_samples_are_told_apart(of_one: float, expected: bool) -> None:
 def test_what_has_no_token_to_train_does_not_count(trains_altered: bool, expected: bool) -> None:
     failed = rollout(Rewards(final=0.0), distribution=Distribution.ALTERED)
     rollouts = [failed, rollout(Rewards(final=1.0)), rollout(Rewards(final=1.0))]
-    assert is_flat(rollouts, trains_altered=trains_altered) is expected
+    assert is_flat(rollouts, rule=LossRule(trains_altered=trains_altered)) is expected
 
 
 @pytest.mark.parametrize(("compares_turns", "expected"), [(False, True), (True, False)])

@@ -2,7 +2,8 @@
 
 1. what it raises, exits with or returns; 2. what it logs, of any kind and size; 3. a session that it ends itself;
 4. an agent of AReaL's kind runs unmodified;
-5. a plain function runs in a thread, with a client of its own kind; when its time is up its next call is refused.
+5. a plain function runs in a thread, with a client of its own kind; when its time is up its next call is refused;
+6. with `sampling_override` an agent's top-p is ignored, and its `max_tokens` counts.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from tests.histories import open_ledger
 SPEC = RolloutSpec(session_id="s-1", group_id="g", task=Task(id="t", data={}), seed=1, purpose=SessionPurpose.TRAIN)
 
 
-Play = Callable[[Any], Awaitable[tuple[Status, Trajectory]]]
+Play = Callable[..., Awaitable[tuple[Status, Trajectory]]]
 
 
 @pytest_asyncio.fixture
@@ -48,7 +49,7 @@ async def play(tmp_path: Path, small_model: Path) -> AsyncGenerator[Play]:
         )
         served = await gateway.serve("127.0.0.1", 0)
 
-        async def play(workflow: Any) -> tuple[Status, Trajectory]:
+        async def play(workflow: Any, **settings: Any) -> tuple[Status, Trajectory]:
             runner = RolloutRunner(
                 workflow,
                 gateway_url=served.base_url,
@@ -60,6 +61,7 @@ async def play(tmp_path: Path, small_model: Path) -> AsyncGenerator[Play]:
                 timeout_s=120.0,
                 sampling={"max_tokens": 8},
                 sandbox={},
+                **settings,
             )
             try:
                 status = await runner.run(SPEC)
@@ -73,6 +75,17 @@ async def play(tmp_path: Path, small_model: Path) -> AsyncGenerator[Play]:
 
 async def ask(rollout) -> None:
     await rollout.client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize(("sampling_override", "top_p"), [(False, 0.5), (True, 1.0)])
+async def test_the_runs_sampling_wins_where_that_is_asked_for(play, sampling_override: bool, top_p: float) -> None:
+    async def picky(task, rollout):
+        question = [{"role": "user", "content": "hi"}]
+        await rollout.client.chat.completions.create(model="m", messages=question, top_p=0.5, max_tokens=1)
+        return 1.0
+
+    _, trajectory = await play(picky, sampling_override=sampling_override)
+    assert (trajectory.turns[0].sampling.top_p, trajectory.turns[0].sampling.max_tokens) == (top_p, 1)
 
 
 class OwnEnd(BaseException):

@@ -5,6 +5,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
+
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.online.consumer import Consumer
@@ -44,3 +46,21 @@ async def open_online_side(model: Path, ledger_path: Path, answer: str) -> Async
     yield OnlineSide(gateway=gateway, served=served, ledger=ledger)
     await served.aclose()
     await ledger.aclose()
+
+
+async def play_rewarded(served: ServedGateway, group_id: str, **request: object) -> str:
+    """Play one rewarded rollout of one turn; return its session."""
+    async with aiohttp.ClientSession(served.base_url) as http:
+
+        async def post(path: str, key: str, **body: object) -> dict[str, str]:
+            async with http.post(path, json=body, headers={"Authorization": f"Bearer {key}"}) as answer:
+                assert answer.status == 200, await answer.text()
+                return await answer.json()
+
+        session = await post("/rl/start_session", KEY, task_id="t", group_id=group_id)
+        key = session["api_key"]
+        question = {"role": "user", "content": "What is 1 + 1?"}
+        await post("/v1/chat/completions", key, model="default", messages=[question], **request)
+        await post("/rl/set_reward", key, reward=0.1)
+        await post("/rl/end_session", key, logged={"n": 1})
+        return session["session_id"]

@@ -3,6 +3,8 @@
 - Blocked event loops, skipped updates and mean rewards are reported where they matter, and only there.
 - Where the time went, and the advice, are in the lines and in summary.json, with the last evaluations' mean rewards.
 - Evaluations beside training are in the curve; success is compared only with what was graded before training.
+- What was dropped or masked is in the steps' lines and at the end; the remedy of altered tokens is noted once.
+- The proof of an online run names its gateway's ledger.
 - A weight for a part of the reward that no rollout named is reported once; skipped updates at each step.
 """
 
@@ -17,9 +19,12 @@ from areal_agent.files import RunFolder
 from areal_agent.observe.metrics import MetricsLog
 from areal_agent.observe.progress import Progress
 from areal_agent.run.results import Outcome, RunMetrics, RunStatus, closing_lines, write_report
+from areal_agent.run.sources import SourceCounts
 from areal_agent.trainer.wire import StepReport
-from areal_agent.types import Rewards, RolloutBatch
-from tests.histories import batch_of, record, trajectory
+from areal_agent.types import Distribution, Rewards, RolloutBatch, WeightVersion
+from areal_agent.weights.push import PushReport
+from tests.histories import batch_of, completion, record, trajectory, turn
+from tests.run.test_evaluation import SlowSource
 
 SUMMARY = {
     "status": "completed",
@@ -40,7 +45,11 @@ SUMMARY = {
     "advice": "neither side waited much for the other",
     "loop_blocked_s": 0.0,
     "num_skipped_updates": 0,
+    "altered_tokens": 0,
+    "other_roots_tokens": 0,
+    "dropped_rollouts": {},
     "checkpoint": None,
+    "ledger": "runs/x/ledger.sqlite",
 }
 
 
@@ -55,6 +64,18 @@ GRADED = {"num_eval_tasks": 4, "success_before": 0.25, "success_after": 0.75, "r
         ({"loop_blocked_s": 12.0}, True, "blocked their shared event loop for 12 s"),
         ({"num_skipped_updates": 0}, False, "left out"),
         ({"num_skipped_updates": 7}, True, "7 optimiser updates were skipped"),
+        ({"dropped_rollouts": {"orphan": 4}}, False, "dropped"),
+        (
+            {"dropped_rollouts": {"stale": 8, "altered": 2}},
+            True,
+            "dropped 10 rollouts, which taught nothing: 8 stale, 2",
+        ),
+        ({"dropped_rollouts": {"altered": 2}}, True, "all tokens of 2 dropped rollouts are altered (top_p"),
+        ({"altered_tokens": 1200}, True, "1,200 tokens of trained rollouts are altered (top_p"),
+        ({"altered_tokens": 1}, True, "rollout.sampling_override=true"),
+        ({"other_roots_tokens": 30}, True, "30 tokens are of other conversations than the main one: not trained"),
+        ({"ledger": "/gateway/ledger.sqlite"}, True, "verify /gateway/ledger.sqlite"),
+        ({}, True, "verify runs/x"),
         (GRADED | {"reward_after": 1.125}, True, "0.250 -> 0.750; mean reward 0.250 -> 1.125"),
         (GRADED | {"reward_after": 0.75}, False, "mean reward"),
         (GRADED, True, "tasks: 0.250 -> 0.750"),
@@ -145,3 +166,31 @@ def test_updates_that_were_left_out_are_told(batch: RolloutBatch) -> None:
     text = told(batch, num_skipped=3)
     assert "step 1: skipped 3 updates" in text
     assert "step 2: skipped 3 updates" in text
+
+
+class Dropping(SlowSource):
+    """Its rollouts are dropped: `drops` since the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drops: dict[str, int] = {}
+
+    def counts(self) -> SourceCounts:
+        return SourceCounts(running=0, finished=0, statuses={}, drops=dict(self.drops))
+
+
+async def test_drops_and_altered_tokens_are_in_the_steps_line_with_the_remedy_once(tmp_path: Path) -> None:
+    answer = completion("a-c", [0, 0], distribution=Distribution.ALTERED)
+    one = replace(trajectory("a", [0], 0.0), turns=(turn("exact", completion("a-e", [0])), turn("altered", answer)))
+    stream, source = io.StringIO(), Dropping()
+    metrics = RunMetrics(Progress(total_steps=2, mode="plain", stream=stream), 1.0)
+    metrics.open(tmp_path / "metrics.jsonl")
+    await metrics.connect(source, {})
+    for step in (1, 2):
+        source.drops = {"stale": 5 * step}
+        metrics.trained(batch_of([one], [record("a", [0])]), StepReport(step=step, metrics={}, seconds=1.0))
+        seconds = dict.fromkeys(("send_s", "pause_s", "transfer_s", "resume_s", "stall_s"), 0.0)
+        await metrics.pushed(PushReport(version=WeightVersion(step=step), **seconds), held_s=0.0)
+    await metrics.aclose()
+    assert stream.getvalue().count("dropped 5 stale; masked 2 tokens altered") == 2
+    assert stream.getvalue().count("rollout.sampling_override=true") == 1

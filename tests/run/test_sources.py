@@ -5,7 +5,9 @@
 - A config that names another kind than the server is refused, and so is a server that is no engine.
 - A run has one name at gateways, whenever it is resumed. A new run undoes nothing of the one before, and logs in one
   line what it found; a resumed one has nothing to log.
-- A batch that does not come while nobody plays is logged once, with the numbers.
+- What agents played with the model's own weights before the first trainer came is leased; after other weights, dropped.
+- A batch that does not come while nobody plays is logged once, with the numbers; what is dropped meanwhile is logged
+  with its reason, and altered tokens with the remedy. The gateway tells where its ledger is.
 """
 
 import asyncio
@@ -37,7 +39,7 @@ from areal_agent.weights.channels import DiskChannel
 from areal_agent.weights.push import push
 from tests.engine.sglang import scripted as sglang
 from tests.engine.vllm import scripted as vllm
-from tests.run.online_gateway import KEY, open_online_side
+from tests.run.online_gateway import KEY, open_online_side, play_rewarded
 
 NEW = WeightVersion(step=4)
 
@@ -174,7 +176,7 @@ async def test_a_run_has_one_name_whenever_it_is_resumed(tmp_path: Path) -> None
 async def test_a_new_run_says_what_it_found(served: ServedGateway, caplog: pytest.LogCaptureFixture) -> None:
     await publish_as(served, "run-a", 7)
     client = OnlineGateway(served.base_url, KEY, trainer="run-b")
-    await take_over(client, "run-b", 0)
+    await take_over(client, "run-b", 0, WeightVersion())
     state = (await client.status()).state
     await client.aclose()
     assert (state.trainer, state.published) == ("run-b", 0)
@@ -185,12 +187,50 @@ async def test_a_new_run_says_what_it_found(served: ServedGateway, caplog: pytes
 async def test_a_resumed_run_has_nothing_to_say(served: ServedGateway, caplog: pytest.LogCaptureFixture) -> None:
     await publish_as(served, "run-a", 7)
     client = OnlineGateway(served.base_url, KEY, trainer="run-a")
-    await take_over(client, "run-a", 7)
+    await take_over(client, "run-a", 7, WeightVersion())
     await client.aclose()
     assert caplog.messages == []
 
 
-async def test_a_batch_that_does_not_come_is_told_once(served: ServedGateway) -> None:
+async def lease_at_first(served: ServedGateway, engine_served: WeightVersion) -> tuple[list[str], dict[str, int]]:
+    """Return what a new run leases of one rollout that was played before it came, and what was dropped."""
+    await play_rewarded(served, "before")
+    client = OnlineGateway(served.base_url, KEY, trainer="run-a")
+    await take_over(client, "run-a", 0, engine_served)
+    await client.publish(0, incarnation=1, batch_answers=1, max_staleness=0)
+    batch, state = await client.lease(1, num_groups=1)
+    await client.aclose()
+    return [group.group_id for group in batch.groups] if batch else [], dict(state.drops)
+
+
+async def test_what_was_played_before_the_first_trainer_is_trained(served: ServedGateway) -> None:
+    assert await lease_at_first(served, WeightVersion()) == (["before"], {})
+
+
+async def test_what_an_engine_of_others_weights_sampled_is_stale(served: ServedGateway) -> None:
+    assert await lease_at_first(served, WeightVersion(incarnation=1)) == ([], {"stale": 1})
+
+
+@dataclass(kw_only=True)
+class Waiting:
+    """A run that waits for its first batch, and what it tells."""
+
+    rollouts: OnlineRollouts
+    told: "asyncio.Queue[str]"
+
+    async def line(self) -> str:
+        """Ask for a batch until something is told."""
+        taking = asyncio.create_task(self.rollouts.take(1))
+        line = await self.told.get()
+        for _ in range(3):  # the run asks on meanwhile
+            await self.rollouts.gateway.status()
+        taking.cancel()
+        await asyncio.wait({taking})
+        return line
+
+
+@pytest.fixture
+async def waiting(served: ServedGateway) -> AsyncIterator[Waiting]:
     told = asyncio.Queue[str]()
 
     class Listener(logging.Handler):
@@ -206,14 +246,27 @@ async def test_a_batch_that_does_not_come_is_told_once(served: ServedGateway) ->
     await rollouts.publish(WeightVersion())
     listener = Listener()
     logging.getLogger("areal_agent.run.sources").addHandler(listener)
-    taking = asyncio.create_task(rollouts.take(1))
-    line = await told.get()
-    for _ in range(3):  # the run asks on meanwhile
-        await client.status()
-    taking.cancel()
-    await asyncio.wait({taking})
+    yield Waiting(rollouts=rollouts, told=told)
     logging.getLogger("areal_agent.run.sources").removeHandler(listener)
     await client.aclose()
     await rollouts.engine.aclose()
-    assert "0 answers wait there, and 8 more may start; a step takes 2 groups of 4" in line
-    assert told.empty()
+
+
+async def test_a_batch_that_does_not_come_is_told_once(waiting: Waiting) -> None:
+    assert "0 answers wait there, and 8 more may start; a step takes 2 groups of 4" in await waiting.line()
+    assert waiting.told.empty()
+
+
+async def test_what_is_dropped_while_a_run_waits_is_told_with_the_remedy(
+    waiting: Waiting, served: ServedGateway
+) -> None:
+    for group_id in ("a", "b"):
+        await play_rewarded(served, group_id, top_p=0.5)
+    line = await waiting.line()
+    assert "no batch for step 1 yet; the gateway dropped rollouts: 2 altered" in line
+    assert "rollout.sampling_override=true" in line
+
+
+async def test_the_ledger_of_an_online_run_is_its_gateways(waiting: Waiting, tmp_path: Path) -> None:
+    await waiting.rollouts.stats()
+    assert waiting.rollouts.ledger_elsewhere == str((tmp_path / "gateway.sqlite").resolve())

@@ -158,6 +158,7 @@ def test_any_mix_of_habits_continues_the_same_answers(
         ("1.0", "1", False),
         (2**53 + 1, 2**53, False),
         (2**53, 2.0**53, False),  # which may have been 2**53 + 1
+        (10**20, 10**20, True),
         (10**20, 10**20 + 1, False),
     ],
 )

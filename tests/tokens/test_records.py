@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from areal_agent.errors import LedgerError
+from areal_agent.tokens.loss_rule import LossRule
 from areal_agent.tokens.records import token_records
 from areal_agent.types import (
     Completion,
@@ -135,7 +136,7 @@ def test_altered_and_aborted_completions_are_masked(change: dict[str, Any]) -> N
 def test_altered_completions_are_trained_where_asked_for(temperature: float, is_trained: bool) -> None:
     sampled = turn((1,), completion("c1", 2, distribution=Distribution.ALTERED))
     sampled = replace(sampled, sampling=SamplingParams(temperature=temperature, top_p=0.9))
-    (record,) = token_records(trajectory(sampled), trains_altered=True)
+    (record,) = token_records(trajectory(sampled), LossRule(trains_altered=True))
     assert record.loss_mask.tolist() == [False, is_trained]
 
 

@@ -373,6 +373,11 @@ class Consumer:
                 await self._drop(dict.fromkeys(request.session_ids, request.reason))
         self._notify()
 
+    @property
+    def ledger_path(self) -> str:
+        """The ledger's path on this machine, which needs no working directory."""
+        return str(self._ledger.path.resolve())
+
     def state(self) -> State:
         groups = self._groups
         groups.give_up_unstarted(self._clock())
@@ -399,7 +404,7 @@ class Consumer:
                 return again
             await self._drop_hopeless(request.step)
             while taken := self._choice.groups(request, self._clock()):
-                groups = await self._lease(request.step, taken, lineage)
+                groups = await self._lease(request, taken, lineage)
                 if groups:
                     return groups
             return ()
@@ -415,11 +420,18 @@ class Consumer:
             )
         return again
 
-    async def _lease(self, step: int, taken: Sequence[Group], lineage: Lineage) -> tuple[TrajectoryGroup, ...]:
+    async def _lease(
+        self, request: LeaseRequest, taken: Sequence[Group], lineage: Lineage
+    ) -> tuple[TrajectoryGroup, ...]:
         """Lease these groups; none if a trajectory without a trainable token had to be dropped first."""
         trajectories = [await self._ledger.trajectory(session_id) for group in taken for session_id in group.waiting]
-        leases = await asyncio.to_thread(leases_of, trajectories)
-        useless = {one.session_id: Drop.FILTERED for one in leases if one.num_loss_tokens == 0}
+        rule, step = request.loss_rule, request.step
+        leases = await asyncio.to_thread(leases_of, trajectories, rule)
+        useless = {
+            one.session_id: rule.drop_of(one)
+            for one, lease in zip(trajectories, leases, strict=True)
+            if lease.num_loss_tokens == 0
+        }
         if useless:
             await self._drop(useless)
             return ()
@@ -506,7 +518,7 @@ def trainer_handlers(consumer: Consumer, stats: Callable[[], GatewayStats]) -> M
     async def lease(body: JsonObject) -> web.Response:
         request = LeaseRequest.read(body)
         reply = await consumer.lease(request)
-        payload = await asyncio.to_thread(encode_lease, reply, with_records=request.wants_records)
+        payload = await asyncio.to_thread(encode_lease, reply, request)
         return web.Response(body=payload, content_type="application/json")
 
     async def give_back(body: JsonObject) -> web.Response:
@@ -515,7 +527,7 @@ def trainer_handlers(consumer: Consumer, stats: Callable[[], GatewayStats]) -> M
 
     async def status(body: JsonObject) -> web.Response:
         StatusRequest.read(body)
-        reply = GatewayStatus(state=consumer.state(), stats=stats())
+        reply = GatewayStatus(state=consumer.state(), stats=stats(), ledger=consumer.ledger_path)
         payload = orjson.dumps(reply, option=orjson.OPT_NON_STR_KEYS)
         return web.Response(body=payload, content_type="application/json")
 

@@ -20,6 +20,7 @@ from areal_agent.errors import RequestError
 from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.writes import FATE_OF_STATUS
 from areal_agent.staleness import is_stale, oldest_step, room
+from areal_agent.tokens.loss_rule import LossRule
 from areal_agent.tokens.records import token_records
 from areal_agent.types import Drop, Status, Trajectory, TrajectoryGroup, WeightVersion
 
@@ -119,9 +120,11 @@ def as_waiting(trajectory: Trajectory) -> Waiting:
     )
 
 
-def leases_of(trajectories: Iterable[Trajectory]) -> list[Lease]:
+def leases_of(trajectories: Iterable[Trajectory], rule: LossRule) -> list[Lease]:
     """Make the leases of trajectories. It takes milliseconds for each: call it in a thread."""
-    return [Lease.of(one, sum(int(record.loss_mask.sum()) for record in token_records(one))) for one in trajectories]
+    return [
+        Lease.of(one, sum(int(record.loss_mask.sum()) for record in token_records(one, rule))) for one in trajectories
+    ]
 
 
 def in_groups(trajectories: Iterable[Trajectory]) -> tuple[TrajectoryGroup, ...]:

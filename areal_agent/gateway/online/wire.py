@@ -15,8 +15,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_vali
 from areal_agent.errors import GatewayError, RequestError
 from areal_agent.gateway.bodies import Body, Count, Name, Number, PositiveCount
 from areal_agent.gateway.metrics import GatewayStats
+from areal_agent.tokens.loss_rule import LossRule, TrainRoots
 from areal_agent.tokens.records import token_records
-from areal_agent.types import Drop, JsonObject, TrajectoryGroup
+from areal_agent.types import Drop, JsonObject, TokenRecord, TrajectoryGroup
 
 Answer = TypeVar("Answer")
 
@@ -60,12 +61,13 @@ class ReturnReply:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayStatus:
-    """The answer of `/rl/status`: the gateway's state, and its counters since it started."""
+    """The answer of `/rl/status`: the gateway's state, its counters since it started, and where its ledger is."""
 
     __pydantic_config__ = _OF_THE_SAME_RELEASE
 
     state: State
     stats: GatewayStats
+    ledger: str  # a path on the gateway's machine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,13 +79,16 @@ class LeaseReply:
     state: State
 
 
-def encode_lease(reply: LeaseReply, *, with_records: bool) -> bytes:
+def records_of(reply: LeaseReply, rule: LossRule) -> tuple[TokenRecord, ...]:
+    """Return the token records of a lease."""
+    return tuple(record for group in reply.groups for one in group.trajectories for record in token_records(one, rule))
+
+
+def encode_lease(reply: LeaseReply, request: "LeaseRequest") -> bytes:
     """Encode a lease. A batch may be large: call it in a thread."""
     body: dict[str, Any] = {"step": reply.step, "groups": reply.groups, "state": reply.state}
-    if with_records:
-        body["records"] = [
-            record for group in reply.groups for one in group.trajectories for record in token_records(one)
-        ]
+    if request.wants_records:
+        body["records"] = records_of(reply, request.loss_rule)
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
@@ -154,7 +159,15 @@ class LeaseRequest(TrainerRequest):
     straggler_wait_s: Seconds = Field(
         default=0.0, description="Seconds to wait for running groups that would be too stale for the next batch."
     )
+    train_roots: Annotated[TrainRoots, Field(strict=False)] = Field(
+        default=TrainRoots.ALL, description="The conversations of each session that are trained: all, or the main one."
+    )
     wants_records: bool = Field(default=True, alias="records")
+
+    @property
+    def loss_rule(self) -> LossRule:
+        """Which sampled tokens are trained."""
+        return LossRule(roots=self.train_roots)
 
     @model_validator(mode="after")
     def _asks_in_one_way(self) -> Self:
