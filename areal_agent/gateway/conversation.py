@@ -10,11 +10,12 @@ counts as a call only if its arguments match the tool's schema. No grammar enfor
 that does not match is malformed and stays text.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache, partial
-from operator import is_
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 
 import jsonschema_rs
@@ -525,30 +526,40 @@ def _text_of_last(messages: Sequence[JsonObject]) -> str:
 class Translated:
     """Remembers one session's translation into messages, so that each request translates only what it adds.
 
-    An agent repeats its conversation; `GrowingBody` gives repeated items as the same objects.
+    An agent repeats its conversation, but for marks that it may move from item to item (`cache_control`).
     """
 
     def __init__(self) -> None:
         self._items: list[Any] = []
-        self._messages: list[JsonObject] = []
+        self._ends: list[int] = []  # of the parts that were translated together
+        self._messages: list[list[JsonObject]] = []  # of each part
 
     def messages(
-        self, items: list[Any], translate: Callable[[list[Any], int], list[JsonObject]], *, may_keep: bool = True
+        self,
+        items: list[Any],
+        translate: Callable[[list[Any], int], list[JsonObject]],
+        *,
+        may_keep: bool = True,
+        one_by_one: bool = False,
     ) -> list[JsonObject]:
         """Return the messages of `items`. `translate` gets those that are new, and the index of the first.
 
-        Pass `may_keep` as false if later items may join the last message.
+        Pass `may_keep` as false if later items may join the last message, `one_by_one` as true if items never join.
         """
-        num_known = len(self._items)
-        is_known = num_known <= len(items) and all(map(is_, self._items, items))
-        if not is_known:
-            self.forget()
-            num_known = 0
-        messages = self._messages + translate(items[num_known:], num_known)
+        num_parts = bisect_right(self._ends, sum(takewhile(bool, map(_is_same_json, self._items, items))))
+        num_known = self._ends[num_parts - 1] if num_parts else 0
+        size = 1 if one_by_one else max(1, len(items))
+        starts = range(num_known, len(items), size)
+        messages = self._messages[:num_parts] + [translate(items[start : start + size], start) for start in starts]
         if may_keep:
+            self._ends = self._ends[:num_parts] + [min(start + size, len(items)) for start in starts]
             self._items, self._messages = items, messages
-        return messages
+        return [message for part in messages for message in part]
 
     def forget(self) -> None:
         """Release everything; the next request is translated whole."""
-        self._items, self._messages = [], []
+        self._items, self._ends, self._messages = [], [], []
+
+
+def _is_same_json(one: object, other: object) -> bool:
+    return one is other or orjson.dumps(one) == orjson.dumps(other)

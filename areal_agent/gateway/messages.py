@@ -163,13 +163,9 @@ Message = Annotated[UserMessage | EarlierAnswer | SystemMessage, Field(discrimin
 MESSAGE: TypeAdapter[UserMessage | EarlierAnswer | SystemMessage] = TypeAdapter(Message)
 
 
-def _as_chat(items: list[Any], first: int) -> list[JsonObject]:
-    """Check new messages and translate them. Raises RequestError naming the place."""
-    return [
-        message
-        for index, item in enumerate(items, first)
-        for message in read_as(MESSAGE, item, f"messages[{index}]").as_chat()
-    ]
+def _as_chat(items: list[Any], index: int) -> list[JsonObject]:
+    """Check a message and translate it. Raises RequestError naming the place."""
+    return read_as(MESSAGE, items[0], f"messages[{index}]").as_chat()
 
 
 # --------------------------------------------------------------------------------------------------------- tools
@@ -267,7 +263,7 @@ def _read_messages(value: object, info: ValidationInfo) -> list[JsonObject]:
     if not isinstance(value, list) or not value:
         refuse("messages", value, "a list of at least one message")
     translated = info.context if isinstance(info.context, Translated) else Translated()
-    return translated.messages(cast("list[Any]", value), _as_chat)
+    return translated.messages(cast("list[Any]", value), _as_chat, one_by_one=True)
 
 
 KEEPS_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}

@@ -27,6 +27,7 @@ from tokenizers import Tokenizer
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.errors import EngineUnreachable, RequestError
 from areal_agent.gateway.bodies import Limits
+from areal_agent.gateway.conversation import Translated
 from areal_agent.gateway.messages import MessagesRequest
 from areal_agent.tokens.forest import Forest
 from areal_agent.tokens.renderer import Renderer
@@ -287,6 +288,21 @@ async def test_the_last_answer_is_continued(open_agent: OpenAgent, ask_it: Asks)
     assert answer["content"] == [{"type": "text", "text": "world"}]
     await ask_it(agent, messages=[*QUESTION, *then({"content": "hello world"}, "y")])
     assert agent.turns[1].parent == answer["id"]
+
+
+@pytest.mark.parametrize(("one_by_one", "translated"), [(True, [0, 1, 2, 1, 2, 3]), (False, [0, 1, 2, 0, 1, 2, 3])])
+def test_only_new_items_are_translated(one_by_one: bool, translated: list[int]) -> None:
+    indexes: list[int] = []
+
+    def translate(items: list[Any], first: int) -> list[Any]:
+        indexes.extend(range(first, first + len(items)))
+        return items
+
+    memory = Translated()
+    for items in ([{"a": 1}, {"b": 1}, {"c": 1}], [{"a": 1}, {"b": True}, {"c": 1}, {"d": 1}]):
+        for _ in range(2):
+            assert memory.messages(items, translate, one_by_one=one_by_one) == items
+    assert indexes == translated
 
 
 # ---------------------------------------------------------------------------------------------------- parameters
