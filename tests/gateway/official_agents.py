@@ -108,6 +108,7 @@ def anthropic_messages(base_url: str, key: str) -> str:
             if message.stop_reason != "tool_use":
                 break
             messages.append({"role": "user", "content": results})
+    assert client.messages.count_tokens(model="default", messages=messages).input_tokens > 0
     return "".join(block.text for block in message.content if block.type == "text")
 
 

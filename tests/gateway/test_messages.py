@@ -1,7 +1,6 @@
 """`/v1/messages`, Anthropic's protocol:
 
 - an answer's thinking, text and calls are blocks, and the blocks of a stream are those of the whole answer
-- an episode gives the same tokens and the same recorded messages as through chat completions
 - an agent that sends the blocks back, with or without the thinking, continues the turn; so do moved `cache_control`s
   and a changed billing header
 - results of tools become messages in their order; an error is recorded and not told to the template
@@ -10,7 +9,6 @@
 - what Claude Code sends by habit is accepted
 - `count_tokens` returns the length that the prompt would have, and records nothing
 - errors have Anthropic's form, also of unknown paths and in streams
-- the official client understands all of it
 """
 
 import contextlib
@@ -37,7 +35,6 @@ from .conftest import ADMIN_KEY, QUESTION, TEMPLATE, Agent, OpenAgent, OpenWorld
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}
 TOOL: dict[str, Any] = {"name": "f", "description": "Does f.", "input_schema": SCHEMA}
-CHAT_TOOL = {"type": "function", "function": {"name": "f", "description": "Does f.", "parameters": SCHEMA}}
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 END = "<|im_end|>"
 
@@ -210,37 +207,6 @@ async def test_thinking_can_be_left_out(open_agent: OpenAgent, ask_it: Asks) -> 
 # ------------------------------------------------------------------------------------------------- conversations
 
 EPISODE = [f"<think>\nhm\n</think>\n\nhello {CALL}{END}", f"{CALL}{CALL}{END}", f"done{END}"]
-
-
-@EITHER_WAY
-async def test_an_episode_is_that_of_chat_completions(open_world: OpenWorld, ask_it: Asks) -> None:
-    world = await open_world(*EPISODE, *EPISODE)
-    agent, other = await world.start(seed=1), await world.start(seed=1)
-    system = "Be brief."
-    messages: list[Any] = list(QUESTION)
-    for _ in EPISODE:
-        answer = await ask_it(agent, messages=messages, system=system, tools=[TOOL])
-        messages += then(answer, results(answer))
-    chat: list[Any] = [{"role": "system", "content": system}, *QUESTION]
-    for _ in EPISODE:
-        reply = (await other.ask(chat, tools=[CHAT_TOOL], max_tokens=200)).choices[0].message
-        said = [{"role": "tool", "tool_call_id": call.id, "content": "42"} for call in reply.tool_calls or []]
-        chat += [reply.model_dump(exclude_none=True), *said]
-    ours, theirs = agent.turns, other.turns
-    assert [turn.parent is None for turn in ours] == [True, False, False]
-    assert [turn.new_prompt_ids for turn in ours] == [turn.new_prompt_ids for turn in theirs]
-    assert [turn.sampling for turn in ours] == [turn.sampling for turn in theirs]
-    assert without_ids(ours) == without_ids(theirs)
-
-
-def without_ids(turns: Any) -> Any:
-    """The recorded messages of turns, without the ids of calls, which are an answer's own."""
-    messages = json.loads(json.dumps([turn.request_delta for turn in turns]))
-    for message in (message for turn in messages for message in turn):
-        message.pop("tool_call_id", None)
-        for call in message.get("tool_calls", ()):
-            call.pop("id")
-    return messages
 
 
 @EITHER_WAY
@@ -485,25 +451,3 @@ async def test_a_failure_in_a_stream_is_an_event(open_agent: OpenAgent) -> None:
     await agent.end()
     *_, last = await asking
     assert (last["type"], last["error"]["type"]) == ("error", "invalid_request_error")
-
-
-async def test_the_official_client(open_world: OpenWorld) -> None:
-    anthropic = pytest.importorskip("anthropic")
-    world = await open_world(*EPISODE, *EPISODE)
-    _, session = await world.call("/rl/start_session", {"task_id": "t"})
-    async with anthropic.AsyncAnthropic(
-        base_url=session["anthropic_base_url"], api_key=session["api_key"], max_retries=0
-    ) as client:
-        asked: dict[str, Any] = {"model": "model", "max_tokens": 200, "tools": [TOOL]}
-        messages: list[Any] = list(QUESTION)
-        answer: Any = None
-        for _ in EPISODE:
-            async with client.messages.stream(messages=messages, **asked) as stream:
-                answer = await stream.get_final_message()
-            messages += [answer.to_param(), {"role": "user", "content": results(answer.model_dump())}]
-        turns = world.journal.turns[session["session_id"]]
-        assert [turn.parent for turn in turns] == [None, *(turn.completions[0].id for turn in turns[:-1])]
-        assert answer.content[0].text == "done"
-        with pytest.raises(anthropic.NotFoundError):
-            await client.messages.create(messages=messages, **asked | {"model": "other"})
-        assert (await client.messages.count_tokens(model="model", messages=QUESTION)).input_tokens > 0
