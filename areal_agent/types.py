@@ -173,7 +173,7 @@ class ForkReason(StrEnum):
     NEW_CONVERSATION = "new_conversation"  # nothing recorded is a prefix of it: a sub-agent, or a compacted context
     EDITED = "edited"  # it continues an older prompt or completion: what followed that was rewritten
     REPEATED = "repeated"  # the same messages and tools again: a parallel sample, or a retry
-    TOOLS_CHANGED = "tools_changed"  # the same messages under other tool definitions
+    TOOLS_CHANGED = "tools_changed"  # the same messages under other tool definitions or template options
     SYSTEM_CHANGED = "system_changed"  # the same messages under another system prompt
     TEMPLATE_STRIPS_THINKING = "template_strips_thinking"  # the template leaves out the thinking of earlier answers
     TEMPLATE_REWRITES_HISTORY = "template_rewrites_history"  # the old text is no prefix of the new rendering
