@@ -15,6 +15,7 @@ greedy, and for evaluation, so that nothing is trained. Then the ledger's record
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ import aiohttp
 import orjson
 
 from areal_agent.command import Parser, run_command
-from areal_agent.errors import GatewayError
+from areal_agent.errors import ConfigError, GatewayError
 from areal_agent.gateway.auth import find_admin_key
 from areal_agent.types import JsonObject
 
@@ -261,7 +262,8 @@ class Player:
                 if response.status == 400:
                     raise _Refused((await response.json())["error"]["message"])
                 if response.status != 200:
-                    raise GatewayError(f"{path} was answered with {response.status}: {await response.text()}")
+                    text = f"{self.url}{path} was answered with {response.status}: {_said(await response.text())}"
+                    raise GatewayError(text)
                 if response.content_type != "text/event-stream":
                     return [orjson.loads(await response.read())]
                 async for line in response.content:
@@ -271,10 +273,20 @@ class Player:
                         response.close()
                         break
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise GatewayError(f"no gateway answers at {self.url}: {str(error) or type(error).__name__}") from error
+            cause = str(error).replace(" ssl:default", "") or type(error).__name__
+            raise GatewayError(
+                f"no gateway answers at {self.url}: {cause}; start one with python -m areal_agent.gateway"
+            ) from error
         if any(event.get("error") or event.get("type") == "error" for event in events):
             raise GatewayError(f"a stream of {path} ended with an error: {events[-1]}")
         return events
+
+
+def _said(text: str) -> str:
+    """Return the message of an error, or the text of what is no gateway's."""
+    with suppress(ValueError, TypeError, KeyError):
+        return orjson.loads(text)["error"]["message"]
+    return f"{text:.200}"
 
 
 def _extended(talk: Talk, ask: JsonObject) -> Talk:
@@ -363,6 +375,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-tokens", metavar="N", type=int, default=48, help="the limit of an answer (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="the seed of every session (default %(default)s)")
     options = parser.parse_args(None if argv is None else list(argv))
+    if not options.url.startswith(("http://", "https://")):
+        raise ConfigError(f"URL is {options.url!r}; give the gateway's, for example http://127.0.0.1:8000")
     admin_key = options.admin_key or find_admin_key(options.admin_key_file, os.environ, option="--admin-key-file")
     return asyncio.run(_compare(options.url, admin_key, seed=options.seed, max_tokens=options.max_tokens))
 

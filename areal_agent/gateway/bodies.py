@@ -16,7 +16,7 @@ import asyncio
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, ClassVar, NoReturn, Self, TypeVar, cast
@@ -99,7 +99,9 @@ class Body(BaseModel):
             name = next((name for name in fields if name not in names), None)
             if name is None:
                 return fields
-            raise PydanticCustomError("unknown_parameter", "{remedy}", {"name": name, "remedy": nearest(name, names)})
+            raise PydanticCustomError(
+                "unknown_parameter", "{remedy}", {"name": name, "remedy": _remedy(name, _supported(cls))}
+            )
         return fields
 
 
@@ -167,6 +169,27 @@ def _names(model: type[Body]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
+@cache
+def _supported(model: type[Body]) -> frozenset[str]:
+    """The names of fields that may ask for something."""
+    refused = {
+        field.alias or name
+        for name, field in model.model_fields.items()
+        if any(isinstance(mark, Unsupported) for mark in field.metadata)
+    }
+    return _names(model) - refused
+
+
+SAME = ({"messages", "input"}, {"max_tokens", "max_completion_tokens", "max_output_tokens"}, {"stop", "stop_sequences"})
+"""Names of one thing in the three protocols."""
+
+
+def _remedy(name: str, valid: Collection[str]) -> str:
+    """Return the remedy for an unknown name: its name in this protocol, else the nearest valid one."""
+    here = [other for names in SAME if name in names for other in sorted(names) if other in valid]
+    return f"here it is {here[0]!r}" if here else nearest(name, valid)
+
+
 def _request_error(error: ValidationError, body: object, where: str = "") -> RequestError:
     """Turn the first error that pydantic found into an error for OpenAI's clients."""
     first = error.errors(include_url=False)[0]
@@ -190,6 +213,8 @@ def _request_error(error: ValidationError, body: object, where: str = "") -> Req
         case "union_tag_invalid" if context["discriminator"].startswith("'"):
             param = _joined(param, context["discriminator"].strip("'"))
             message = f"{param} is {context['tag']!r:.200}; it must be one of {context['expected_tags']}"
+            why = "runs no tools itself" if param.startswith("tools[") else "takes text only"
+            message += f" (this gateway {why})" if param.startswith("tools[") or ".content[" in param else ""
         case "union_tag_invalid":
             kinds = context["expected_tags"].replace("'", "").replace(", ", " or ")
             message = f"{param} is {value}; it must be {kinds}"
@@ -206,6 +231,8 @@ def _param(error: ErrorDetails, body: object, where: str) -> str:
     if loc and loc[-1] == "[key]":
         loc = loc[:-2]
     for number, step in enumerate(loc, start=1):
+        if error["type"] == "unknown_parameter" and here is error["input"]:
+            break
         if isinstance(here, dict) and (step in here or (number == len(loc) and error["type"] == "missing")):
             param, here = _joined(param, str(step)), cast("dict[Any, Any]", here).get(step)
         elif isinstance(here, list) and isinstance(step, int):

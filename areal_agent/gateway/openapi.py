@@ -75,8 +75,8 @@ class Models:
 def no_model(name: str, models: Sequence[str]) -> RequestError:
     """Return the error for a request that names another model."""
     return RequestError(
-        f"the model {name!r:.200} does not exist; send {' or '.join(map(repr, models))}, or give the gateway an alias "
-        "(--model-alias)",
+        f"the model {name!r:.200} does not exist; send {' or '.join(map(repr, models))}, or allow it: model_aliases in "
+        "/rl/start_session, rollout.model_aliases of a run, --model-alias of a stand-alone gateway",
         status=404,
         param="model",
         code="model_not_found",

@@ -278,7 +278,8 @@ def _fault(error: Exception, call: str, headers: Mapping[str, str]) -> RequestEr
         case RequestError():
             return error
         case web.HTTPNotFound():
-            return RequestError(f"{call}: this path does not exist; GET /openapi.json lists every path", status=404)
+            bases = "OpenAI's clients take the gateway's URL with /v1, Anthropic's and calls of /rl without"
+            return RequestError(f"{call}: no such path; {bases}; GET /openapi.json lists every path", status=404)
         case web.HTTPMethodNotAllowed():
             methods = ", ".join(sorted(error.allowed_methods))
             return RequestError(f"{call}: this path only accepts {methods}", status=405)

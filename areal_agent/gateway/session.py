@@ -140,7 +140,7 @@ def with_reward(rewards: Rewards, request: RewardRequest, completion_ids: Collec
 
 
 def has_ended(session_id: str, how: str = "has ended") -> RequestError:
-    message = f"session {session_id!r} {how}: it accepts no more calls and rewards; start a new one"
+    message = f"session {session_id!r} {how}: it accepts no more calls; start a new one"
     return RequestError(message, status=409, code="session_ended")
 
 

@@ -113,7 +113,7 @@ class OnlineGateway:
         try:
             await self._post_once("/rl/status", {}, 0.0)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            cause = str(error) or type(error).__name__
+            cause = str(error).replace(" ssl:default", "") or type(error).__name__
             raise GatewayError(
                 f"no gateway answers at {self.url}: {cause}; start one with python -m areal_agent.gateway"
             ) from error
@@ -136,7 +136,7 @@ class OnlineGateway:
             try:
                 return await self._post_once(path, body, wait_s)
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                cause = str(error) or type(error).__name__
+                cause = str(error).replace(" ssl:default", "") or type(error).__name__
                 if time.monotonic() >= give_up_s:
                     raise GatewayError(
                         f"the gateway at {self.url} has not answered for {self._patience_s:g} s: {cause}; start it "

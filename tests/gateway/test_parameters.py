@@ -146,6 +146,7 @@ def test_an_unknown_name_gets_the_nearest() -> None:
         ),
         ({"response_format": "json"}, "response_format is 'json'; it must be a JSON object"),
         ({"model": None}, "model is missing; it must be given"),
+        ({"input": "hi"}, "unknown parameter 'input'; here it is 'messages'"),  # another protocol's name
         ({"stream": True, "stream_options": {"usage": True}}, "unknown parameter 'stream_options.usage'; valid: "),
     ],
 )

@@ -438,6 +438,7 @@ async def test_logprobs_are_those_of_the_text(open_agent: OpenAgent) -> None:
             "tools[0].parameters",
         ),
         ({"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]}, "tools[0].format.type"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].function"),  # as in a chat
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
         ({"tool_choice": "required"}, "tool_choice"),
