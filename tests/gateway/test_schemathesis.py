@@ -43,9 +43,7 @@ def narrowed_document() -> dict[str, Any]:
 
 
 SCHEMA = schemathesis.openapi.from_dict(narrowed_document())
-SHORT = "Short$"  # the same handlers under shorter paths
-LONG_PATHS = SCHEMA.exclude(operation_id_regex=SHORT)
-SHORT_PATHS = SCHEMA.include(operation_id_regex=SHORT)
+LONG_PATHS = SCHEMA.exclude(operation_id_regex="Short$")  # those are the same handlers under shorter paths
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     status_code_conformance,
@@ -65,8 +63,7 @@ QUICK = settings(
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
-LONG = settings(QUICK, max_examples=150, derandomize=False, phases=list(Phase))
-SHORTER = settings(LONG, max_examples=20)
+LONG = settings(QUICK, max_examples=100, derandomize=False, phases=list(Phase))
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -141,13 +138,6 @@ def test_calls_by_the_description(live: Live, case: Case) -> None:
 @LONG_PATHS.parametrize()
 @LONG
 def test_many_calls_by_the_description(live: Live, case: Case) -> None:
-    check_case(live, case)
-
-
-@pytest.mark.slow
-@SHORT_PATHS.parametrize()
-@SHORTER
-def test_calls_of_shorter_paths(live: Live, case: Case) -> None:
     check_case(live, case)
 
 
