@@ -409,7 +409,7 @@ def _cause_of_waiting(engine: Mapping[str, float]) -> str:
         "generating": "while the engine generated: try a faster engine, or a larger max_staleness",
         "evaluating": "while the engine evaluated: try a larger eval.every",
         "waiting_for_agents": "while the engine waited for agents and their tools: try more rollouts at once "
-        "(rollout.max_concurrent), or a larger max_staleness",
+        "(rollout.max_concurrent; with rollout.gateway_url more agents), or a larger max_staleness",
         "waiting_for_admission": "while the staleness bound let none run: try a larger max_staleness",
         "waiting_for_gateway": "while requests were on their way: try more rollout.workers",
         "paused_for_push": "while a push held the engine: try larger steps (batch_size)",
