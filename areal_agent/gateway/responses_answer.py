@@ -192,8 +192,8 @@ class ResponseBody:
         }
         if namespace:
             item["namespace"] = namespace
-        if call.name in tools.custom:
-            text = call.arguments[CUSTOM_INPUT]
+        text = call.arguments.get(CUSTOM_INPUT) if call.name in tools.custom else None
+        if isinstance(text, str):  # else the call is of a function of that name
             return {"id": f"ctc_{self._number}_{index}", "type": "custom_tool_call", "input": text, **item}
         arguments = call.arguments_json
         return {"id": f"fc_{self._number}_{index}", "type": "function_call", "arguments": arguments, **item}
