@@ -174,6 +174,16 @@ async def test_the_sessions_sampling_can_win(open_world: OpenWorld) -> None:
     assert turn.completions[0].distribution is Distribution.EXACT
 
 
+async def test_a_shorter_answer_than_the_sessions_is_no_contradiction(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>")
+    agent = await world.start(sampling={"min_tokens": 9})
+    assert (await agent.post_chat(max_tokens=5))[0] == 200
+    status, answer = await world.call(
+        "/rl/start_session", {"task_id": "t", "sampling": {"min_tokens": 9, "max_tokens": 5}}
+    )
+    assert (status, answer["error"]["param"]) == (400, "sampling.min_tokens")
+
+
 async def test_lengths_and_end_tokens_are_honoured(open_world: OpenWorld) -> None:
     world = await open_world(*["a<|im_end|>b"] * 2)
     agent, (b,) = await world.start(), world.ids("b")
