@@ -302,7 +302,7 @@ class Gateway:
     # ------------------------------------------------------------------------------------------- rollouts
 
     def _make_session(self, record: SessionRecord, start: StartRequest) -> Session:
-        start.sampling.require_ids_below(self._services.vocab_size, "sampling.")
+        start.sampling.require_possible(self._services.vocab_size, "sampling.")
         return Session(record, services=self._services, on_ended=self._retire, start=start)
 
     async def _return_memory(self) -> None:
@@ -315,7 +315,6 @@ class Gateway:
                 await asyncio.to_thread(return_free_memory)
 
     def _retire(self, session: Session) -> None:
-        self._responses.forget(session)
         self._sessions.retire(session)
         self._traffic.leave(session.record.id)
 

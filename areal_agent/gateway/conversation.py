@@ -473,14 +473,12 @@ class Conversation:
         )
 
     def reading(self, renderer: Renderer, prompt: Prompt) -> ChatReading:
-        is_thinking = is_open(prompt.opened)
-        given = _text_of_last(self.messages) if self.continues_last else ""
         return ChatReading(
             answer_format=renderer.answer_format,
             may_call_tools=self.may_call_tools,
-            is_thinking=is_thinking,
+            is_thinking=is_open(prompt.opened),
             opening=prompt.opening,
-            num_given=len(given.lstrip() if is_thinking else given),
+            given=_text_of_last(self.messages) if self.continues_last else None,
             only_tool=self.choice.only,
             accepts=self.tools.accepts if self.choice.allowed is None else self._accepts_allowed,
         )

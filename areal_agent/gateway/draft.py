@@ -98,17 +98,21 @@ class Reading(Protocol):
 class ChatReading:
     """Reads a chat's answers.
 
-    `opening` is the beginning of the answer that the prompt ends with: of a forced call, or `num_given` characters of
-    text that the agent wrote and that are not sent back to it.
+    `opening` is the beginning of a forced call, with which the prompt ends. `given` is text that the agent wrote there:
+    it is content, even if it looks like a call, and is not sent back to it.
     """
 
     answer_format: AnswerFormat
     may_call_tools: bool
     is_thinking: bool  # the prompt opened the reasoning
     opening: str = ""
-    num_given: int = 0
+    given: str | None = None
     only_tool: str | None = None  # a call of any other tool is malformed
     accepts: Callable[[ToolCall], bool] | None = None  # a call that it rejects is malformed
+
+    @property
+    def num_given(self) -> int:
+        return len(self.given or "")
 
     def reader(self) -> AnswerReader:
         reader = self.answer_format.reader(
@@ -117,7 +121,9 @@ class ChatReading:
             only_tool=self.only_tool,
             accepts=self.accepts,
         )
-        if self.opening:
+        if self.given is not None:
+            reader.go_on_after(self.given)
+        elif self.opening:
             reader.begin_with(self.opening)
         return reader
 

@@ -12,7 +12,7 @@ engine's affair: `cache_control` is accepted and ignored.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -307,7 +307,13 @@ class CountRequest(Body):
             tools=self.tools,
             choice=self.choice,
             template_options=template_options(thinks, self.output_config.effort, None),
+            continues_last=self.continues_last,
+            last_param="messages[-1]",
         )
+
+    @property
+    def continues_last(self) -> bool:
+        return self.messages[-1]["role"] == "assistant"
 
     @property
     def choice(self) -> ToolChoice:
@@ -353,10 +359,6 @@ class MessagesRequest(CountRequest):
         return self
 
     @property
-    def continues_last(self) -> bool:
-        return self.messages[-1]["role"] == "assistant"
-
-    @property
     def _format(self) -> OutputFormat | None:
         return self.output_config.format or self.output_format
 
@@ -365,7 +367,7 @@ class MessagesRequest(CountRequest):
         return "output_format" if self.output_config.format is None else "output_config.format"
 
     def order(self) -> Order:
-        conversation = replace(self.conversation, continues_last=self.continues_last, last_param="messages[-1]")
+        conversation = self.conversation
         return Order(
             id_prefix="msg_",
             model=self.model,

@@ -100,8 +100,10 @@ class SamplingWishes(Body):
     ) = None
     ignore_eos: bool | None = Field(default=None, description="The model's own end tokens do not end an answer.")
 
-    def require_ids_below(self, vocab_size: int, where: str = "") -> None:
-        """Raise RequestError for a bias on a token that the model does not have, or a stop at one."""
+    def require_possible(self, vocab_size: int, where: str = "") -> None:
+        """Raise RequestError for limits that contradict each other, and for tokens that the model does not have."""
+        if self.min_tokens is not None and self.min_tokens > (self.max_tokens or self.min_tokens):
+            refuse(f"{where}min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
         largest = max(map(int, self.logit_bias or ()), default=0)
         if largest >= vocab_size:
             refuse(f"{where}logit_bias", {str(largest): "..."}, f"made of token ids below {vocab_size}")
@@ -126,13 +128,11 @@ class SamplingWishes(Body):
     ) -> SamplingParams:
         """Return the engine's sampling parameters, with at most `num_room` tokens, the room left in the context.
 
-        `stop_token_ids` are the model's own. Raises RequestError for limits that contradict each other.
+        `stop_token_ids` are the model's own.
         """
         said = self._said()
         said["max_tokens"] = num_room if self.max_tokens is None else min(self.max_tokens, num_room)
         if self.min_tokens is not None:
-            if self.min_tokens > (self.max_tokens or self.min_tokens):
-                refuse("min_tokens", self.min_tokens, f"at most max_tokens ({self.max_tokens})")
             said["min_tokens"] = min(self.min_tokens, said["max_tokens"])
         if self.ignore_eos:
             stop_token_ids = ()

@@ -10,7 +10,6 @@ until it has been fetched, it counts as undelivered.
 
 import asyncio
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -192,8 +191,8 @@ class ResponseBody:
         }
         if namespace:
             item["namespace"] = namespace
-        if call.name in tools.custom:
-            text = call.arguments[CUSTOM_INPUT]
+        text = call.arguments.get(CUSTOM_INPUT) if call.name in tools.custom else None
+        if isinstance(text, str):  # else the call is of a function of that name
             return {"id": f"ctc_{self._number}_{index}", "type": "custom_tool_call", "input": text, **item}
         arguments = call.arguments_json
         return {"id": f"fc_{self._number}_{index}", "type": "function_call", "arguments": arguments, **item}
@@ -323,7 +322,7 @@ class Asked:
 
 
 class ResponseCalls:
-    """The handlers of `/v1/responses`. A session's responses are kept until `forget`."""
+    """The handlers of `/v1/responses`. A session keeps its responses (`Session.responses`) until it ends."""
 
     def __init__(
         self,
@@ -339,11 +338,6 @@ class ResponseCalls:
         self._place = place
         self._answer = answer
         self._traffic = traffic
-        self._kept = defaultdict[str, Kept](dict)  # by the session's id
-
-    def forget(self, session: Session) -> None:
-        """Release the responses of a session that has ended."""
-        self._kept.pop(session.record.id, None)
 
     async def create(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
         request = ResponsesRequest.read(body)
@@ -351,7 +345,7 @@ class ResponseCalls:
         asked = Asked(request=request, messages=messages, is_streamed=request.is_streamed)
 
         def body_of(exchange: Exchange) -> ResponseBody:
-            kept = self._kept[session.record.id] if request.store else {}
+            kept = session.responses if request.store else {}
             return ResponseBody(request, body, exchange, self._detokenizer, kept)
 
         if not request.background:
@@ -391,7 +385,7 @@ class ResponseCalls:
         response = _now(self._find(session, http.match_info["response_id"]))
         if response["status"] == "in_progress":
             raise _wrong_state(response, "cancel it first")
-        del self._kept[session.record.id][response["id"]]
+        session.responses.pop(response["id"], None)
         return json_reply(DeletedResponse(id=response["id"]))
 
     # ------------------------------------------------------------------------------------------- internals
@@ -422,7 +416,7 @@ class ResponseCalls:
     def _find(
         self, session: Session, response_id: str, param: str = "response_id", shown: str | None = None
     ) -> "ResponseBody | JsonObject":
-        response = self._kept.get(session.record.id, {}).get(response_id)
+        response = session.responses.get(response_id)
         if response is None:
             raise _not_found(shown or response_id, param)
         return response

@@ -176,7 +176,8 @@ async def serve_app(
         hosts.check(request)
         path = request.path
         if "//" in path or (path.endswith("/") and path != "/"):  # a base URL with a slash at its end
-            request = request.clone(rel_url=request.rel_url.with_path(re.sub("/+", "/", path).rstrip("/") or "/"))
+            path = re.sub("/+", "/", path).rstrip("/") or "/"
+            request = request.clone(rel_url=request.rel_url.with_path(path).with_query(request.rel_url.query))
         return await handle(request)
 
     handler = error_boundary(entrance, counters.errors)

@@ -169,6 +169,7 @@ class Session:
         self.deliveries = Deliveries()
         self.bodies = GrowingBody()
         self.translated = Translated()
+        self.responses: dict[str, Any] = {}  # by id; only `/v1/responses` knows what they are
         self.model_aliases = frozenset(start.model_aliases)
         self._defaults = start.sampling
         self._overrides_sampling = start.sampling_override
@@ -193,7 +194,7 @@ class Session:
                 param=request.schema_param,
                 code="unsupported_parameter",
             )
-        request.wishes.require_ids_below(self._services.vocab_size)
+        request.wishes.require_possible(self._services.vocab_size)
         questions = request.questions
         answer_id = f"{request.id_prefix}{self._services.numbers.getrandbits(96):024x}"
         num_choices = request.num_choices
@@ -329,6 +330,7 @@ class Session:
         await self._log.close()
         self.bodies.forget()
         self.translated.forget()
+        self.responses.clear()
         status, error = _outcome(request, self._rewards, num_turns=self._log.num_turns)
         trajectory = Trajectory(
             session_id=self.record.id,

@@ -54,21 +54,38 @@ async def test_options_cannot_replace_the_prompt(open_agent: OpenAgent, name: st
     assert name in answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("hello ", "world"),
+        (" ", '{"name": "python", "arguments": {}}</tool_call>'),
+        ("a <tool", "box> "),
+        ('a <tool_call>{"name": "python", "arguments": {}}</tool_call>', "\nhello"),
+        ("\n", "<think>hm</think> so"),
+    ],
+)
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("thinks", [False, True])
 async def test_the_last_message_is_continued(
-    open_agent: OpenAgent, thinking_renderer: Renderer, renderer: Renderer, is_streamed: bool, thinks: bool
+    open_agent: OpenAgent,
+    thinking_renderer: Renderer,
+    renderer: Renderer,
+    is_streamed: bool,
+    thinks: bool,
+    given: str,
+    said: str,
 ) -> None:
-    agent = await open_agent("world<|im_end|>", "ok<|im_end|>", model=thinking_renderer if thinks else renderer)
-    given = [*QUESTION, {"role": "assistant", "content": "hello "}]
+    agent = await open_agent(f"{said}<|im_end|>", "ok<|im_end|>", model=thinking_renderer if thinks else renderer)
+    messages = [*QUESTION, {"role": "assistant", "content": given}]
     extra = {"continue_final_message": True, "add_generation_prompt": False}
-    reply = await agent.ask(given, stream=is_streamed, extra_body=extra)
+    reply = await agent.ask(messages, tools=TOOLS, stream=is_streamed, extra_body=extra)
     messages = [chunk.choices[0].delta async for chunk in reply] if is_streamed else [reply.choices[0].message]
-    assert "".join(message.content or "" for message in messages) == "world"
-    assert prompt(agent).endswith("</think>\n\nhello " if thinks else "assistant\nhello ")
-    await agent.ask([*QUESTION, {"role": "assistant", "content": "hello world"}, {"role": "user", "content": "y"}])
+    assert "".join(message.content or "" for message in messages) == said
+    assert prompt(agent).endswith(("</think>\n\n" if thinks else "assistant\n") + given)
+    messages = [*QUESTION, {"role": "assistant", "content": given + said}, {"role": "user", "content": "y"}]
+    await agent.ask(messages, tools=TOOLS)
     assert agent.turns[1].parent == agent.turns[0].completions[0].id
-    assert prompt(agent).startswith(prompt(agent, 0) + "world<|im_end|>")
+    assert prompt(agent).startswith(prompt(agent, 0) + f"{said}<|im_end|>")
 
 
 @pytest.mark.parametrize(
@@ -135,8 +152,11 @@ async def test_tokenize_returns_the_ids_of_a_prompt(open_agent: OpenAgent) -> No
 @pytest.mark.parametrize("path", ["/v1//chat/completions", "/v1/chat/completions/", "//chat/completions"])
 async def test_a_slash_too_many_is_forgiven(open_agent: OpenAgent, path: str) -> None:
     agent = await open_agent("a<|im_end|>")
+    header = {"Authorization": f"Bearer {agent.key}"}
     status, _ = await agent.world.call(path, {"model": "model", "messages": QUESTION}, key=agent.key)
     assert status == 200
+    async with agent.world.http.get(f"{agent.world.url}//v1/responses/x?stream=true", headers=header) as reply:
+        assert (await reply.json())["error"]["param"] == "stream"
 
 
 async def test_the_base_url_answers(open_world: OpenWorld) -> None:
@@ -152,6 +172,16 @@ async def test_the_sessions_sampling_can_win(open_world: OpenWorld) -> None:
     turn = agent.turns[0]
     assert (turn.sampling.temperature, turn.sampling.top_p, turn.sampling.max_tokens) == (0.7, 1.0, 7)
     assert turn.completions[0].distribution is Distribution.EXACT
+
+
+async def test_a_shorter_answer_than_the_sessions_is_no_contradiction(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>")
+    agent = await world.start(sampling={"min_tokens": 9})
+    assert (await agent.post_chat(max_tokens=5))[0] == 200
+    status, answer = await world.call(
+        "/rl/start_session", {"task_id": "t", "sampling": {"min_tokens": 9, "max_tokens": 5}}
+    )
+    assert (status, answer["error"]["param"]) == (400, "sampling.min_tokens")
 
 
 async def test_lengths_and_end_tokens_are_honoured(open_world: OpenWorld) -> None:

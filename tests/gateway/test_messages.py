@@ -412,9 +412,10 @@ async def test_paths_and_keys(open_agent: OpenAgent, path: str) -> None:
         assert (await reply.json())["content"] == [{"type": "text", "text": "a"}]
 
 
-async def test_counting_tokens(open_agent: OpenAgent) -> None:
+@pytest.mark.parametrize("last", [[], [{"role": "assistant", "content": "hello "}]], ids=["asked", "begun"])
+async def test_counting_tokens(open_agent: OpenAgent, last: list[Any]) -> None:
     agent = await open_agent(f"a{END}")
-    body = {"model": "model", "messages": QUESTION, "system": "Be brief.", "tools": [TOOL]}
+    body = {"model": "model", "messages": QUESTION + last, "system": "Be brief.", "tools": [TOOL]}
     status, count = await agent.world.call("/v1/messages/count_tokens", body, key=agent.key)
     assert (status, agent.turns) == (200, [])
     answer = await ask(agent, **body)

@@ -386,6 +386,13 @@ async def test_tool_choices(open_agent: OpenAgent, choice: Any, names: list[str]
     assert reply.tool_choice == choice or reply.tool_choice.to_dict() == choice
 
 
+async def test_a_function_and_a_custom_tool_of_one_name(open_agent: OpenAgent) -> None:
+    agent = await open_agent('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|im_end|>')
+    function = {"type": "function", "name": "f", "strict": True, "parameters": {"type": "object"}}
+    reply = await say(agent, tools=[{"type": "custom", "name": "f"}, function])
+    assert [item.type for item in reply.output] == ["function_call"]
+
+
 async def test_a_single_call(open_agent: OpenAgent) -> None:
     agent = await open_agent(f"{CALLS}<|im_end|>")
     reply = await say(agent, tools=TOOLS, parallel_tool_calls=False)

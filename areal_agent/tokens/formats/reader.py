@@ -62,7 +62,13 @@ class AnswerReader:
     def begin_with(self, text: str) -> None:
         """Read the beginning of the answer that the prompt ended with. It belongs to the answer and does not leave."""
         self.feed(text)
-        self._content.keep()
+
+    def go_on_after(self, content: str) -> None:
+        """Read on after content that somebody else wrote: it holds no call, belongs to the answer, does not leave."""
+        if self._is_thinking:
+            self._reasoning = Prose(keeps_edges=False)
+        self._content.take(content)
+        self._step = self._read_content if content else self._begin_content
 
     def finish(self, text: str = "") -> tuple[tuple[AnswerDelta, ...], ParsedAnswer]:
         """Read the end of the answer. Return what leaves last, and the whole answer."""
@@ -193,10 +199,9 @@ class Prose:
             body = body.lstrip()
         return self._say(body)
 
-    def keep(self) -> None:
-        """Count the white space that waits as said."""
-        self._say(self._space)
-        self._space = ""
+    def take(self, text: str) -> None:
+        """Add text that does not leave, white space included."""
+        self._say(text)
 
     def end(self) -> str:
         """End the text. Return what leaves last."""
