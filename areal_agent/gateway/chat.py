@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 from pydantic import Discriminator, Field, PlainValidator, Tag, model_validator
 
-from areal_agent.errors import RequestError
 from areal_agent.gateway.answers import Answer, Choice, call_id, chat_logprobs, completion_ids
 from areal_agent.gateway.bodies import Body, Name, PositiveCount, ShallowObject, Unsupported, json_kind, refuse
 from areal_agent.gateway.conversation import (
@@ -135,13 +134,8 @@ class ChatRequest(OrderBody):
         if self.top_logprobs and not self.logprobs:
             refuse("top_logprobs", self.top_logprobs, "sent together with logprobs=true")
         self.choice.require_known(self.tools.definitions, self._choice_param)
-        if self.json_schema is not None and self.conversation.may_call_tools:
-            raise RequestError(
-                "response_format makes the whole answer JSON, so it could not call a tool; send it without tools, or "
-                "with tool_choice 'none'",
-                param="response_format",
-                code="unsupported_parameter",
-            )
+        if self.json_schema is not None:
+            self.conversation.require_no_calls("response_format")
         self._check_continued()
         return self._with_one_limit()
 

@@ -452,6 +452,16 @@ class Conversation:
     def may_call_tools(self) -> bool:
         return bool(self.tools.definitions) and self.choice.use is not ToolUse.NONE
 
+    def require_no_calls(self, param: str) -> None:
+        """Raise RequestError if an answer could call a tool, for a request whose `param` makes it JSON."""
+        if self.may_call_tools:
+            raise RequestError(
+                f"{param} makes the whole answer JSON, so it could not call a tool; send it without tools, or with "
+                "tool_choice 'none'",
+                param=param,
+                code="unsupported_parameter",
+            )
+
     def is_single_call(self, may_be_parallel: bool) -> bool:
         """Return whether an answer ends with its first tool call."""
         return self.choice.only is not None or (not may_be_parallel and self.may_call_tools)

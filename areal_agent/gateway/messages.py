@@ -349,13 +349,8 @@ class MessagesRequest(CountRequest):
     def _check_together(self) -> Self:
         if self.continues_last and self.choice.use is ToolUse.REQUIRED:
             refuse("tool_choice", self.tool_choice.type, "'auto' or 'none' where the last message is an assistant's")
-        if self._format and self.conversation.may_call_tools:
-            raise RequestError(
-                f"{self._format_param} makes the whole answer JSON, so it could not call a tool; send it without "
-                "tools, or with tool_choice 'none'",
-                param=self._format_param,
-                code="unsupported_parameter",
-            )
+        if self._format:
+            self.conversation.require_no_calls(self._format_param)
         return self
 
     @property

@@ -18,7 +18,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 import orjson
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, PlainValidator, Tag, TypeAdapter, model_validator
 
-from areal_agent.errors import RequestError
 from areal_agent.gateway.bodies import (
     Body,
     Harmless,
@@ -436,13 +435,8 @@ class ResponsesRequest(OrderBody):
             refuse("background", True, "false where stream is true or store is false")
         param = "tool_choice.name" if isinstance(self.tool_choice, ToolReference) else "tool_choice"
         self.choice.require_known(self.tools.tools.definitions, param)
-        if self.json_schema is not None and self.conversation_of([]).may_call_tools:
-            raise RequestError(
-                "text.format makes the whole answer JSON, so it could not call a tool; send it without tools, or with "
-                "tool_choice 'none'",
-                param="text.format",
-                code="unsupported_parameter",
-            )
+        if self.json_schema is not None:
+            self.conversation_of([]).require_no_calls("text.format")
         return self
 
     # --------------------------------------------------------------------------------------- what it means

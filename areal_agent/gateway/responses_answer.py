@@ -288,9 +288,10 @@ def _begun(item: JsonObject) -> JsonObject:
 
 
 def _rows_of_content(choice: Choice) -> tuple[TokenRow, ...]:
-    """Return the tokens of the content, which follows the reasoning."""
-    begin = choice.text.find(choice.parsed.content, choice.text.rfind(THINK_END) + 1)
-    end = begin + len(choice.parsed.content)
+    """Return the tokens of the content, which follows the reasoning; if calls interrupt it, all that follow."""
+    begin = choice.text.find(THINK_END) + len(THINK_END) if choice.parsed.reasoning is not None else 0
+    found = choice.text.find(choice.parsed.content, begin)
+    begin, end = (begin, len(choice.text)) if found < 0 else (found, found + len(choice.parsed.content))
     return tuple(row for row in choice.rows if begin <= row.start < end)
 
 
