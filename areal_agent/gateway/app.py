@@ -52,15 +52,6 @@ AgentHandler = Callable[[web.Request, Session, JsonObject], Awaitable[web.Stream
 AskingHandler = Callable[[web.Request, Session], Awaitable[web.StreamResponse]]
 
 
-class AgentBody(Protocol):
-    """The body of an agent's request, in the protocol of its endpoint."""
-
-    @property
-    def is_streamed(self) -> bool: ...
-
-    def order(self) -> Order: ...
-
-
 class AnswerBody(Protocol):
     """Writes an answer as JSON in the format of its endpoint, whole or as the events of a stream."""
 
@@ -165,7 +156,6 @@ class Gateway:
             app.router.add_post(f"{prefix}/responses", self._for_agent(self._responses.create))
             response = f"{prefix}/responses/{{response_id}}"
             app.router.add_get(response, self._for_asking(self._responses.retrieve))
-            app.router.add_delete(response, self._for_asking(self._responses.delete))
             app.router.add_post(f"{response}/cancel", self._for_asking(self._responses.cancel))
             app.router.add_post(f"{prefix}/tokenize", self._for_agent(self._tokenize))
             app.router.add_get(f"{prefix}/models", self._about.models)
@@ -207,15 +197,15 @@ class Gateway:
 
     async def _chat_completions(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
         request, detokenizer = ChatRequest.read(body), self._services.renderer.detokenizer
-        return await self._answer(http, session, request, lambda one: ChatBody(request, one, detokenizer))
+        return await self._answer(http, session, request.order(), lambda one: ChatBody(request, one, detokenizer))
 
     async def _completions(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
         request, renderer = CompletionsRequest.read(body), self._services.renderer
-        return await self._answer(http, session, request, lambda one: CompletionsBody(request, one, renderer))
+        return await self._answer(http, session, request.order(), lambda one: CompletionsBody(request, one, renderer))
 
     async def _messages(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
         request = MessagesRequest.read(body, session.translated)
-        return await self._answer(http, session, request, lambda one: MessagesBody(request, one))
+        return await self._answer(http, session, request.order(), lambda one: MessagesBody(request, one))
 
     async def _count_tokens(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
         request = CountRequest.read(body, session.translated)
@@ -239,12 +229,12 @@ class Gateway:
         )
 
     async def _answer(
-        self, http: web.Request, session: Session, request: AgentBody, body_of: Callable[[Exchange], AnswerBody]
+        self, http: web.Request, session: Session, order: Order, body_of: Callable[[Exchange], AnswerBody]
     ) -> web.StreamResponse:
         """Place, sample and answer a request, and mark the answer as delivered once all of it was sent."""
         with session.deliveries.one():
-            exchange = await self._place(http, session, request.order())
-            send = self._send_in_chunks if request.is_streamed else self._send_whole
+            exchange = await self._place(http, session, order)
+            send = self._send_in_chunks if order.is_streamed else self._send_whole
             return await send(http, session, exchange, body_of(exchange))
 
     async def _place(self, http: web.Request, session: Session, order: Order) -> Exchange:

@@ -197,6 +197,7 @@ class ChatRequest(OrderBody):
             model=self.model,
             prompt_param="messages",
             questions=(conversation,),
+            is_streamed=self.is_streamed,
             wishes=self,
             num_choices=self.num_choices,
             stops=self.stops,

@@ -86,6 +86,7 @@ class CompletionsRequest(OrderBody):
             model=self.model,
             prompt_param="prompt",
             questions=[_Completion(prompt) for prompt in self.prompts],
+            is_streamed=self.is_streamed,
             wishes=self,
             num_choices=self.num_choices,
             stops=self.stops,

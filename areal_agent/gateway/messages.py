@@ -368,6 +368,7 @@ class MessagesRequest(CountRequest):
             model=self.model,
             prompt_param="messages",
             questions=(conversation,),
+            is_streamed=self.is_streamed,
             wishes=SamplingWishes(
                 temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, max_tokens=self.max_tokens
             ),

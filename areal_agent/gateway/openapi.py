@@ -37,7 +37,6 @@ from areal_agent.gateway.online.wire import (
 )
 from areal_agent.gateway.order import DEFAULT_MODEL
 from areal_agent.gateway.responses import ResponsesRequest
-from areal_agent.gateway.responses_answer import DeletedResponse
 from areal_agent.gateway.rollouts import Callers, EndedSession, ExportedTrajectory, RewardedSession, StartedSession
 from areal_agent.gateway.server import ANTHROPIC_PATH, json_reply
 from areal_agent.gateway.session import EndRequest, ExportRequest, RewardRequest, StartRequest
@@ -349,8 +348,6 @@ CALLS = (
          ResponsesRequest, Response, "sessionKey", (404, 409, 429, 502, 503)),
     Call("/v1/responses/{response_id}", "retrieveResponse", "Fetch a response of this session that was stored.",
          None, Response, "sessionKey", (404, 409, 429)),
-    Call("/v1/responses/{response_id}", "deleteResponse", "Forget a response. Its tokens stay in the record.",
-         None, DeletedResponse, "sessionKey", (404, 409, 429), "delete"),
     Call("/v1/responses/{response_id}/cancel", "cancelResponse", "Stop a response that is in progress.",
          None, Response, "sessionKey", (404, 409, 429), "post"),
     Call("/v1/models", "listModels", "List the gateway's one model.",

@@ -221,4 +221,5 @@ class Order:
     json_schema: str | None = None  # as text; every answer must match it
     schema_param: str = "response_format"
     is_single_call: bool = False  # an answer ends with its first tool call
+    is_streamed: bool = False
     is_kept: bool = False  # a later request may name the answer instead of repeating the conversation

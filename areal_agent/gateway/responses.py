@@ -479,6 +479,7 @@ class ResponsesRequest(OrderBody):
             model=self.model,
             prompt_param="input",
             questions=(conversation,),
+            is_streamed=self.is_streamed,
             wishes=self,
             stops=self.stops,
             seed=self.seed,

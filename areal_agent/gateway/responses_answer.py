@@ -12,9 +12,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -50,15 +49,6 @@ EVENTS = {
     "custom_tool_call": "custom_tool_call_input",
 }
 """The events of the pieces of an item, by its type."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeletedResponse:
-    """The answer to the deletion of a response."""
-
-    id: str
-    object: Literal["response"] = "response"
-    deleted: Literal[True] = True
 
 
 class ResponseBody:
@@ -310,18 +300,6 @@ Kept = dict[str, ResponseBody | JsonObject]
 """The responses of a session by id: in flight, or complete."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
-    """A request that has met its session."""
-
-    request: ResponsesRequest
-    messages: Sequence[JsonObject]  # the whole conversation
-    is_streamed: bool
-
-    def order(self) -> Order:
-        return self.request.order_of(self.messages)
-
-
 class ResponseCalls:
     """The handlers of `/v1/responses`. A session keeps its responses (`Session.responses`) until it ends."""
 
@@ -331,7 +309,7 @@ class ResponseCalls:
         *,
         place: Callable[[web.Request, Session, Order], Awaitable[Exchange]],
         answer: Callable[
-            [web.Request, Session, Asked, Callable[[Exchange], ResponseBody]], Awaitable[web.StreamResponse]
+            [web.Request, Session, Order, Callable[[Exchange], ResponseBody]], Awaitable[web.StreamResponse]
         ],
         traffic: Traffic,
     ) -> None:
@@ -342,18 +320,17 @@ class ResponseCalls:
 
     async def create(self, http: web.Request, session: Session, body: JsonObject) -> web.StreamResponse:
         request = ResponsesRequest.read(body)
-        messages = self._messages(session, request)
-        asked = Asked(request=request, messages=messages, is_streamed=request.is_streamed)
+        order = request.order_of(self._messages(session, request))
 
         def body_of(exchange: Exchange) -> ResponseBody:
             kept = session.responses if request.store else {}
             return ResponseBody(request, body, exchange, self._detokenizer, kept)
 
         if not request.background:
-            return await self._answer(http, session, asked, body_of)
+            return await self._answer(http, session, order, body_of)
         with ExitStack() as counted:
             counted.enter_context(self._traffic.call(session.record.id))  # as one that is waited for
-            response = body_of(await self._place(http, session, asked.order()))
+            response = body_of(await self._place(http, session, order))
             until_its_end = counted.pop_all()
             response.begin(session, http).add_done_callback(lambda _: until_its_end.close())
         return json_reply(response.now())
@@ -380,14 +357,6 @@ class ResponseCalls:
         elif response["status"] != "cancelled":
             raise _wrong_state(response, "only one in progress can be cancelled")
         return json_reply(_now(self._find(session, response_id)))
-
-    async def delete(self, http: web.Request, session: Session) -> web.StreamResponse:
-        """Forget a response. Its tokens stay in the record."""
-        response = _now(self._find(session, http.match_info["response_id"]))
-        if response["status"] == "in_progress":
-            raise _wrong_state(response, "cancel it first")
-        session.responses.pop(response["id"], None)
-        return json_reply(DeletedResponse(id=response["id"]))
 
     # ------------------------------------------------------------------------------------------- internals
 
