@@ -313,7 +313,8 @@ class CountRequest(Body):
 
     @property
     def continues_last(self) -> bool:
-        return self.messages[-1]["role"] == "assistant"
+        last = self.messages[-1]  # a whole answer, with thinking or calls, can be counted but not continued
+        return last["role"] == "assistant" and not (last.get("reasoning_content") or last.get("tool_calls"))
 
     @property
     def choice(self) -> ToolChoice:
@@ -352,6 +353,10 @@ class MessagesRequest(CountRequest):
         if self._format:
             self.conversation.require_no_calls(self._format_param)
         return self
+
+    @property
+    def continues_last(self) -> bool:
+        return self.messages[-1]["role"] == "assistant"
 
     @property
     def _format(self) -> OutputFormat | None:

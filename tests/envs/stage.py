@@ -72,7 +72,7 @@ async def open_stage(renderer: Renderer, task: JsonObject) -> AsyncIterator[Play
             shared=await stack.enter_async_context(SharedResources()),
             max_concurrent=1,
             timeout_s=timeout_s,
-            sampling={"max_tokens": 400},
+            session={"sampling": {"max_tokens": 400}},
             sandbox={"backend": "subprocess", "wall_s": wall_s},
         )
         rollout_task = Task(id="t", data=task)
