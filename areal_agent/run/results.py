@@ -311,7 +311,7 @@ class RunMetrics:
         if not self._has_noted_infra and num_infra > MAX_INFRA_SHARE * num_ended:
             self._has_noted_infra = True
             self._progress.note(
-                f"step {row['step']}: {num_infra:,} of {num_ended:,} rollouts failed because of a sandbox or an engine, "
+                f"step {row['step']}: {num_infra:,} of {num_ended:,} rollouts failed because of a sandbox or engine, "
                 "not of the model, and are not trained; the warnings in the run's logs have the reasons"
             )
 
