@@ -125,6 +125,7 @@ async def start_jail(
     group = None if groups is None else await groups.take(spec.limits, NUM_FORKERS)
     jail: Jail | None = None
     proxy: FilteringProxy | None = None
+    cell: FolderCell | None = None
 
     async def remove() -> None:
         if jail is not None:
@@ -133,7 +134,7 @@ async def start_jail(
             await proxy.aclose()
         if groups is not None and group is not None:
             groups.drop(group)
-        if cells is not None:
+        if cells is not None and cell is not None:
             cells.discard(cell)
 
     async def change(bounds: Bounds) -> None:
@@ -149,7 +150,8 @@ async def start_jail(
     try:
         jail = await zygotes.fork(kind, spec.limits, user, group)
         if jail.listener is not None and spec.network is not None:
-            proxy = await FilteringProxy.start(jail.listener, spec.network)
+            listener, jail.listener = jail.listener, None
+            proxy = await FilteringProxy.start(listener, spec.network)
     except BaseException:
         await asyncio.shield(remove())
         raise

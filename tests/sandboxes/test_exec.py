@@ -15,7 +15,6 @@ deadline; 23. a folder that a program removed or locked, and a signal before its
 """
 
 import asyncio
-import os
 import signal
 import threading
 

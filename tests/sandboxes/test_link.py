@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.errors import SandboxError
+from sandboxes.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, Ask, Tell, pack, unpack
 from sandboxes.base import Program
 from sandboxes.cell import AgentCell, User
 from sandboxes.cgroups import Bounds, SharedBounds
 from sandboxes.containers.engine import frames
 from sandboxes.link import MAX_ON_THE_WAY, AgentEnd, AgentLink, AgentRun
-from sandboxes.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, Ask, Tell, pack, unpack
 from sandboxes.spec import Limits
 
 LIMITS = Limits(wall_s=60.0, output_bytes=10)

@@ -20,7 +20,7 @@ PATIENCE_S = 60.0
 RELAY = """
 import socket, sys
 from sandboxes.agent.relay import Relay, no_counters
-Relay(0, 1, socket.socket(fileno=int(sys.argv[1])), no_counters()).serve(b"\0\0")
+Relay(0, 1, socket.socket(fileno=int(sys.argv[1])), no_counters()).serve(bytes(2))
 """
 
 

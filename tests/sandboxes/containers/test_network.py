@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from sandboxes.base import Program
 from sandboxes.agent.tunnel import PORT
+from sandboxes.base import Program
 from sandboxes.containers.cell import ContainerCell
 from sandboxes.containers.provider import DockerProvider
 from sandboxes.proxy import PROXY_PORT

@@ -12,9 +12,9 @@ import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Program
-from sandboxes.containers.plain_cell import shell
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE, build_image_with
+from sandboxes.containers.plain_cell import shell
 from sandboxes.containers.provider import DockerProvider
 from sandboxes.spec import CellSpec, Limits, Status
 
