@@ -56,9 +56,10 @@ def become_program(
     _confine(uid, gid, limits)
     for target, descriptor in enumerate(standard):
         os.dup2(descriptor, target)
-    _enter(home, home)
-    if unwalled_parent is not None and kernel is not None:
-        _fence(unwalled_parent)
+    if unwalled_parent is None:
+        _enter(home, home)
+    else:
+        _enter_fenced(home, unwalled_parent)
     os.closerange(3, MAX_DESCRIPTORS)
     _enter(cwd, home)
     variables = dict(text.split(b"=", 1) for text in unpack(env))
@@ -136,11 +137,13 @@ def _be_open_to_itself() -> None:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
 
 
-def _fence(parent: int) -> None:
-    """Give up what the kernel lets a plain process give up, and die with the parent."""
+def _enter_fenced(home: bytes, parent: int) -> None:
+    """Change folder, give up what the kernel lets a plain process give up, and die with the parent."""
     if kernel is None or not kernel.IS_LINUX:
+        _enter(home, home)
         return
-    kernel.drop_privileges()
+    kernel.drop_privileges()  # first: root with its privileges enters a locked folder, but cannot do anything in it
+    _enter(home, home)
     if version := kernel.landlock_version():
         kernel.restrict_to_folder(version)
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
