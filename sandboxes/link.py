@@ -239,7 +239,7 @@ class AgentLink:
         self._unsent += HEADER.pack(kind, number, len(body)) + body
 
     def _send(self) -> None:
-        if self._unsent:
+        if self._unsent and self.is_alive:
             self._writer.write(bytes(self._unsent))
         self._unsent.clear()
 
