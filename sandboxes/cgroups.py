@@ -96,8 +96,8 @@ class SharedBounds:
             await self._is_idle.wait()
         if self._num_endless:
             raise ValueError(
-                f"a program asks for {bounds} while one without a deadline runs within {self._bounds}, and the "
-                "programs of a sandbox share memory, processes and CPUs; give them in SandboxSpec.limits, or run it alone"
+                f"a program asks for {bounds} while one without a deadline runs within {self._bounds}, and programs of "
+                "a sandbox share memory, processes and CPUs; give them in SandboxSpec.limits, or run it alone"
             )
         await self._change(bounds)
         self._bounds = bounds

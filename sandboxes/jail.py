@@ -1,8 +1,8 @@
 """The jail backend: each cell is a jail of namespaces, with a disk in memory, a filter and control groups.
 
-A jail is a container that we build ourselves (`agent/walls.py`), with the same agent in it. Jails are forked by zygotes,
-one for each kind of jail; `Zygotes` is the host's end of them. A cell is its jail: closing it ends everything in it.
-README.md says what the backend stops.
+A jail is a container that we build ourselves (`agent/walls.py`), with the same agent in it. Zygotes, one for each kind
+of jail, fork them; `Zygotes` is the host's end. A cell is its jail: closing it ends everything in it. README.md says
+what the backend stops.
 """
 
 import asyncio

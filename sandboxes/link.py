@@ -97,8 +97,8 @@ async def never() -> bool:
 class AgentLink:
     """The connection to one agent, over the stream of its sandbox. End it with `aclose`; the sandbox ends too.
 
-    `chunks` yields what comes, each piece with whether it is a diagnosis rather than the agent's. When the agent ends by
-    itself, `has_run_out` tells whether the sandbox's memory had run out: then its programs did that.
+    `chunks` yields what comes, each piece with whether it is a diagnosis rather than a part of frames. When the agent
+    ends by itself, `has_run_out` tells whether the sandbox's memory had run out: then its programs did that.
     """
 
     def __init__(
@@ -362,7 +362,7 @@ def end_of_unstarted(number: int) -> AgentEnd | SandboxError:
 
 PACKAGE = Path(__file__).parent
 MODULES = ("wire", "files", "kernel", "interpreter", "program", "relay", "forker")
-"""In the order of their imports. `kernel` and `interpreter` fail where Python lacks `ctypes`; the agent does without."""
+"""In the order of their imports. Where Python lacks `ctypes`, the agent does without `kernel` and `interpreter`."""
 READER = """
 import os, sys, types
 def take(size):

@@ -201,7 +201,7 @@ def make_folder(folder: Path) -> None:
 class CountOfProcesses:
     """The number of processes and threads of this user, as RLIMIT_NPROC counts them, looked up now and then.
 
-    It is 0 where it is not needed or not known: the kernel does not limit root's, and macOS has no /proc (see README.md).
+    It is 0 where it is not needed or not known: the kernel does not limit root's, and macOS has no /proc.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """The forker: forks programs, kills what is left of them, and reports how each ended.
 
-It gets descriptors and numbers from the relay, and reads none of the descriptors. Orphans become its children. In a
-container and in a jail it is the first process, which the kernel shields from the others; and wherever the host is root,
-its user differs from the programs', so they can neither signal nor trace it.
+It gets descriptors and numbers from the relay, and reads none of the descriptors. Orphans become its children. In
+containers and jails it is the first process, which the kernel shields from the others. Wherever the host is root, its
+user differs from the programs', so they can neither signal nor trace it.
 
 `main` starts an agent in a container, `main_without_walls` the agent of the subprocess backend; `walls.py` starts those
 of jails.

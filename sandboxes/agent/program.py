@@ -1,7 +1,7 @@
 """The part of a forked process: it becomes the programs' user, within its limits, and then the program.
 
-Its memory is a copy of the forker's, which holds nobody's data; the request is read here for the first time. All signals
-are blocked until the process is the program, since other programs of its user may send them from the start.
+Its memory is a copy of the forker's, which holds nobody's data; the request is read here for the first time. All
+signals are blocked until the process is the program, since other programs of its user may send them from the start.
 
 Files of the working directory are read and written in such a process too, with the programs' rights. Data travels as
 packed by `wire.py`: a file or folder is a triple of kind, path and data.

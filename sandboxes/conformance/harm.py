@@ -1,4 +1,4 @@
-"""Rows 1 to 20, 25, 31 and 32: programs that use up resources, leave hostile files, try to get out, or fake how they ended."""
+"""Rows 1 to 20, 25 and from 31: programs that use up resources, leave hostile files, get out, or fake their end."""
 
 import contextlib
 import io
@@ -452,5 +452,6 @@ ROWS = (
     Row(number=25, harm="faked statuses, frames", required="raw bytes, true status", run=in_box(fake_frames)),
     Row(number=31, harm="memory taken for good", required="MEMORY, no call hangs", needs=JAILED, needs_groups=True,
         run=memory_taken_for_good),
-    Row(number=32, harm="a removed or locked folder", required="the next program's failure", run=in_box(spoiled_folders)),
+    Row(number=32, harm="a removed or locked folder", required="the next program fails",
+        run=in_box(spoiled_folders)),
 )  # fmt: skip

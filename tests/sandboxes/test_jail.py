@@ -1,14 +1,15 @@
 """Sandboxes that are jails.
 
 1. Nothing is left when the pool is closed; 2. when the host is killed, processes and control groups go too; 3. a jail
-that is killed fails its calls, and its files are gone, unless its programs took all memory: that is theirs; 4. one that does not answer is killed; of its zygote's other
-jails none suffers, and a zygote that is killed or does not answer is replaced, and nothing of its stock is handed out; 5. cancelling a call
-kills its program; 6. programs of one sandbox share files, of two nothing; 7. what the host writes belongs to the
-programs; 8. a jail that cannot be built is an error with its reason; 9. the disk is as large as asked; 10. more
-isolation than there is is refused, also by `auto`, which takes a jail where there is one; 11. a share of the CPUs slows
-a program down; 12. no descriptor stays open, neither when a process may have no more; 13. jails of one zygote do not
-reach each other, nor use up the processes of each other where a user without root has no control groups; 14. old
-names of the backend work, with a warning; 15. the umask of the host does not matter.
+that is killed fails its calls, and its files are gone; if its programs took all memory, that is their failure; 4. one
+that does not answer is killed; of its zygote's other jails none suffers, and a zygote that is killed or does not answer
+is replaced, and nothing of its stock is handed out; 5. cancelling a call kills its program; 6. programs of one sandbox
+share files, of two nothing; 7. what the host writes belongs to the programs; 8. a jail that cannot be built is an error
+with its reason; 9. the disk is as large as asked; 10. more isolation than there is is refused, also by `auto`, which
+takes a jail where there is one; 11. a share of the CPUs slows a program down; 12. no descriptor stays open, neither when
+a process may have no more; 13. jails of one zygote do not reach each other, nor use up the processes of each other where
+a user without root has no control groups; 14. old names of the backend work, with a warning; 15. the umask of the host
+does not matter.
 """
 
 import asyncio
