@@ -12,15 +12,15 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 from areal_agent.errors import SandboxError
 from sandboxes.agent.wire import REQUEST, Ask, End, Operation, Tell, pack
-from sandboxes.base import Process, Program
+from sandboxes.base import Cell, Process, Program
 from sandboxes.cgroups import SharedBounds
 from sandboxes.folder import OpenFolder, entries_of
 from sandboxes.folder import pack as pack_tar
-from sandboxes.link import CHUNK_BYTES, AgentEnd, AgentLink, AgentRun, Ended
+from sandboxes.link import CHUNK_BYTES, AgentLink, AgentRun, Ended
 from sandboxes.spec import ExecResult, Limits, Status, folder_parts
 
 Answer = TypeVar("Answer")
@@ -124,7 +124,7 @@ class AgentCell:
         finally:
             link.kill(run)
         stdout, stderr = (b"".join(output[stream]) for stream in (Tell.STDOUT, Tell.STDERR))
-        return result_of_end(end, limits, stdout, stderr, has_group=self.bounds is not None)
+        return result_of(end, limits, stdout, stderr, has_group=self.bounds is not None)
 
     def check_open(self) -> None:
         if self._closing is not None:
@@ -205,7 +205,7 @@ class AgentProcess:
         self._link.ask(Ask.CLOSE_STDIN, self.run)
 
     async def wait(self) -> ExecResult:
-        return result_of_end(await asyncio.shield(self.run.ended), self._limits, has_group=self._has_group)
+        return result_of(await asyncio.shield(self.run.ended), self._limits, has_group=self._has_group)
 
     async def kill(self) -> None:
         self._link.kill(self.run)
@@ -260,32 +260,26 @@ class FolderCell(AgentCell):
             os.close(descriptor)
 
 
-class Closable(Protocol):
-    """A cell, as its provider sees it."""
-
-    async def close(self) -> None: ...
-
-
 class Cells:
     """The open cells of one provider. `release` gives up what the provider holds, once all cells are closed."""
 
     def __init__(self, release: Callable[[], Awaitable[None]]) -> None:
         self._release = release
-        self._open: set[Closable] = set()
+        self._open: set[Cell] = set()
         self._closing: asyncio.Task[None] | None = None
 
     def check_open(self) -> None:
         if self._closing is not None:
             raise SandboxError("the sandbox pool is closed; open another")
 
-    async def add(self, cell: Closable) -> None:
+    async def add(self, cell: Cell) -> None:
         """Take a cell on; SandboxError when all were closed meanwhile, and then it is closed too."""
         if self._closing is not None:
             await cell.close()
         self.check_open()
         self._open.add(cell)
 
-    def discard(self, cell: Closable) -> None:
+    def discard(self, cell: Cell) -> None:
         self._open.discard(cell)
 
     async def close(self) -> None:
@@ -340,58 +334,30 @@ def base_environment(home: str) -> dict[str, str]:
     return {"PATH": PROGRAM_PATH, "HOME": home, "TMPDIR": home}
 
 
-def result_of_end(
-    end: AgentEnd, limits: Limits, stdout: bytes = b"", stderr: bytes = b"", *, has_group: bool
-) -> ExecResult:
-    return result_of(
-        end.ended,
-        stdout,
-        stderr,
-        limits,
-        verdict=STATUS_OF_END.get(end.reason),
-        is_truncated=end.is_cut,
-        wall_s=end.wall_s,
-        oom_kills=end.oom_kills,
-        was_refused_processes=end.refused_forks > 0,
-        has_group=has_group,
-    )
+def result_of(ended: Ended, limits: Limits, stdout: bytes = b"", stderr: bytes = b"", *, has_group: bool) -> ExecResult:
+    """Return the result of a program.
 
-
-def result_of(
-    ended: Ended,
-    stdout: bytes,
-    stderr: bytes,
-    limits: Limits,
-    *,
-    verdict: Status | None,
-    is_truncated: bool,
-    wall_s: float,
-    oom_kills: int = 0,
-    was_refused_processes: bool = False,
-    has_group: bool = True,
-) -> ExecResult:
-    """Return the result of a program. `verdict` is the reason for which the host had it killed, if it did.
-
-    What its control group counted goes before this reason. Nothing that the program printed can make it OK.
+    What its control group counted goes before the reason for which its agent had it killed, if it did. Nothing that the
+    program printed can make it OK.
     """
     code = os.waitstatus_to_exitcode(ended.wait_status)
-    if oom_kills:
+    if ended.oom_kills:
         status = Status.MEMORY
-    elif was_refused_processes:
+    elif ended.refused_forks:
         status = Status.PIDS
     else:
-        status = verdict or status_of(code, ended, stderr, limits, has_group=has_group)
+        status = STATUS_OF_END.get(ended.reason) or status_of(code, ended, stderr, limits, has_group=has_group)
     return ExecResult(
         status=status,
         exit_code=code if code >= 0 else None,
         signal=-code if code < 0 else None,
         stdout=stdout,
         stderr=stderr,
-        truncated=is_truncated,
-        wall_s=wall_s,
+        truncated=ended.is_cut,
+        wall_s=ended.wall_s,
         cpu_s=ended.cpu_s,
         peak_memory_bytes=ended.peak_memory_bytes,
-        oom_kills=oom_kills,
+        oom_kills=ended.oom_kills,
     )
 
 

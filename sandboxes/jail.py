@@ -327,7 +327,12 @@ class Zygote:
                 return group is not None and group.num_oom_kills() > 0
             return False
 
-        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:
+            for descriptor in (ours.detach(), *descriptors):
+                os.close(descriptor)
+            raise
         jail = Jail(AgentLink(chunks_of(reader), writer, has_run_out), descriptors)
         self._links = {jail.link, *(link for link in self._links if link.is_alive)}
         try:

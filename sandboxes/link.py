@@ -42,28 +42,35 @@ Outcome = TypeVar("Outcome")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """The kernel's account of a program that has ended: its wait status and the resources that it used."""
+    """The end of a program, as the kernel and its agent account for it."""
 
     wait_status: int
-    cpu_s: float
-    peak_memory_bytes: int
+    wall_s: float = 0.0  # as the agent measured it: the host hears of a start late
+    cpu_s: float = 0.0
+    peak_memory_bytes: int = 0
+    oom_kills: int = 0  # processes of its sandbox that were killed because memory ran out
+    refused_forks: int = 0
+    reason: End = End.ITSELF
+    is_cut: bool = False  # whether it printed more than it may
+
+    @classmethod
+    def read(cls, body: bytes) -> Self:
+        """Read what an agent tells; ValueError or struct.error for what no agent would."""
+        status, wall_us, cpu_us, peak_bytes, oom_kills, refused_forks, reason, is_cut = ENDED.unpack(body)
+        os.waitstatus_to_exitcode(status)  # ValueError for an invalid one
+        return cls(
+            wait_status=status,
+            wall_s=wall_us / 1e6,
+            cpu_s=cpu_us / 1e6,
+            peak_memory_bytes=peak_bytes,
+            oom_kills=oom_kills,
+            refused_forks=refused_forks,
+            reason=End(reason),
+            is_cut=is_cut,
+        )
 
 
-class AgentEnd:
-    """The end of a run, as its agent and the kernel report it."""
-
-    def __init__(self, body: bytes) -> None:
-        numbers = ENDED.unpack(body)
-        os.waitstatus_to_exitcode(numbers[0])  # ValueError for an invalid status
-        self.ended = Ended(wait_status=numbers[0], cpu_s=numbers[2] / 1e6, peak_memory_bytes=numbers[3])
-        self.wall_s: float = numbers[1] / 1e6  # as the agent measured it: the host hears of a start late
-        self.oom_kills: int = numbers[4]
-        self.refused_forks: int = numbers[5]
-        self.reason = End(numbers[6])
-        self.is_cut: bool = numbers[7]
-
-
-OUT_OF_MEMORY = AgentEnd(ENDED.pack(signal.SIGKILL, 0, 0, 0, 1, 0, End.ITSELF, False))
+OUT_OF_MEMORY = Ended(wait_status=signal.SIGKILL, oom_kills=1)
 """The end of a program in a sandbox that had no memory left for the agent itself: programs took it."""
 
 
@@ -78,7 +85,7 @@ class AgentRun:
         self.wall_s = wall_s
         self.on_output = on_output
         self.number = 0  # set at its start
-        self.ended: asyncio.Future[AgentEnd] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self.taken: asyncio.Future[bool] | None = None  # whether stdin took what it was given
         self.is_killed = False
         self.has_started = False
@@ -265,7 +272,7 @@ class AgentLink:
             is_timed = bool(run.wall_s)
             run.set_timer(self._loop.call_later(run.wall_s + DEADLINE_GRACE_S, self.kill, run) if is_timed else None)
 
-    def _settle(self, run: AgentRun, outcome: AgentEnd | SandboxError) -> None:
+    def _settle(self, run: AgentRun, outcome: Ended | SandboxError) -> None:
         """Give a run, which was removed from `_runs`, its outcome, unless its waiter has gone."""
         run.set_timer(None)
         if not run.has_started:
@@ -319,7 +326,7 @@ class AgentLink:
             if run.taken is not None and not run.taken.done():
                 run.taken.set_result(not body[0])
         else:
-            outcome = AgentEnd(body) if kind is Tell.ENDED else end_of_unstarted(body[0])
+            outcome = Ended.read(body) if kind is Tell.ENDED else end_of_unstarted(body[0])
             del self._runs[number]
             self._settle(run, outcome)
 
@@ -352,7 +359,7 @@ def settle(future: asyncio.Future[Outcome], outcome: Outcome | SandboxError) -> 
         future.set_result(outcome)
 
 
-def end_of_unstarted(number: int) -> AgentEnd | SandboxError:
+def end_of_unstarted(number: int) -> Ended | SandboxError:
     """Return the end of a program that could not be set up, given the errno: programs may have taken all memory."""
     if number == errno.ENOMEM:
         return OUT_OF_MEMORY

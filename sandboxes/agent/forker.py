@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from sandboxes.agent.files import remove_tree
 from sandboxes.agent.program import become_program, interpreter, kernel
-from sandboxes.agent.relay import Relay, counters_here, no_counters
+from sandboxes.agent.relay import Relay, files_of_counters
 from sandboxes.agent.wire import NUM_DESCRIPTORS, ORDER, REPORT, Order, Report
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def main(system_call_filter: bytes) -> NoReturn:
     for_forker, for_relay = agent_sockets()
     if (relay_pid := os.fork()) == 0:
         for_forker.close()
-        Relay(0, 1, for_relay, counters_here()).serve(bytes([has_filter, 0]))
+        Relay(0, 1, for_relay, files_of_counters()).serve(bytes([has_filter, 0]))
         os._exit(0)
     for_relay.close()
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -213,7 +213,7 @@ def main_without_walls() -> None:
     for_forker, for_relay = agent_sockets()
     if (relay_pid := os.fork()) == 0:
         for_forker.close()
-        relay = Relay(control.fileno(), control.fileno(), for_relay, no_counters(), has_walls=False)
+        relay = Relay(control.fileno(), control.fileno(), for_relay, has_walls=False)
         relay.serve(bytes([0, kernel.landlock_version()]))
         os._exit(0)
     for_relay.close()

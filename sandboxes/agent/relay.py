@@ -34,12 +34,12 @@ from sandboxes.agent.wire import (
 CHUNK_BYTES = 65_536
 PAUSE_S = 0.01
 """How long a program's start and output may wait to be sent with its end, as each message wakes four processes."""
-OOM_KILLS, REFUSED_FORKS = b"oom_kill", b"max"
-"""The names of the counters in the files of control groups."""
-FILES_OF_COUNTERS = {
-    OOM_KILLS: ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"),
-    REFUSED_FORKS: ("/sys/fs/cgroup/pids.events", "/sys/fs/cgroup/pids/pids.events"),
-}
+COUNTERS = (b"oom_kill", b"max")
+"""The names of the counters of processes that ran out of memory and of refused forks, each in its file."""
+FILES_OF_COUNTERS = (
+    ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/pids.events"),
+    ("/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/pids/pids.events"),
+)
 """Those of a container, in version 2 or 1."""
 READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 
@@ -67,10 +67,10 @@ class Run:
 
 
 class Relay:
-    """The relay; `source` and `out` are the descriptors of the stream."""
+    """The relay; `source` and `out` are the descriptors of the stream, `counters` the files of `COUNTERS`, if any."""
 
     def __init__(
-        self, source: int, out: int, forker: socket.socket, counters: "Sequence[Counter]", *, has_walls: bool = True
+        self, source: int, out: int, forker: socket.socket, counters: Sequence[int] = (), *, has_walls: bool = True
     ) -> None:
         self._source = source
         self._out = out
@@ -155,7 +155,7 @@ class Relay:
         request = body[end_of_stdin:]
         _, uid, gid, *_ = REQUEST.unpack_from(request)
         run = Run(number, uid, *told)
-        run.counted = [counter.read() for counter in self._counters]
+        run.counted = self._count()
         descriptors: list[int] = []
         try:
             descriptors.append(file_of(request))
@@ -300,7 +300,7 @@ class Relay:
             self._tell(Tell.STARTED, number, b"", within_s=run.pause_s)
             return
         del self._runs[number]
-        counted = [counter.read() - before for counter, before in zip(self._counters, run.counted, strict=True)]
+        counted = [now - before for now, before in zip(self._count(), run.counted, strict=True)]
         if kind != Report.ENDED:
             if value != errno.EAGAIN or not counted[1]:
                 self._close(run)
@@ -314,6 +314,12 @@ class Relay:
         wall_us = 0 if run.started_s is None else int((time.monotonic() - run.started_s) * 1e6)
         told = ENDED.pack(value, wall_us, cpu_us, peak_bytes, *counted, run.end, run.is_cut)
         self._tell(Tell.ENDED, number, told)
+
+    def _count(self) -> list[int]:
+        if not self._counters:
+            return [0 for _ in COUNTERS]
+        texts = (os.pread(file, 4096, 0).split() for file in self._counters)
+        return [int(words[words.index(name) + 1]) for words, name in zip(texts, COUNTERS, strict=True)]
 
     # ── descriptors ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -348,30 +354,10 @@ class Relay:
         self._tell_at_s = float("inf")
 
 
-class Counter:
-    """A counter of a control group: a name in an open file. Without a file it counts nothing."""
-
-    def __init__(self, name: bytes, file: int | None) -> None:
-        self._name = name
-        self._file = file
-
-    def read(self) -> int:
-        if self._file is None:
-            return 0
-        words = os.pread(self._file, 4096, 0).split()
-        return int(words[words.index(self._name) + 1])
-
-
-def counters_here() -> list[Counter]:
-    """Return the counters of the container around this process, as far as it shows them."""
-    return [
-        Counter(name, next((os.open(path, os.O_RDONLY) for path in paths if os.path.exists(path)), None))
-        for name, paths in FILES_OF_COUNTERS.items()
-    ]
-
-
-def no_counters() -> list[Counter]:
-    return [Counter(name, None) for name in FILES_OF_COUNTERS]
+def files_of_counters() -> list[int]:
+    """Open the files of the counters of the container around this process, if it shows them."""
+    shown = next((paths for paths in FILES_OF_COUNTERS if all(map(os.path.exists, paths))), ())
+    return [os.open(path, os.O_RDONLY) for path in shown]
 
 
 def file_of(data: bytes) -> int:

@@ -46,7 +46,7 @@ from sandboxes.agent.kernel import (
     prctl,
     syscall,
 )
-from sandboxes.agent.relay import FILES_OF_COUNTERS, Counter, Relay, no_counters
+from sandboxes.agent.relay import COUNTERS, Relay
 
 ANSWER = struct.Struct("=i")
 """An errno, or 0: the zygote is ready, or a jail, whose folder, relay and listener (if it has one) come with it."""
@@ -166,7 +166,7 @@ def serve_jail(
         handed.insert(0, os.open(".", os.O_RDONLY | os.O_DIRECTORY))
         unshare(NEW_PIDS)
         forker = os.fork()
-    counters, joining = group[:2], group[2:]
+    counters, joining = group[: len(COUNTERS)], group[len(COUNTERS) :]
     if forker == 0:
         for descriptor in (*handed, *counters):
             os.close(descriptor)
@@ -180,8 +180,7 @@ def serve_jail(
         answer(stream, error, () if error else handed)
     for descriptor in (*handed, *joining):
         os.close(descriptor)
-    named = [Counter(*pair) for pair in zip(FILES_OF_COUNTERS, counters, strict=True)] if counters else no_counters()
-    Relay(stream.fileno(), stream.fileno(), for_relay, named).serve(bytes([1, 0]))
+    Relay(stream.fileno(), stream.fileno(), for_relay, counters).serve(bytes([1, 0]))
     with contextlib.suppress(ProcessLookupError):
         os.kill(forker, signal.SIGKILL)
     os.waitpid(forker, 0)  # it ends when all in its jail have; the stream ends after that

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from areal_agent.errors import SandboxError
+from sandboxes.agent.wire import End
 from sandboxes.base import Process, Program
 from sandboxes.cell import result_of
 from sandboxes.cgroups import SharedBounds
 from sandboxes.containers.cell import FILES_TIMEOUT_S
 from sandboxes.containers.engine import Engine, Stream, frames
 from sandboxes.link import GONE, Ended
-from sandboxes.spec import ExecResult, Limits, Status, folder_parts, relative_parts
+from sandboxes.spec import ExecResult, Limits, folder_parts, relative_parts
 
 PLAIN_COMMAND = ("cat",)
 """The first process of a container without an agent. It ends with the stream to the host, and the container with it."""
@@ -109,28 +110,25 @@ class PlainCell:
         started_s = time.monotonic()
         try:
             number, stream = await self.engine.exec(self.container, command, env, posixpath.join(self.env["HOME"], cwd))
-            stdout, stderr, verdict = await talk(stream, stdin, limits)
+            stdout, stderr, reason = await talk(stream, stdin, limits)
         finally:
             oom_kills = await asyncio.shield(asyncio.ensure_future(self._kill_the_rest()))
         code = await self.engine.exit_code(number)
         code = 128 + signal.SIGKILL if code is None else code  # above 128 it means a signal, as in a shell
-        wait_status = code - 128 if 128 < code <= 128 + signal.NSIG else code << 8
-        return result_of(
-            Ended(wait_status=wait_status, cpu_s=0.0, peak_memory_bytes=0),
-            stdout,
-            stderr,
-            limits,
-            verdict=verdict,
-            is_truncated=verdict is Status.OUTPUT_LIMIT,
+        ended = Ended(
+            wait_status=code - 128 if 128 < code <= 128 + signal.NSIG else code << 8,
             wall_s=time.monotonic() - started_s,
             oom_kills=oom_kills,
+            reason=reason,
+            is_cut=reason is End.OUTPUT,
         )
+        return result_of(ended, limits, stdout, stderr, has_group=True)
 
     async def _kill_the_rest(self) -> int:
         """Kill what a program left, and return how many processes ran out of memory since the last call."""
         _, stream = await self.engine.exec(self.container, shell(KILL_THE_REST), self.env, self.env["HOME"])
-        stdout, _, verdict = await talk(stream, b"", CLEAN_UP)
-        if verdict is Status.TIMEOUT:
+        stdout, _, reason = await talk(stream, b"", CLEAN_UP)
+        if reason is End.DEADLINE:
             await self.close()
             raise SandboxError("the processes of a container could not be killed; it was removed")
         words = stdout.split()
@@ -144,11 +142,11 @@ def shell(script: str, *arguments: str) -> Sequence[str]:
     return ("sh", "-c", f"read -r _ || exit 1; {script}", "sh", *arguments)
 
 
-async def talk(stream: Stream, stdin: bytes, limits: Limits) -> tuple[bytes, bytes, Status | None]:
-    """Talk with an exec until it ends, and return stdout, stderr, and why it has to be killed, if it has."""
+async def talk(stream: Stream, stdin: bytes, limits: Limits) -> tuple[bytes, bytes, End]:
+    """Talk with an exec until it ends, and return stdout, stderr, and the reason of its end."""
     reader, writer = stream
     stdout, stderr = output = bytearray(), bytearray()
-    room, verdict = limits.output_bytes, None
+    room, reason = limits.output_bytes, End.ITSELF
     try:
         writer.write(b"\n" + stdin)
         writer.write_eof()
@@ -156,11 +154,11 @@ async def talk(stream: Stream, stdin: bytes, limits: Limits) -> tuple[bytes, byt
             async for is_error, data in frames(reader):
                 output[is_error].extend(data[:room])
                 if len(data) > room:
-                    verdict = Status.OUTPUT_LIMIT
+                    reason = End.OUTPUT
                     break
                 room -= len(data)
     except TimeoutError:
-        verdict = Status.TIMEOUT
+        reason = End.DEADLINE
     finally:
         writer.transport.abort()
-    return bytes(stdout), bytes(stderr), verdict
+    return bytes(stdout), bytes(stderr), reason

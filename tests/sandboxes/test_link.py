@@ -24,7 +24,7 @@ from sandboxes.base import Program
 from sandboxes.cell import AgentCell, User
 from sandboxes.cgroups import Bounds, SharedBounds
 from sandboxes.containers.engine import frames
-from sandboxes.link import MAX_ON_THE_WAY, AgentEnd, AgentLink, AgentRun
+from sandboxes.link import MAX_ON_THE_WAY, AgentLink, AgentRun, Ended
 from sandboxes.spec import Limits
 
 LIMITS = Limits(wall_s=60.0, output_bytes=10)
@@ -189,7 +189,7 @@ async def test_so_many_are_on_their_way(tmp_path: Path) -> None:
     async with engine_that(tmp_path, act) as path:
         link = await link_to(path)
 
-        async def run() -> AgentEnd:
+        async def run() -> Ended:
             run = AgentRun(0, lambda *_: None)
             await link.start(run, b"", output_bytes=-1, is_paced=False)
             return await run.ended

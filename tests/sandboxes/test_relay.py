@@ -19,8 +19,8 @@ from sandboxes.agent.wire import HEADER, NUM_DESCRIPTORS, ORDER, REPORT, Ask, Or
 PATIENCE_S = 60.0
 RELAY = """
 import socket, sys
-from sandboxes.agent.relay import Relay, no_counters
-Relay(0, 1, socket.socket(fileno=int(sys.argv[1])), no_counters()).serve(bytes(2))
+from sandboxes.agent.relay import Relay
+Relay(0, 1, socket.socket(fileno=int(sys.argv[1]))).serve(bytes(2))
 """
 
 
