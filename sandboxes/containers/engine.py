@@ -150,6 +150,14 @@ class Engine:
         """Return the engine's description of a container; None when it is gone."""
         return await self._find(lambda: self._client.inspect_container(container))
 
+    async def has_run_out_of_memory(self, container: str) -> bool:
+        """Return whether a process of a container that has ended was killed because memory ran out."""
+        try:
+            found = await self.find_container(container)
+        except SandboxError:
+            return False
+        return found is not None and bool(found["State"]["OOMKilled"])
+
     async def limit(self, container: str, limits: Mapping[str, Any]) -> None:
         """Change the bounds on all of a running container."""
         url = f"{self._client.base_url}/v{self._client.api_version}/containers/{container}/update"
