@@ -233,18 +233,18 @@ def set_limits(request: dict[str, Any], num_processes: int) -> None:
     lower_limit(resource.RLIMIT_NOFILE, request["open_files"])
     if request["new_processes"] is not None and num_processes:
         lower_limit(resource.RLIMIT_NPROC, num_processes + request["new_processes"])
-    # The soft limit ends the program with SIGXCPU; one that ignores it dies a second later.
+    # Soft and hard are the same, so that SIGKILL ends the program: it could handle SIGXCPU, and go on for a second.
     if request["cpu_s"] is not None:
-        lower_limit(resource.RLIMIT_CPU, request["cpu_s"], grace=1)
+        lower_limit(resource.RLIMIT_CPU, request["cpu_s"])
     if request["address_space_bytes"] is not None:
         lower_limit(resource.RLIMIT_AS, request["address_space_bytes"])
 
 
-def lower_limit(name: int, value: int, *, grace: int = 0) -> None:
-    """Set a soft limit, and a hard limit `grace` above it; a stricter hard limit of the host's stays."""
+def lower_limit(name: int, value: int) -> None:
+    """Set a limit, soft and hard; a stricter hard limit of the host's stays."""
     _, ceiling = resource.getrlimit(name)
-    hard = value + grace if ceiling == resource.RLIM_INFINITY else min(value + grace, ceiling)
-    resource.setrlimit(name, (min(value, hard), hard))
+    limit = value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)
+    resource.setrlimit(name, (limit, limit))
 
 
 def count_user_tasks() -> int:

@@ -87,7 +87,7 @@ def _confine(uid: int, gid: int, limits: list[int]) -> None:
 def _limit(cpu_s: int, file_bytes: int, open_files: int) -> None:
     limits = {"fsize": (file_bytes, file_bytes), "nofile": (open_files, open_files), "core": (0, 0)}
     if cpu_s:
-        limits["cpu"] = (cpu_s, cpu_s + 1)  # a program that ignores the first limit's signal is killed at the second
+        limits["cpu"] = (cpu_s, cpu_s)  # SIGKILL: a program could handle SIGXCPU, which a lower soft limit sends
     if resource is not None:
         for name, pair in limits.items():
             resource.setrlimit(getattr(resource, f"RLIMIT_{name.upper()}"), pair)
