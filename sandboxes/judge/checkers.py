@@ -168,7 +168,9 @@ class CustomChecker:
             raise ValueError("the checker defines no function check(stdin, expected, output)")
         names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)}
         if evaluating := sorted(names & {"eval", "exec"}):
-            raise ValueError(f"the checker uses {evaluating[0]}; read outputs with ast.literal_eval, json.loads or float")
+            raise ValueError(
+                f"the checker uses {evaluating[0]}; read outputs with ast.literal_eval, json.loads or float"
+            )
 
 
 @dataclass(eq=False)

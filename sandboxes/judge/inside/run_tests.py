@@ -221,7 +221,9 @@ def main() -> None:
         code = pytest.main([*OPTIONS, *order["files"]], plugins=[reporter])
     if not reporter.is_listed:
         error = reporter.error
-        why = "".join(traceback.format_exception_only(error)) if error else f"pytest says {said.getvalue()[-MAX_DETAIL:]}"
+        why = (
+            "".join(traceback.format_exception_only(error)) if error else f"pytest says {said.getvalue()[-MAX_DETAIL:]}"
+        )
         # A missing module is the tests' own fault; an assertion may fail because of a value that the program gave.
         is_independent = not program.has_answered or isinstance(error, (ImportError, SyntaxError))
         wire.tell({"broken": program.unjudged or why.strip(), "is_ours": is_independent and not program.has_failed})

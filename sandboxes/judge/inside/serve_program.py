@@ -155,7 +155,9 @@ def main() -> None:
         try:
             text = json.dumps(answer)
         except ValueError as error:  # an integer with too many digits to be written
-            text = json.dumps({"raised": {"names": ["ValueError"], "message": str(error), "args": [], "attributes": {"dict": []}}})
+            text = json.dumps(
+                {"raised": {"names": ["ValueError"], "message": str(error), "args": [], "attributes": {"dict": []}}}
+            )
         replies.write(f"{text}\n")
         replies.flush()
 
