@@ -24,7 +24,7 @@ within its wall-clock limit plus this time."""
 NEARLY_ALL_MEMORY = 0.9
 """Without a control group, a failed program ran out of memory if it had this share of its limit resident."""
 NEARLY_ALL_CPU = 0.75
-"""A program killed at its CPU limit may be reported to have used only this share, where a virtual machine was held up."""
+"""A program killed at its CPU limit may seem to have used only this share, where a virtual machine was held up."""
 CHUNK_BYTES = 65_536
 PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
 

@@ -36,7 +36,7 @@ SAME_LINES = SameLines()
 ANY_BOX = SandboxSpec()
 CASES_AT_ONCE = 4
 MAX_GROWTH = 32
-"""A right result is at most so many times as long as the expected one: numbers may have more digits, no more of them."""
+"""A right result is at most so many times as long as the expected one, since its numbers may have more digits."""
 CANNOT_BE_RUN = (126, 127)
 """Exit codes of a command that is missing or cannot be executed."""
 
@@ -78,9 +78,11 @@ async def grade(
                 await _require_language(language, pool, spec, limits)
             detail = ending_of(built.stderr) or built.status.value
             return Verdict(cases=(CaseVerdict(outcome=Outcome.NOT_BUILT, detail=detail),) * len(cases))
-        checks = checker
-        if isinstance(checker, CustomChecker):
-            checks = CustomChecks(checker, pool.acquire(spec), stack, texts_of(cases[0]))
+        checks = (
+            CustomChecks(checker, pool.acquire(spec), stack, texts_of(cases[0]))
+            if isinstance(checker, CustomChecker)
+            else checker
+        )
 
         async def judge_one(case: Case) -> CaseVerdict:
             result = await program.run(_stdin_of(case, code), case.limits or limits)

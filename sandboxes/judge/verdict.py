@@ -200,8 +200,8 @@ class UnitTests:
       program made. Arguments are copies: a change that the program makes to one does not show in the test;
     - expect exceptions, built-in ones and those of the program, and what it prints (`capsys`).
 
-    A test that asks the program to judge itself fails: see "Code rewards" in sandboxes/README.md. The constructor raises
-    ValueError for what the source shows not to be judgeable.
+    A test that has the program judge itself fails: see "Code rewards" in sandboxes/README.md. The constructor refuses
+    what the source shows to be impossible to judge.
 
     >>> UnitTests(files={"test_it.py": "from solution import add\ndef test_add(): assert add(1, 2) == 3"}).module
     'solution'

@@ -1,9 +1,10 @@
 """When an output is right.
 
 1. Any text is the same as itself, for every checker; 2. white space at the end of lines and of the text is free, line
-ends are not; 3. numbers within the tolerance are the same, unless a whole one is expected, others not, and what is not finite never; 4. any JSON
-value is the same as itself, and not as one with a leaf changed; 5. a truth value is no number, a text no number;
-6. data nested as deep as can be is compared all the same; 7. a verdict's reward is a number from 0 to 1, whatever.
+ends are not; 3. numbers within the tolerance are the same, unless a whole one is expected, others not, and what is not
+finite never; 4. any JSON value is the same as itself, and not as one with a leaf changed; 5. a truth value is no
+number, a text no number; 6. data nested as deep as can be is compared all the same; 7. a verdict's reward is a number
+from 0 to 1, whatever.
 """
 
 import json

@@ -2,10 +2,10 @@
 
 1. A right program passes and a wrong one does not, by texts and by calls; 2. each language of the table, and one that
 is not in it; 3. how a program fails is told; 4. each case counts for its part; 5. `stop_early` leaves out what follows
-the first failure; 6. a case may have limits of its own; 7. a custom checker decides, may give a part, one that
-fails passes nothing, and one that fails on what is expected or evaluates outputs is refused; 8. what the program prints in a call is no result; 9. what cannot be judged is refused; 10. a
-sandbox that fails, or that has not the language, raises SandboxError: it is no verdict; 11. a text that is
-precompiled does what its source does, in a Python of any version.
+the first failure; 6. a case may have limits of its own; 7. a custom checker decides, may give a part, one that fails
+passes nothing, and one that fails on what is expected or evaluates outputs is refused; 8. what the program prints in a
+call is no result; 9. what cannot be judged is refused; 10. a sandbox that fails, or that has not the language, raises
+SandboxError: it is no verdict; 11. a text that is precompiled does what its source does, in a Python of any version.
 """
 
 import shutil

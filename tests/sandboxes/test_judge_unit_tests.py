@@ -299,7 +299,8 @@ def test_what_the_source_shows_is_refused_before_anything_runs(tests: str, messa
     ],
 )
 async def test_a_test_that_has_the_program_judge_itself_fails(pool: Pool, check: str, detail: str) -> None:
-    tests = f"import solution\nfrom solution import Stack, apply, merged\nfrom unittest.mock import Mock\ndef test_it():\n    {check}"
+    imports = "import solution\nfrom solution import Stack, apply, merged\nfrom unittest.mock import Mock"
+    tests = f"{imports}\ndef test_it():\n    {check}"
     verdict = await judged(pool, STACK, tests)
     assert (verdict.reward, detail in verdict.cases[0].detail) == (0.0, True), verdict
 

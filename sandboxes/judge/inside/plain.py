@@ -7,9 +7,6 @@ a subclass could pretend to be anything, so it is not plain data. An object of t
 from collections.abc import Callable
 from typing import Any, cast
 
-BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", "lshift", "rshift")
-UNARY = ("neg", "pos", "abs", "invert", "index", "int", "float", "round")
-"""The operators that tests may use on objects of the program, as `operator` or `builtins` names them."""
 SCALARS = (type(None), bool, int, float, str)
 SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 MAKERS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}

@@ -106,9 +106,9 @@ class Reporter:
     def pytest_pycollect_makeitem(self, collector: Any, name: str, obj: Any) -> Any:
         if isinstance(obj, (RemoteObject, RemoteClass)):
             return []  # of the program, however it is named
-        if inspect.isasyncgenfunction(obj) or inspect.isgeneratorfunction(obj):
-            if not isinstance(obj, type) and collector.istestfunction(obj, name):
-                self.refused = self.refused or f"{name} is a generator, which nothing runs"
+        is_generator = inspect.isasyncgenfunction(obj) or inspect.isgeneratorfunction(obj)
+        if is_generator and collector.istestfunction(obj, name):
+            self.refused = f"{name} is a generator, which nothing runs"
         return None
 
     def pytest_exception_interact(self, call: Any, report: Any) -> None:
@@ -152,7 +152,7 @@ class Reporter:
             self.wire.tell({"refused": f"{name} gives a {type(result).__name__}, which nothing runs"})
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.program.new_test()
+        self.program.is_gone, self.program.unjudged = False, ""
         self.passed: list[str] = []  # phases of the running test
         self.failed: list[str] = []
         self.detail = ""

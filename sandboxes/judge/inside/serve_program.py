@@ -4,8 +4,8 @@
     {"do": ..., "on": ..., "args": [...]} ─▶ {"value": ...}                   or {"raised": ...}, {"gone": ...}
 
 `on` is the key of an object: its name in the program or among the built-in names or, for one that the program made, a
-number that includes the serial of this process. The key of an object of an earlier process is `gone`. What the program prints with `sys.stdout`
-is `printed` in the reply; the rest of its output goes to stderr.
+number that includes the serial of this process. The key of an object of an earlier process is `gone`. What the program
+writes to `sys.stdout` is `printed` in the reply; the rest of its output goes to stderr.
 """
 
 import builtins
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sandboxes.judge.inside.call import load
-from sandboxes.judge.inside.plain import BINARY, UNARY, pack, unpack
+from sandboxes.judge.inside.plain import pack, unpack
 
 MAX_MESSAGE = 2_000
 MAX_PRINTED = 65_536
@@ -85,23 +85,11 @@ def run(awaitable: Any) -> Any:
 loop: Any = None
 
 
-def leave(target: Any, error: Any) -> Any:
-    return target.__exit__(error and type(error), error, None)
-
-
-def async_leave(target: Any, error: Any) -> Any:
-    return run(target.__aexit__(error and type(error), error, None))
-
-
-ACTS: dict[str, Callable[..., Any]] = {
-    "get": getattr, "set": setattr, "delete": delattr, "call": call, "len": len, "truth": bool, "str": str, "repr": repr,
-    "item": operator.getitem, "set_item": operator.setitem, "delete_item": operator.delitem,
-    "iter": iter, "some": some, "next": next, "await": run,
-    "enter": lambda target: target.__enter__(), "exit": leave,
-    "async_enter": lambda target: run(target.__aenter__()), "async_exit": async_leave,
-    "async_iter": lambda target: target.__aiter__(), "async_next": lambda target: run(target.__anext__()),
-    **{name: getattr(operator, name, None) or getattr(builtins, name) for name in (*BINARY, *UNARY)},
-}  # fmt: skip
+def act_of(name: str) -> Callable[..., Any]:
+    """Return what an act does: it is named like a function of this file, of `operator`, or a built-in one."""
+    return (
+        {"call": call, "some": some, "run": run}.get(name) or getattr(operator, name, None) or getattr(builtins, name)
+    )
 
 
 def described(error: BaseException, pack_object: Callable[[Any], Any]) -> dict[str, Any]:
@@ -133,7 +121,7 @@ def answers(requests: Iterator[str]) -> Iterator[dict[str, Any]]:
         try:
             request = json.loads(line)
             args = unpack(request["args"], objects.unpack)
-            yield {"value": pack(ACTS[request["do"]](objects[request["on"]], *args), objects.pack)}
+            yield {"value": pack(act_of(request["do"])(objects[request["on"]], *args), objects.pack)}
         except Gone:
             yield {"gone": "the object was made by a process that has died"}
         except BaseException as error:
@@ -155,9 +143,7 @@ def main() -> None:
         try:
             text = json.dumps(answer)
         except ValueError as error:  # an integer with too many digits to be written
-            text = json.dumps(
-                {"raised": {"names": ["ValueError"], "message": str(error), "args": [], "attributes": {"dict": []}}}
-            )
+            text = json.dumps({"raised": described(error, vars)})
         replies.write(f"{text}\n")
         replies.flush()
 

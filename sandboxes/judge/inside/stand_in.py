@@ -1,10 +1,10 @@
 """The module that tests import in place of the program: it sends on what is asked of the program's objects.
 
 Only plain data of the program comes to the tests' process. An object of the program stays where it is and is known by
-its key. What a test asks of it (an attribute, a call, its length, its items) is answered by the program, as a plain
-function's result is. What would let the program be the judge of its own result fails the test, with the reason: whether
-its object equals another or is less, and arithmetic with a value of the test. Each answer makes a new stand-in, so that
-two of them are never identical: a list of them would otherwise equal another without being compared.
+its key. What a test asks of it (an attribute, a call, its length, its items) the program answers, as with the result of
+a plain function. Whether its object equals another, is less, or what it gives with a value of the test is not asked:
+that would have the program judge itself, so the test fails with the reason. Each answer makes a new stand-in, so that
+two of them are never identical: lists of them would otherwise be equal without being compared.
 """
 
 import builtins
@@ -13,10 +13,30 @@ import types
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from sandboxes.judge.inside.plain import BINARY, UNARY, pack, unpack
+from sandboxes.judge.inside.plain import pack, unpack
 
 PROBED = ("__", "_mock", "_pytest", "pytest")
 """Beginnings of names that Python and pytest look for in any object. The program is not asked for them."""
+SENT = (
+    *("delattr", "delitem", "getitem", "len", "next", "repr", "setattr", "setitem", "str"),
+    *("abs", "float", "index", "int", "invert", "neg", "pos", "round"),
+)
+OPERATORS = (
+    "add",
+    "and_",
+    "floordiv",
+    "lshift",
+    "matmul",
+    "mod",
+    "mul",
+    "or_",
+    "pow",
+    "rshift",
+    "sub",
+    "truediv",
+    "xor",
+)
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 EXACT_ITEMS, MANY_ITEMS = 64, 1024
 """An iterator of the program is asked for one item at a time, as its tests see what it does; later for many."""
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
@@ -39,11 +59,8 @@ class Program:
         self.has_answered = False  # whether anything here may depend on its answers
         self.has_failed = False  # whether it has raised, died, or lacked a name that a test asked for
         self.has_told = False  # whether it has given plain data, by which tests may choose what they test
-        self.new_test()
-
-    def new_test(self) -> None:
-        self.is_gone = False  # whether it has died since
-        self.unjudged = ""  # the reason why a test cannot be judged
+        self.is_gone = False  # whether it has died since this was last set to False
+        self.unjudged = ""  # the reason why the running test cannot be judged
 
     @property
     def is_bad(self) -> bool:
@@ -61,7 +78,7 @@ class Program:
         if "raised" in reply:
             raise self._exception(reply["raised"])
         self.is_gone = True
-        raise ProgramGone(reply.get("gone", "what it answered is no answer"))
+        raise ProgramGone(reply.get("gone", "its answer is none"))
 
     def cannot(self, reason: str) -> CannotBeJudged:
         """Return the exception for what cannot be judged; the test fails even if it catches that."""
@@ -70,8 +87,9 @@ class Program:
 
     def _pack(self, value: Any) -> dict[str, Any]:
         """Pack what is not plain data: what the program has too, by its name or key."""
-        if isinstance(value, BaseException) and self._has_too(type(value)):
-            value = self.do("call", type(value).__name__, value.args, {})
+        kind: type = type(value)
+        if isinstance(value, BaseException) and self._has_too(kind):
+            value = self.do("call", kind.__name__, value.args, {})
         if isinstance(value, RemoteObject):
             return {"object": [vars(value)["_remote"][1]]}
         if self._has_too(value):
@@ -81,29 +99,29 @@ class Program:
     def _has_too(self, value: Any) -> bool:
         """Return whether this is a class of the program, or built in."""
         name = getattr(value, "__name__", "")
-        return value is not None and value in (self.classes.get(name), getattr(builtins, name, None))
+        return value is self.classes.get(name, self) or value is getattr(builtins, name, self)
 
     def _unpack(self, parts: dict[str, Any]) -> Any:
         key, class_name = parts["object"]
         kind = self.classes.get(class_name, RemoteObject)
         made = object.__new__(kind if issubclass(kind, RemoteObject) else RemoteObject)
-        object.__setattr__(made, "_remote", (self, key))
+        vars(made)["_remote"] = (self, key)
         return made
 
     def _exception(self, raised: dict[str, Any]) -> BaseException:
         """Return the nearest known exception; a program cannot raise one that would end or skip a test."""
-        kinds = (self.classes.get(name) or getattr(builtins, name, None) for name in raised["names"])
-        kind = next((kind for kind in kinds if may_be_raised(kind)), RuntimeError)
+        for name in raised["names"]:
+            kind: Any = self.classes.get(name) or getattr(builtins, name, None)
+            if isinstance(kind, type) and (kind is SystemExit or issubclass(kind, Exception)):
+                break
+        else:
+            kind = RuntimeError
         try:
             error = kind(*unpack(raised["args"], self._unpack))
         except Exception:  # an exception of another make
             return RuntimeError(raised["message"])
-        error.__dict__.update(unpack(raised["attributes"], self._unpack), _message=raised["message"])
+        vars(error).update(unpack(raised["attributes"], self._unpack), _message=raised["message"])
         return error
-
-
-def may_be_raised(kind: Any) -> bool:
-    return isinstance(kind, type) and (kind is SystemExit or issubclass(kind, Exception))
 
 
 def remote(target: Any, act: str, *args: Any) -> Any:
@@ -113,35 +131,27 @@ def remote(target: Any, act: str, *args: Any) -> Any:
 
 def sends(act: str) -> Any:
     """Return a method that has the program do this."""
-    return lambda self, *args: remote(self, act, *args)
+
+    def method(self: Any, *args: Any) -> Any:
+        return remote(self, act, *args)
+
+    return method
 
 
-def sends_operation(act: str) -> Any:
-    """Return a method for an operator whose two sides must be objects of the program."""
+def judges(act: str) -> Any:
+    """Return a method for an operator by which the program would judge itself, with the exceptions."""
 
-    def method(self: "RemoteObject", other: Any) -> Any:
-        if isinstance(other, RemoteObject):
+    def method(self: Any, other: Any) -> Any:
+        if isinstance(other, RemoteObject) and act in OPERATORS:
             return remote(self, act, other)
-        raise cannot(self, f"takes an object of the program and a value of its own together ({act.strip('_')})")
+        if other is None and act in ("eq", "ne"):
+            return act == "ne"
+        raise vars(self)["_remote"][0].cannot(
+            f"a test compares an object of the program, or takes it together with a value of its own ({act}): the "
+            "program would judge itself; compare plain data, such as attributes, results of methods, or its text"
+        )
 
     return method
-
-
-def refuses_comparison(sign: str) -> Any:
-    """Return a method for a comparison; only whether an object is None is no question for the program."""
-
-    def method(self: "RemoteObject", other: Any) -> bool:
-        if other is None and sign in ("==", "!="):
-            return sign == "!="
-        raise cannot(self, f"compares an object of the program ({sign})")
-
-    return method
-
-
-def cannot(target: "RemoteObject", what: str) -> BaseException:
-    return vars(target)["_remote"][0].cannot(
-        f"a test {what}, and so lets the program judge itself; compare plain data: attributes, results of methods, text"
-    )
 
 
 class RemoteObject:
@@ -149,22 +159,12 @@ class RemoteObject:
 
     _remote: tuple[Program, str]
 
-    __setattr__ = sends("set")
-    __len__ = sends("len")
     __bool__ = sends("truth")
-    __str__ = sends("str")
-    __repr__ = sends("repr")
-    __getitem__ = sends("item")
-    __setitem__ = sends("set_item")
-    __delitem__ = sends("delete_item")
-    __next__ = sends("next")
-    __enter__ = sends("enter")
-    for _name in UNARY:
-        locals()[f"__{_name}__"] = sends(_name)
-    for _name in BINARY:
-        locals()[f"__{_name.strip('_')}__"] = locals()[f"__r{_name.strip('_')}__"] = sends_operation(_name)
-    for _name, _sign in {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}.items():
-        locals()[f"__{_name}__"] = refuses_comparison(_sign)
+    for _act in SENT:
+        locals()[f"__{_act}__"] = sends(_act)
+    for _act in (*OPERATORS, *COMPARISONS):
+        locals()[f"__{_act.strip('_')}__"] = locals()[f"__r{_act.strip('_')}__"] = judges(_act)
+    del _act  # pyright: ignore[reportPossiblyUnboundVariable]
 
     def __hash__(self) -> int:
         return hash(vars(self)["_remote"][1])
@@ -172,63 +172,50 @@ class RemoteObject:
     def __getattr__(self, name: str) -> Any:
         if name.startswith(PROBED):
             raise AttributeError(name)
-        return remote(self, "get", name)
-
-    def __delattr__(self, name: str) -> None:
-        remote(self, "delete", name)
+        return remote(self, "getattr", name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return remote(self, "call", args, kwargs)
 
     def __iter__(self) -> Iterator[Any]:
-        size, num_given = 1, 0
-        iterator = remote(self, "iter")
-        while True:
-            items = remote(iterator, "some", size)
+        iterator, size, num_given = remote(self, "iter"), 1, 0
+        while len(items := remote(iterator, "some", size)) == size:
             yield from items
-            num_given += len(items)
-            if len(items) < size:
-                return
+            num_given += size
             size = 1 if num_given < EXACT_ITEMS else MANY_ITEMS
+        yield from items
 
-    def __exit__(self, _kind: object, error: "BaseException | None", _frames: object) -> bool:
-        return remote(self, "exit", error) is True
+    def __enter__(self) -> Any:
+        return remote(self, "getattr", "__enter__")()
+
+    def __exit__(self, kind: Any, error: Any, _frames: object) -> bool:
+        return remote(self, "getattr", "__exit__")(kind, error, None) is True
 
     def __await__(self) -> Generator[None, None, Any]:
-        return remote(self, "await")
+        return remote(self, "run")
         yield
 
     async def __aenter__(self) -> Any:
-        return remote(self, "async_enter")
+        return await remote(self, "getattr", "__aenter__")()
 
-    async def __aexit__(self, _kind: object, error: "BaseException | None", _frames: object) -> bool:
-        return remote(self, "async_exit", error) is True
+    async def __aexit__(self, kind: Any, error: Any, _frames: object) -> bool:
+        return await remote(self, "getattr", "__aexit__")(kind, error, None) is True
 
-    def __aiter__(self) -> "RemoteObject":
-        return remote(self, "async_iter")
+    def __aiter__(self) -> Any:
+        return remote(self, "getattr", "__aiter__")()
 
     async def __anext__(self) -> Any:
-        return remote(self, "async_next")
+        return await remote(self, "getattr", "__anext__")()
 
 
 class RemoteClass(type):
     """A class of the program: its calls make objects there."""
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if "_remote" not in vars(cls):
-            raise cannot(cls, "derives a class from the program's")  # pyright: ignore[reportArgumentType]
-        return remote(cls, "call", args, kwargs)
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith(PROBED):
-            raise AttributeError(name)
-        return remote(cls, "get", name)
-
-    def __iter__(cls) -> Iterator[Any]:  # of an enumeration
-        return RemoteObject.__iter__(cls)  # pyright: ignore[reportArgumentType]
-
+    __getattr__ = RemoteObject.__getattr__
+    __call__ = RemoteObject.__call__  # pyright: ignore[reportAssignmentType]
+    __iter__ = RemoteObject.__iter__  # of an enumeration
     __len__ = sends("len")
-    __getitem__ = sends("item")
+    __getitem__ = sends("getitem")
 
     def __bool__(cls) -> bool:
         return True
@@ -243,14 +230,13 @@ class StandIn(types.ModuleType):
         for key, (kind, ancestors) in sorted(names.items(), key=lambda item: len(item[1][1])):  # ancestors come first
             if kind != "object":
                 program.classes[key] = class_of(key, kind, ancestors, program)
-        self.__dict__.update(program.classes, _program=program, _names=frozenset(names))
+        vars(self).update(program.classes, _program=program, _names=frozenset(names))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith(PROBED):
-            raise AttributeError(name)
         if name in self._names:
-            return self._program.do("get", "", name)
-        self._program.has_failed = self._program.has_told = True
+            return self._program.do("getattr", "", name)
+        if not name.startswith(PROBED):
+            self._program.has_failed = self._program.has_told = True
         raise AttributeError(f"the program defines no {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -263,7 +249,7 @@ def class_of(name: str, kind: str, ancestors: list[str], program: Program) -> ty
     """Return a class that derives from the ancestors that are known here, for `isinstance` and `except`."""
     known = [program.classes.get(ancestor) or getattr(builtins, ancestor, None) for ancestor in ancestors]
     if kind == "exception":
-        make, content, last = type, {"__str__": lambda self: str(vars(self).get("_message", self.args))}, Exception
+        make, content, last = type, {"__str__": message_of}, Exception
         found = [one for one in known if isinstance(one, type) and issubclass(one, Exception)]
     else:
         make, content, last = RemoteClass, {"_remote": (program, name)}, RemoteObject
@@ -272,3 +258,7 @@ def class_of(name: str, kind: str, ancestors: list[str], program: Program) -> ty
         return make(name, tuple(found) or (last,), content)
     except TypeError:  # the program reports ancestors that no class has
         return make(name, (last,), content)
+
+
+def message_of(error: BaseException) -> str:
+    return str(vars(error).get("_message", error.args))
