@@ -121,7 +121,7 @@ def pytest_modules(as_bytecode: bool) -> bytes:
                 code = path.read_text()
             modules[name] = (str(path), path.name == "__init__.py", code)
     modules |= {name: (f"<{name}>", True, source) for name, source in PYGMENTS.items()}
-    return marshal.dumps(modules)
+    return marshal.dumps(modules, 4)  # in the form that every Python reads
 
 
 class RemoteProgram:
