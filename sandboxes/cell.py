@@ -29,6 +29,8 @@ MAX_WAITING_BYTES = 4 * 2**20
 """An honest agent has less in flight: it sends a chunk once the last was taken, and at the end what pipes hold."""
 NEARLY_ALL_MEMORY = 0.9
 """Without a control group, a failed program ran out of memory if it had this share of its limit resident."""
+NEARLY_ALL_CPU = 0.75
+"""A program killed at its CPU limit may seem to have used only this share, where a virtual machine was held up."""
 PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
@@ -370,7 +372,7 @@ def status_of(code: int, ended: Ended, stderr: bytes, limits: Limits, *, has_gro
     """
     if code == 0:
         return Status.OK
-    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and ended.cpu_s >= limits.max_cpu_s):
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and ended.cpu_s >= NEARLY_ALL_CPU * limits.max_cpu_s):
         return Status.TIMEOUT
     if code == -signal.SIGXFSZ:
         return Status.DISK

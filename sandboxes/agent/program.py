@@ -155,7 +155,7 @@ def _limit(cpu_s: int, file_bytes: int, open_files: int, address_space: int, num
     """Set the kernel's limits. A core of one byte is none, also where the kernel would pipe cores to a program."""
     limits = {"core": (1, 1), "fsize": (file_bytes, file_bytes), "nofile": (open_files, open_files)}
     if cpu_s:
-        limits["cpu"] = (cpu_s, cpu_s + 1)  # a program that ignores the first limit's signal is killed at the second
+        limits["cpu"] = (cpu_s, cpu_s)  # SIGKILL: a program could handle SIGXCPU, which a lower soft limit sends
     if address_space:
         limits["as"] = (address_space, address_space)
     if num_processes:

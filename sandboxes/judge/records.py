@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
-from sandboxes.judge.verdict import CallCase, Case, Cases, StdinCase, UnitTests
+from sandboxes.judge.verdict import CallCase, Case, Cases, StdinCase, UnitTests, told
 
 Record = Mapping[str, Any]
 MAX_TESTS_BYTES = 512 * 2**20
@@ -128,13 +128,13 @@ def case_of(test: Any, function: str | None) -> Case:
         case {"input": str(given), "output": str(expected)}:
             pass
         case _:
-            raise ValueError(f"a test of the record is {str(test)[:200]!r}; it needs the texts 'input' and 'output'")
+            raise ValueError(f"a test of the record is {told(test)}; it needs the texts 'input' and 'output'")
     if not function:
         return StdinCase(stdin=given, expected=expected)
     try:
         args = [json.loads(line) for line in given.split("\n") if line.strip()]
         return CallCase(function=function, args=args, expected=json.loads(expected))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"a test of {function} is not JSON: {given[:200]!r} to {expected[:200]!r}") from error
 
 
@@ -142,7 +142,7 @@ def unpacked(packed: str) -> list[Any]:
     """Return private tests, given as a JSON list, or as that list as text, pickled, compressed and in base64."""
     try:
         return checked(json.loads(packed), "private_test_cases", list)
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         pass
     try:
         unpacker = zlib.decompressobj()
@@ -151,7 +151,7 @@ def unpacked(packed: str) -> list[Any]:
             raise ValueError(f"the record's tests unpack to more than {MAX_TESTS_BYTES:,} bytes")
         tests = load_plain(pickled)
         return checked(json.loads(tests) if isinstance(tests, str) else tests, "private_test_cases", list)
-    except (binascii.Error, zlib.error, pickle.UnpicklingError, json.JSONDecodeError) as error:
+    except (binascii.Error, zlib.error, pickle.UnpicklingError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"the record's 'private_test_cases' cannot be unpacked: {error}") from error
 
 
@@ -189,12 +189,12 @@ def field(record: Record, name: str, kind: type[Any]) -> Any:
     if isinstance(value, str) and kind is not str:
         try:
             value = json.loads(value)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"the record's {name!r} is not JSON: {value[:200]!r}") from error
     return checked(value, name, kind)
 
 
 def checked(value: Any, name: str, kind: type[Any]) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"the record's {name!r} is {str(value)[:200]!r}; it must be a {kind.__name__}")
+        raise ValueError(f"the record's {name!r} is {told(value)}; it must be a {kind.__name__}")
     return value

@@ -105,7 +105,7 @@ def test_a_damaged_pickle_is_refused(pickled: bytes) -> None:
     ("record", "message"),
     [
         (livecodebench(private_test_cases="%%%"), "'private_test_cases' cannot be unpacked"),
-        (livecodebench(private_test_cases=None), "'private_test_cases' is 'None'; it must be a str"),
+        (livecodebench(private_test_cases=None), "'private_test_cases' is None; it must be a str"),
         (livecodebench(private_test_cases='{"a": 1}'), "'private_test_cases'"),
         (livecodebench(public_test_cases="["), "'public_test_cases' is not JSON"),
         (livecodebench(public_test_cases='[{"input": 1}]'), "needs the texts 'input' and 'output'"),
