@@ -26,6 +26,8 @@ from sandboxes.spec import Limits
 DEFAULT_PIDS = 64
 CPU_PERIOD_US = 100_000
 CHUNK_BYTES = 65_536
+TCP_LIMIT = "memory.kmem.tcp.limit_in_bytes"
+"""In version 1 the buffers of TCP and UDP sockets have this bound of their own; in version 2 they count as memory."""
 MAX_LEFT_BYTES = 1 << 20
 """Memory, cached files included, that a group's last program may leave in use for the next."""
 
@@ -37,6 +39,11 @@ class Hierarchy:
     version: int
     controllers: tuple[str, ...]
     path: Path
+
+
+def buffer_bytes(memory_bytes: int) -> int:
+    """Return the bytes that buffers of sockets may take in addition to this memory."""
+    return memory_bytes // 4
 
 
 def hierarchies_here() -> list[Hierarchy]:
@@ -108,6 +115,8 @@ class ControlGroup:
         self._write("memory", ("memory.limit_in_bytes", bounds.memory_bytes), ("memory.max", bounds.memory_bytes))
         with contextlib.suppress(FileNotFoundError):  # a kernel that does not count swap
             self._write("memory", ("memory.memsw.limit_in_bytes", bounds.memory_bytes), ("memory.swap.max", 0))
+        with contextlib.suppress(FileNotFoundError):  # version 2
+            self._write("memory", (TCP_LIMIT, buffer_bytes(bounds.memory_bytes)))
         self._write("pids", ("pids.max", bounds.pids))
         if "cpu" in self._by_controller and bounds.cpus is not None:
             quota_us = max(1000, round(bounds.cpus * CPU_PERIOD_US))

@@ -36,7 +36,7 @@ from sandboxes.link import (
     start_process,
 )
 from sandboxes.proxy import PROXY_PORT, FilteringProxy, proxy_environment
-from sandboxes.seccomp import denying_filter
+from sandboxes.seccomp import allowing_filter
 from sandboxes.spec import Access, CellSpec, Isolation, Limits
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class JailKind:
             shown.append(sys.base_prefix)
         config = {
             "uid": JAIL_UID,
-            "filter": denying_filter(platform.machine()).hex(),
+            "filter": allowing_filter(platform.machine()).hex(),
             "shown": shown,
             "devices": DEVICES,
             "links": links,

@@ -1,4 +1,4 @@
-"""Rows 1 to 20 and 25: programs that use up resources, leave hostile files, try to get out, or fake how they ended."""
+"""Rows 1 to 20 and 25 to 30: programs that use up resources, leave hostile files, get out, or fake how they ended."""
 
 import contextlib
 import io
@@ -9,8 +9,9 @@ import tempfile
 from collections.abc import Generator
 
 from sandboxes.conformance.row import JAILED, MIB, Row, ends_with, in_box, prints, told
+from sandboxes.pool import Pool
 from sandboxes.sandbox import Sandbox
-from sandboxes.spec import Limits, Status
+from sandboxes.spec import Limits, SandboxSpec, Status
 
 # ── rows 1 to 9: using up resources ───────────────────────────────────────────────────────────────────────────────────
 
@@ -216,7 +217,7 @@ for family, kind, address in (
     (socket.AF_INET, socket.SOCK_DGRAM, ('8.8.8.8', 53)),
     (socket.AF_INET6, socket.SOCK_STREAM, ('2606:4700::1111', 53)),
     (socket.AF_INET, socket.SOCK_STREAM, ('127.0.0.1', {port})), (socket.AF_UNIX, socket.SOCK_STREAM, '\\0{name}'),
-    (40, socket.SOCK_STREAM, (2, 1024)), (17, socket.SOCK_RAW, None),
+    (40, socket.SOCK_STREAM, (2, 1024)), (17, socket.SOCK_RAW, None), (16, socket.SOCK_RAW, None),
 ):
     try:
         channel = socket.socket(family, kind)
@@ -281,17 +282,24 @@ import ctypes, fcntl, os
 libc = ctypes.CDLL(None, use_errno=True)
 machine = os.uname().machine
 numbers = {
-    'x86_64': {'keyctl': 250, 'add_key': 248, 'bpf': 321, 'perf_event_open': 298, 'userfaultfd': 323, 'ptrace': 101},
-    'aarch64': {'keyctl': 219, 'add_key': 217, 'bpf': 280, 'perf_event_open': 241, 'userfaultfd': 282, 'ptrace': 117},
+    'x86_64': {
+        'keyctl': 250, 'add_key': 248, 'bpf': 321, 'perf_event_open': 298, 'userfaultfd': 323, 'ptrace': 101,
+        'shmget': 29, 'semget': 64, 'msgget': 68, 'mq_open': 240, 'io_setup': 206,
+    },
+    'aarch64': {
+        'keyctl': 219, 'add_key': 217, 'bpf': 280, 'perf_event_open': 241, 'userfaultfd': 282, 'ptrace': 117,
+        'shmget': 194, 'semget': 190, 'msgget': 186, 'mq_open': 180, 'io_setup': 0,
+    },
 }[machine]
 for name, number in {**numbers, 'io_uring_setup': 425, 'open_tree': 428, 'fsopen': 430}.items():
     if libc.syscall(number, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() not in (1, 38): print(name, ctypes.get_errno())
+if libc.memfd_create(b'huge pages', 4) != -1: print('huge pages')
 for request in (0x5412, 0x541C):
     try:
         fcntl.ioctl(0, request, b'x')
         print(hex(request))
     except OSError as error:
-        if error.errno != 1: print(hex(request), error)
+        if error.errno not in (1, 38): print(hex(request), error)
 if machine == 'x86_64' and (libc.syscall(0x40000000 | 39) != -1 or ctypes.get_errno() != 38): print('x32')
 """
 HOST_FILES = """
@@ -376,6 +384,99 @@ async def fake_frames(box: Sandbox) -> str:
     return "" if is_right else f"in Python: {told(result)}"
 
 
+# ── rows 26 to 30: what the kernel shares between programs and others, or counts apart ────────────────────────────────
+
+REACHING_THE_LAUNCHER = """
+import ctypes, os, resource
+libc = ctypes.CDLL(None, use_errno=True)
+ioprio_set = 251 if os.uname().machine == 'x86_64' else 30
+for pid in {1, os.getppid()}:
+    tries = {
+        'prlimit': lambda: resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, 0)),
+        'sched_setaffinity': lambda: os.sched_setaffinity(pid, {0}),
+        'sched_setscheduler': lambda: os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0)),
+        'setpriority': lambda: os.setpriority(os.PRIO_PROCESS, pid, 19),
+        'setpriority of its user': lambda: os.setpriority(os.PRIO_USER, 0, 19),
+        'ioprio_set': lambda: os.kill(1 << 22, 0) if libc.syscall(ioprio_set, 1, pid, 3 << 13) else None,
+    }
+    for name, act in tries.items():
+        try:
+            act()
+            print(name, pid)
+        except OSError: pass
+"""
+SOCKET_BUFFERS = """
+import socket, struct
+def pinned(channel):
+    meminfo = channel.getsockopt(socket.SOL_SOCKET, 55, 36)  # SO_MEMINFO
+    received, _, _, _, ahead, queued, *_ = struct.unpack('9I', meminfo)
+    return received + ahead + queued
+total, held = 0, []
+for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+    for _ in range(25):
+        near, far = socket.socket(type=kind), socket.socket(type=kind)
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**26)
+        far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**26)
+        far.bind(('127.0.0.1', 0))
+        if kind == socket.SOCK_STREAM: far.listen()
+        near.connect(far.getsockname())
+        if kind == socket.SOCK_STREAM: far, _ = far.accept()
+        near.setblocking(False)
+        try:
+            for _ in range(1000): near.send(bytes(60_000))
+        except OSError: pass
+        held += [near, far]
+        total += pinned(near) + pinned(far)
+    print(kind, total >> 20)
+if total > MEMORY: exit('more than its memory')
+"""
+MUCH_DISK = SandboxSpec(limits=Limits(wall_s=30.0, memory_bytes=64 * MIB, disk_bytes=256 * MIB, file_bytes=2**40))
+
+
+async def full_disk_and_memory(box: Sandbox) -> str:
+    """Fill a disk that is larger than memory, and then memory; what runs next finds the disk full, and runs."""
+    for place in (".", "/tmp", "/dev/shm"):
+        result = await box.exec_python(FILL.replace("{place}", place))
+        if result.status not in (Status.DISK, Status.MEMORY):
+            return f"{place}: {told(result)}"
+    result = await box.exec_python(MEMORY_BOMB)
+    return told(result) if result.status is not Status.MEMORY else ""
+
+
+COUNTERS = """
+import contextlib, ctypes, fcntl, os, signal
+libc = ctypes.CDLL(None, use_errno=True)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGRTMIN})
+info = (ctypes.c_int * 32)(signal.SIGRTMIN, 0, -1)
+rt_sigqueueinfo = 129 if os.uname().machine == 'x86_64' else 138
+def queue(): return libc.syscall(rt_sigqueueinfo, os.getpid(), signal.SIGRTMIN, info)
+"""
+USE_UP_COUNTERS = f"""{COUNTERS}
+for _ in range(3): os.fork()
+pipes = [os.pipe() for _ in range(30)]
+for reader, _ in pipes:
+    with contextlib.suppress(OSError): fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 2**20)
+while libc.inotify_init() >= 0 or queue() == 0: pass
+os.write(1, b'.')
+signal.pause()
+"""
+NEED_COUNTERS = f"{COUNTERS}print(libc.inotify_init() >= 0, fcntl.fcntl(os.pipe()[0], fcntl.F_GETPIPE_SZ), queue())"
+
+
+async def counters_of_a_user(pool: Pool) -> str:
+    """Use up, in one sandbox, what the kernel counts for each user; another sandbox must not notice."""
+    async with pool.acquire() as greedy, pool.acquire() as other:
+        program = await greedy.spawn_python(USE_UP_COUNTERS)
+        num_done = 0
+        async for dots in program.stdout:
+            num_done += len(dots)
+            if num_done == 8:
+                break
+        result = await other.exec_python(NEED_COUNTERS)
+        await program.kill()
+    return "" if result.stdout == b"True 65536 0\n" else f"{told(result)}, printed {result.stdout!r}"
+
+
 ROWS = (
     Row(number=1, harm="fork bomb", required="PIDS, nothing left", needs=JAILED, needs_groups=True,
         run=ends_with(FORK_BOMB, Status.PIDS, Limits(wall_s=2.0, pids=32))),
@@ -406,4 +507,15 @@ ROWS = (
     Row(number=19, harm="rare system calls", required="denied", needs=JAILED, run=prints(RARE_CALLS, b"")),
     Row(number=20, harm="environment, files of the host", required="absent", needs=JAILED, run=in_box(host_is_absent)),
     Row(number=25, harm="faked statuses, frames", required="raw bytes, true status", run=in_box(fake_frames)),
+    Row(number=26, harm="limits and priorities of the launcher", required="out of reach", needs=JAILED,
+        run=prints(REACHING_THE_LAUNCHER, b"")),
+    Row(number=27, harm="memory in sockets", required="bounded like memory", needs=JAILED, needs_groups=True,
+        run=ends_with(SOCKET_BUFFERS.replace("MEMORY", str(SMALL.memory_bytes)), Status.OK, SMALL)),
+    Row(number=28, harm="core dumps that the host pipes to a program", required="none",
+        run=prints("import resource; print(*resource.getrlimit(resource.RLIMIT_CORE))", b"1 1\n")),
+    Row(number=29, harm="full disk, then full memory", required="DISK or MEMORY, then MEMORY", needs=JAILED,
+        run=in_box(full_disk_and_memory, MUCH_DISK)),
+    # Holds once each sandbox has a user of its own.
+    Row(number=30, harm="what the kernel counts for each user", required="others have theirs", needs=JAILED,
+        run=counters_of_a_user),
 )  # fmt: skip

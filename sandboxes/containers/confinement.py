@@ -11,15 +11,17 @@ deadlines. A program that the host talks with has none, so it takes no turn.
 """
 
 import asyncio
+import contextlib
 import posixpath
 import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from areal_agent.errors import SandboxError
-from sandboxes.cgroups import Bounds
+from sandboxes.cgroups import TCP_LIMIT, Bounds, buffer_bytes
 from sandboxes.jail import DEFAULT_DISK_BYTES, DEFAULT_INODES
 from sandboxes.owner import own_tag
 from sandboxes.spec import Access, CellSpec, Limits
@@ -49,9 +51,14 @@ class User(NamedTuple):
 
 
 def config_of(bounds: Bounds, spec: CellSpec) -> dict[str, Any]:
-    """Return the engine's settings, without swap, and with room for our own processes and the runtime."""
+    """Return the engine's settings, without swap, and with room for our own processes and the runtime.
+
+    What is on the disks counts as memory of the container and stays after its writer. So there is room for full disks:
+    whenever memory runs out, some program holds more than its bound, and is killed, never the agent.
+    """
     has_way_out, is_kernel = has_tunnel(spec), spec.runtime not in (None, DEFAULT_RUNTIME)
-    memory_bytes = bounds.memory_bytes + AGENT_BYTES + TUNNEL_BYTES * has_way_out + SANDBOXED_BYTES * is_kernel
+    memory_bytes = bounds.memory_bytes + (spec.limits.disk_bytes or DEFAULT_DISK_BYTES)
+    memory_bytes += AGENT_BYTES + TUNNEL_BYTES * has_way_out + SANDBOXED_BYTES * is_kernel
     return {
         "Memory": memory_bytes,
         "MemorySwap": memory_bytes,
@@ -150,7 +157,7 @@ def container_config(
             "SecurityOpt": ["no-new-privileges"],
             "Tmpfs": disks(spec, user),
             "Ulimits": [
-                {"Name": "core", "Soft": 0, "Hard": 0},
+                {"Name": "core", "Soft": 1, "Hard": 1},
                 {"Name": "nofile", "Soft": AGENT_OPEN_FILES, "Hard": AGENT_OPEN_FILES},
             ],
         },
@@ -167,6 +174,16 @@ def disks(spec: CellSpec, user: User) -> dict[str, str]:
         )
         for place, share in SHARES_OF_DISK
     }
+
+
+def bound_buffers(container: str, limits: Limits) -> None:
+    """Bound the buffers of sockets where control groups have version 1, which needs root; in version 2 they are memory.
+
+    The engine has an option for it, KernelMemoryTCP, which its runtime ignores (runc from 1.0 on).
+    """
+    for group in (f"docker/{container}", f"system.slice/docker-{container}.scope"):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            Path("/sys/fs/cgroup/memory", group, TCP_LIMIT).write_text(str(buffer_bytes(limits.memory_bytes)))
 
 
 class SharedBounds:

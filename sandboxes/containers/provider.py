@@ -22,6 +22,7 @@ from sandboxes.containers.confinement import (
     OWNER_LABEL,
     Ownership,
     SharedBounds,
+    bound_buffers,
     check,
     config_of,
     container_config,
@@ -36,7 +37,7 @@ from sandboxes.containers.images import DEFAULT_IMAGE
 from sandboxes.containers.tunnel_host import TUNNEL_SOURCE, NetworkTunnel
 from sandboxes.owner import is_abandoned
 from sandboxes.proxy import proxy_environment
-from sandboxes.seccomp import denying_filter
+from sandboxes.seccomp import allowing_filter
 from sandboxes.spec import CellSpec, Isolation, Limits
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ class DockerProvider:
         self._engine = engine
         self._keeper = keeper
         self.ownership = ownership
-        self._boot_data = boot_data(denying_filter(engine.machine))
+        self._boot_data = boot_data(allowing_filter(engine.machine))
         self._cells: dict[str, ContainerCell] = {}  # by container
         self._without_python: set[str] = set()  # image ids
         self._left: set[str] = set()  # containers that could not be removed because the daemon was down
@@ -150,6 +151,7 @@ class DockerProvider:
             else:
                 remove = partial(self._discard, container)
                 cell = await PlainCell(self._engine, container, bounds, spec.limits, env, remove).start()
+            bound_buffers(container, spec.limits)
         except BaseException:
             await asyncio.shield(self._discard(container))
             raise

@@ -228,7 +228,7 @@ def set_limits(request: dict[str, Any], num_processes: int) -> None:
 
     The kernel counts processes by user, so the limit is `num_processes`, which exist already, plus `new_processes`.
     """
-    lower_limit(resource.RLIMIT_CORE, 0)
+    lower_limit(resource.RLIMIT_CORE, 1)  # with 0, a host that pipes core dumps to a program runs it (core(5))
     lower_limit(resource.RLIMIT_FSIZE, request["file_bytes"])
     lower_limit(resource.RLIMIT_NOFILE, request["open_files"])
     if request["new_processes"] is not None and num_processes:
