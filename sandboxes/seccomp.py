@@ -46,7 +46,7 @@ clock_getres clock_gettime clock_nanosleep gettimeofday time nanosleep getitimer
 timer_getoverrun timer_gettime timer_settime timerfd_create timerfd_gettime timerfd_settime
 
 pipe pipe2 poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd
-eventfd2 bind connect listen accept accept4 getpeername getsockname getsockopt setsockopt recvfrom recvmsg recvmmsg
+eventfd2 bind connect listen accept accept4 getpeername getsockname getsockopt recvfrom recvmsg recvmmsg
 sendto sendmsg sendmmsg shutdown
 """
 """Calls that are allowed with any arguments. Those that a machine or its libseccomp does not have are passed over."""
@@ -65,8 +65,10 @@ INT = 0xFFFF_FFFF
 CLONE_NEW_ANY = 0x7E02_0080
 """Every flag of clone that makes a namespace. clone3 keeps its flags in memory, which a filter cannot read."""
 MAP_HUGETLB, MFD_HUGETLB = 0x4_0000, 4
-UNIX, IPV4, IPV6 = 1, 2, 10  # no control group counts the memory of others, netlink's for example
-PROTOCOLS = (0, 6, 17)  # the kind's usual one, TCP, UDP
+UNIX, IPV4, IPV6, NETLINK = 1, 2, 10, 16
+PROTOCOLS = (0, 6, 17)  # the usual one, TCP, UDP
+NETLINK_ROUTE = 0  # lists addresses; through some others, programs can send to each other
+SOL_SOCKET, BUFFER_SIZES = 1, (7, 8)  # SO_SNDBUF, SO_RCVBUF
 PRIO_PROCESS, IOPRIO_WHO_PROCESS = 0, 1
 TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
 
@@ -90,7 +92,12 @@ ALLOWED_IF: dict[str, Sequence[tuple[Masked, ...]]] = {
     "socketpair": [(Masked(0, INT, UNIX),)],
     "socket": [
         (Masked(0, INT, UNIX),),
+        (Masked(0, INT, NETLINK), Masked(2, INT, NETLINK_ROUTE)),
         *((Masked(0, INT, ip), Masked(2, INT, protocol)) for ip in (IPV4, IPV6) for protocol in PROTOCOLS),
+    ],
+    "setsockopt": [
+        *((Masked(1, *pair),) for pair in _all_but([SOL_SOCKET])),
+        *((Masked(1, INT, SOL_SOCKET), Masked(2, *pair)) for pair in _all_but(BUFFER_SIZES)),
     ],
     "prlimit64": IF_OWN,
     "sched_setparam": IF_OWN,
@@ -101,10 +108,13 @@ ALLOWED_IF: dict[str, Sequence[tuple[Masked, ...]]] = {
     "ioprio_set": [(Masked(0, INT, IOPRIO_WHO_PROCESS), Masked(1, INT, 0))],
 }
 """Calls that are allowed if all conditions of one row hold."""
+PRETENDED_IF = {"setsockopt": [(Masked(1, INT, SOL_SOCKET), Masked(2, INT, option)) for option in BUFFER_SIZES]}
+"""Calls that succeed without effect: wide buffers of netlink, and of connections not yet accepted, are counted nowhere.
+To programs it looks as if the host allowed no wider ones."""
 
 LIBRARY = "libseccomp.so.2"
 NO_SUCH_CALL = -1
-ACT_ALLOW, ACT_REFUSE = 0x7FFF_0000, 0x0005_0000 | errno.ENOSYS
+ACT_ALLOW, ACT_PRETEND, ACT_REFUSE = 0x7FFF_0000, 0x0005_0000, 0x0005_0000 | errno.ENOSYS
 ATTRIBUTE_BAD_ARCHITECTURE = 2
 MASKED_EQUAL = 7
 
@@ -141,11 +151,13 @@ def _exported(library: Any, state: ctypes.c_void_p, machine: str) -> bytes:
         _check(library.seccomp_arch_add(state, architecture))
         _check(library.seccomp_arch_remove(state, native))
     _check(library.seccomp_attr_set(state, ATTRIBUTE_BAD_ARCHITECTURE, ctypes.c_uint32(ACT_REFUSE)))
-    for name, rows in (dict.fromkeys(ALLOWED.split(), ((),)) | ALLOWED_IF).items():
-        number = library.seccomp_syscall_resolve_name(name.encode())
-        for row in rows if number != NO_SUCH_CALL else ():
-            tests = (Comparison * len(row))(*(Comparison(at, MASKED_EQUAL, mask, value) for at, mask, value in row))
-            _check(library.seccomp_rule_add_array(state, ctypes.c_uint32(ACT_ALLOW), number, len(row), tests))
+    allowed = dict.fromkeys(ALLOWED.split(), ((),)) | ALLOWED_IF
+    for action, calls in ((ACT_ALLOW, allowed), (ACT_PRETEND, PRETENDED_IF)):
+        for name, rows in calls.items():
+            number = library.seccomp_syscall_resolve_name(name.encode())
+            for row in rows if number != NO_SUCH_CALL else ():
+                tests = (Comparison * len(row))(*(Comparison(at, MASKED_EQUAL, mask, value) for at, mask, value in row))
+                _check(library.seccomp_rule_add_array(state, ctypes.c_uint32(action), number, len(row), tests))
     descriptor = os.memfd_create("filter")
     try:
         _check(library.seccomp_export_bpf(state, descriptor))

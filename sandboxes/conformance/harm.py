@@ -217,7 +217,7 @@ for family, kind, address in (
     (socket.AF_INET, socket.SOCK_DGRAM, ('8.8.8.8', 53)),
     (socket.AF_INET6, socket.SOCK_STREAM, ('2606:4700::1111', 53)),
     (socket.AF_INET, socket.SOCK_STREAM, ('127.0.0.1', {port})), (socket.AF_UNIX, socket.SOCK_STREAM, '\\0{name}'),
-    (40, socket.SOCK_STREAM, (2, 1024)), (17, socket.SOCK_RAW, None), (16, socket.SOCK_RAW, None),
+    (40, socket.SOCK_STREAM, (2, 1024)), (17, socket.SOCK_RAW, None),
 ):
     try:
         channel = socket.socket(family, kind)

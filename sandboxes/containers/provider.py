@@ -55,11 +55,13 @@ Answer = TypeVar("Answer")
 class DockerProvider:
     """The provider of containers. Make it with `start`, end it with `close`."""
 
-    def __init__(self, engine: Engine, keeper: asyncio.subprocess.Process, ownership: Ownership) -> None:
+    def __init__(
+        self, engine: Engine, keeper: asyncio.subprocess.Process, ownership: Ownership, call_filter: bytes
+    ) -> None:
         self._engine = engine
         self._keeper = keeper
         self.ownership = ownership
-        self._boot_data = boot_data(allowing_filter(engine.machine))
+        self._boot_data = boot_data(call_filter)
         self._cells: dict[str, ContainerCell] = {}  # by container
         self._without_python: set[str] = set()  # image ids
         self._left: set[str] = set()  # containers that could not be removed because the daemon was down
@@ -74,12 +76,13 @@ class DockerProvider:
         try:
             if needs_default_image:
                 await engine.image(DEFAULT_IMAGE)
+            call_filter = allowing_filter(engine.machine)
             keeper = await start_keeper(engine.socket_path, ownership.filter)
         except BaseException:
             await engine.aclose()
             raise
         logger.info("sandboxes are containers of Docker %s", engine.version)
-        return cls(engine, keeper, ownership)
+        return cls(engine, keeper, ownership, call_filter)
 
     def capabilities(self) -> Capabilities:
         return CAPABILITIES
