@@ -14,7 +14,7 @@ import errno
 import functools
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from areal_agent.errors import SandboxError
 
@@ -46,20 +46,26 @@ clock_getres clock_gettime clock_nanosleep gettimeofday time nanosleep getitimer
 timer_getoverrun timer_gettime timer_settime timerfd_create timerfd_gettime timerfd_settime
 
 pipe pipe2 poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd
-eventfd2 bind connect listen accept accept4 getpeername getsockname getsockopt recvfrom recvmsg recvmmsg
-sendto sendmsg sendmmsg shutdown
+eventfd2 bind connect listen accept accept4 getpeername getsockname getsockopt recvfrom recvmsg recvmmsg sendto sendmsg
+sendmmsg shutdown
 """
 """Calls that are allowed with any arguments. Those that a machine or its libseccomp does not have are passed over."""
 
 
-class Masked(NamedTuple):
-    """The condition that the bits `mask` of an argument have this value."""
+class Comparison(ctypes.Structure):
+    """libseccomp's struct scmp_arg_cmp."""
 
-    argument: int
-    mask: int
-    value: int
+    _fields_ = (
+        ("argument", ctypes.c_uint), ("operator", ctypes.c_int), ("mask", ctypes.c_uint64), ("value", ctypes.c_uint64),
+    )  # fmt: skip
 
 
+def masked(argument: int, mask: int, value: int) -> Comparison:
+    """Return the condition that the bits `mask` of an argument have this value."""
+    return Comparison(argument, MASKED_EQUAL, mask, value)
+
+
+MASKED_EQUAL = 7
 INT = 0xFFFF_FFFF
 """The bits of a C int, to which the kernel shortens such an argument."""
 CLONE_NEW_ANY = 0x7E02_0080
@@ -83,32 +89,28 @@ def _all_but(values: Sequence[int], bit: int = 31, above: int = 0) -> Iterator[t
             yield from _all_but(same, bit - 1, prefix)
 
 
-IF_OWN = ((Masked(0, INT, 0),),)  # a process id of 0 means the caller
-ALLOWED_IF: dict[str, Sequence[tuple[Masked, ...]]] = {
-    "clone": [(Masked(0, CLONE_NEW_ANY, 0),)],
-    "mmap": [(Masked(3, MAP_HUGETLB, 0),)],
-    "memfd_create": [(Masked(1, MFD_HUGETLB, 0),)],
-    "ioctl": [(Masked(1, *pair),) for pair in _all_but(TERMINAL_INPUT)],
-    "socketpair": [(Masked(0, INT, UNIX),)],
+PRIORITIES = ("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setattr", "sched_setaffinity")
+ALLOWED_IF: dict[str, Sequence[tuple[Comparison, ...]]] = {
+    "clone": [(masked(0, CLONE_NEW_ANY, 0),)],
+    "mmap": [(masked(3, MAP_HUGETLB, 0),)],
+    "memfd_create": [(masked(1, MFD_HUGETLB, 0),)],
+    "ioctl": [(masked(1, *pair),) for pair in _all_but(TERMINAL_INPUT)],
+    "socketpair": [(masked(0, INT, UNIX),)],
     "socket": [
-        (Masked(0, INT, UNIX),),
-        (Masked(0, INT, NETLINK), Masked(2, INT, NETLINK_ROUTE)),
-        *((Masked(0, INT, ip), Masked(2, INT, protocol)) for ip in (IPV4, IPV6) for protocol in PROTOCOLS),
+        (masked(0, INT, UNIX),),
+        (masked(0, INT, NETLINK), masked(2, INT, NETLINK_ROUTE)),
+        *((masked(0, INT, ip), masked(2, INT, protocol)) for ip in (IPV4, IPV6) for protocol in PROTOCOLS),
     ],
     "setsockopt": [
-        *((Masked(1, *pair),) for pair in _all_but([SOL_SOCKET])),
-        *((Masked(1, INT, SOL_SOCKET), Masked(2, *pair)) for pair in _all_but(BUFFER_SIZES)),
+        *((masked(1, *pair),) for pair in _all_but([SOL_SOCKET])),
+        *((masked(1, INT, SOL_SOCKET), masked(2, *pair)) for pair in _all_but(BUFFER_SIZES)),
     ],
-    "prlimit64": IF_OWN,
-    "sched_setparam": IF_OWN,
-    "sched_setscheduler": IF_OWN,
-    "sched_setattr": IF_OWN,
-    "sched_setaffinity": IF_OWN,
-    "setpriority": [(Masked(0, INT, PRIO_PROCESS), Masked(1, INT, 0))],
-    "ioprio_set": [(Masked(0, INT, IOPRIO_WHO_PROCESS), Masked(1, INT, 0))],
+    **dict.fromkeys(PRIORITIES, ((masked(0, INT, 0),),)),  # a process id of 0 means the caller
+    "setpriority": [(masked(0, INT, PRIO_PROCESS), masked(1, INT, 0))],
+    "ioprio_set": [(masked(0, INT, IOPRIO_WHO_PROCESS), masked(1, INT, 0))],
 }
 """Calls that are allowed if all conditions of one row hold."""
-PRETENDED_IF = {"setsockopt": [(Masked(1, INT, SOL_SOCKET), Masked(2, INT, option)) for option in BUFFER_SIZES]}
+PRETENDED_IF = {"setsockopt": [(masked(1, INT, SOL_SOCKET), masked(2, INT, option)) for option in BUFFER_SIZES]}
 """Calls that succeed without effect: wide buffers of netlink, and of connections not yet accepted, are counted nowhere.
 To programs it looks as if the host allowed no wider ones."""
 
@@ -116,15 +118,6 @@ LIBRARY = "libseccomp.so.2"
 NO_SUCH_CALL = -1
 ACT_ALLOW, ACT_PRETEND, ACT_REFUSE = 0x7FFF_0000, 0x0005_0000, 0x0005_0000 | errno.ENOSYS
 ATTRIBUTE_BAD_ARCHITECTURE = 2
-MASKED_EQUAL = 7
-
-
-class Comparison(ctypes.Structure):
-    """libseccomp's struct scmp_arg_cmp."""
-
-    _fields_ = (
-        ("argument", ctypes.c_uint), ("operator", ctypes.c_int), ("mask", ctypes.c_uint64), ("value", ctypes.c_uint64),
-    )  # fmt: skip
 
 
 @functools.cache
@@ -156,7 +149,7 @@ def _exported(library: Any, state: ctypes.c_void_p, machine: str) -> bytes:
         for name, rows in calls.items():
             number = library.seccomp_syscall_resolve_name(name.encode())
             for row in rows if number != NO_SUCH_CALL else ():
-                tests = (Comparison * len(row))(*(Comparison(at, MASKED_EQUAL, mask, value) for at, mask, value in row))
+                tests = (Comparison * len(row))(*row)
                 _check(library.seccomp_rule_add_array(state, ctypes.c_uint32(action), number, len(row), tests))
     descriptor = os.memfd_create("filter")
     try:

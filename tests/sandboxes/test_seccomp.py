@@ -23,14 +23,15 @@ NUMBERS = {
     "x86_64": {
         "read": 0, "mmap": 9, "ioctl": 16, "socket": 41, "socketpair": 53, "setsockopt": 54, "clone": 56, "execve": 59,
         "exit_group": 231, "setpriority": 141, "ioprio_set": 251, "sched_setaffinity": 203, "prlimit64": 302,
-        "memfd_create": 319, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "mount": 165, "sync": 162, "io_setup": 206,
-        "mq_open": 240, "keyctl": 250, "unshare": 272, "setns": 308, "bpf": 321, "userfaultfd": 323,
+        "memfd_create": 319, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "mount": 165, "sync": 162,
+        "io_setup": 206, "mq_open": 240, "keyctl": 250, "unshare": 272, "setns": 308, "bpf": 321, "userfaultfd": 323,
     },
     "aarch64": {
         "read": 63, "mmap": 222, "ioctl": 29, "socket": 198, "socketpair": 199, "setsockopt": 208, "clone": 220,
         "execve": 221, "exit_group": 94, "setpriority": 140, "ioprio_set": 30, "sched_setaffinity": 122,
-        "prlimit64": 261, "memfd_create": 279, "shmget": 194, "semget": 190, "msgget": 186, "ptrace": 117, "mount": 40, "sync": 81,
-        "io_setup": 0, "mq_open": 180, "keyctl": 219, "unshare": 97, "setns": 268, "bpf": 280, "userfaultfd": 282,
+        "prlimit64": 261, "memfd_create": 279, "shmget": 194, "semget": 190, "msgget": 186, "ptrace": 117, "mount": 40,
+        "sync": 81, "io_setup": 0, "mq_open": 180, "keyctl": 219, "unshare": 97, "setns": 268, "bpf": 280,
+        "userfaultfd": 282,
     },
 }  # fmt: skip
 SINCE_2019 = {"io_uring_setup": 425, "open_tree": 428, "clone3": 435, "pidfd_getfd": 438, "not yet made": 999}

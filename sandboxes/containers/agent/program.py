@@ -85,11 +85,7 @@ def _confine(uid: int, gid: int, limits: list[int]) -> None:
 
 
 def _limit(cpu_s: int, file_bytes: int, open_files: int) -> None:
-    limits = {
-        "fsize": (file_bytes, file_bytes),
-        "nofile": (open_files, open_files),
-        "core": (1, 1),
-    }  # core: see `set_limits`
+    limits = {"fsize": (file_bytes, file_bytes), "nofile": (open_files, open_files), "core": (1, 1)}  # see `set_limits`
     if cpu_s:
         limits["cpu"] = (cpu_s, cpu_s + 1)  # a program that ignores the first limit's signal is killed at the second
     if resource is not None:
