@@ -18,7 +18,7 @@ from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE, make_default_image
 from sandboxes.jail import try_jail
 from sandboxes.pool import ISOLATION_OF, OLD_NAMES, Backend, open_pool
-from sandboxes.seccomp import denying_filter
+from sandboxes.seccomp import allowing_filter
 from sandboxes.subprocess import reap_folders
 
 
@@ -110,7 +110,7 @@ async def _make_groups() -> str:
 
 
 async def _assemble_filter() -> str:
-    return f"{len(denying_filter(platform.machine())) // 8} instructions for {platform.machine()}"
+    return f"{len(allowing_filter(platform.machine())) // 8} instructions for {platform.machine()}"
 
 
 async def print_reaped() -> int:

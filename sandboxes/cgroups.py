@@ -29,6 +29,8 @@ AGENT_BYTES = 32 * 2**20
 """Memory added to that of the programs, for the agent and what the kernel keeps for it."""
 CPU_PERIOD_US = 100_000
 CHUNK_BYTES = 65_536
+TCP_LIMIT = "memory.kmem.tcp.limit_in_bytes"
+"""In version 1 the buffers of TCP and UDP sockets have this bound of their own; in version 2 they count as memory."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -113,6 +115,11 @@ class Hierarchy:
     path: Path
 
 
+def buffer_bytes(memory_bytes: int) -> int:
+    """Return the bytes that buffers of sockets may take in addition to this memory."""
+    return memory_bytes // 4
+
+
 def hierarchies_here() -> list[Hierarchy]:
     return find_hierarchies(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
 
@@ -163,6 +170,8 @@ class ControlGroup:
     def limit(self, bounds: Bounds) -> None:
         """Set the kernel's bounds in folders that exist, with room for the agent."""
         self._limit_memory(bounds.memory_bytes + AGENT_BYTES)
+        with contextlib.suppress(FileNotFoundError):  # version 2
+            self._write("memory", (TCP_LIMIT, buffer_bytes(bounds.memory_bytes)))
         self._write("pids", ("pids.max", bounds.pids + self._num_own_pids))
         if "cpu" in self._by_controller:
             quota_us = None if bounds.cpus is None else max(1000, round(bounds.cpus * CPU_PERIOD_US))

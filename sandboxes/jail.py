@@ -26,7 +26,7 @@ from sandboxes.cell import Cells, FolderCell, User, base_environment, fresh_user
 from sandboxes.cgroups import DEFAULT_PIDS, Bounds, ControlGroup, GroupTree, SharedBounds, reap_groups
 from sandboxes.link import AgentLink, chunks_of, socket_pair, start_process
 from sandboxes.proxy import PROXY_PORT, FilteringProxy, proxy_environment
-from sandboxes.seccomp import denying_filter
+from sandboxes.seccomp import allowing_filter
 from sandboxes.spec import Access, CellSpec, Isolation, Limits
 
 logger = logging.getLogger(__name__)
@@ -228,7 +228,7 @@ class JailKind:
             shown.append(sys.base_prefix)
         config = {
             "uid": NOBODY.uid,
-            "filter": denying_filter(platform.machine()).hex(),
+            "filter": allowing_filter(platform.machine()).hex(),
             "shown": shown,
             "devices": DEVICES,
             "links": links,

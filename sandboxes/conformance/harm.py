@@ -1,4 +1,4 @@
-"""Rows 1 to 20, 25 and from 31: programs that use up resources, leave hostile files, get out, or fake their end."""
+"""Rows 1 to 20 and from 25: programs that use up resources, leave hostile files, get out, or fake how they ended."""
 
 import contextlib
 import io
@@ -282,17 +282,24 @@ import ctypes, fcntl, os
 libc = ctypes.CDLL(None, use_errno=True)
 machine = os.uname().machine
 numbers = {
-    'x86_64': {'keyctl': 250, 'add_key': 248, 'bpf': 321, 'perf_event_open': 298, 'userfaultfd': 323, 'ptrace': 101},
-    'aarch64': {'keyctl': 219, 'add_key': 217, 'bpf': 280, 'perf_event_open': 241, 'userfaultfd': 282, 'ptrace': 117},
+    'x86_64': {
+        'keyctl': 250, 'add_key': 248, 'bpf': 321, 'perf_event_open': 298, 'userfaultfd': 323, 'ptrace': 101,
+        'shmget': 29, 'semget': 64, 'msgget': 68, 'mq_open': 240, 'io_setup': 206,
+    },
+    'aarch64': {
+        'keyctl': 219, 'add_key': 217, 'bpf': 280, 'perf_event_open': 241, 'userfaultfd': 282, 'ptrace': 117,
+        'shmget': 194, 'semget': 190, 'msgget': 186, 'mq_open': 180, 'io_setup': 0,
+    },
 }[machine]
 for name, number in {**numbers, 'io_uring_setup': 425, 'open_tree': 428, 'fsopen': 430}.items():
     if libc.syscall(number, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() not in (1, 38): print(name, ctypes.get_errno())
+if libc.memfd_create(b'huge pages', 4) != -1: print('huge pages')
 for request in (0x5412, 0x541C):
     try:
         fcntl.ioctl(0, request, b'x')
         print(hex(request))
     except OSError as error:
-        if error.errno != 1: print(hex(request), error)
+        if error.errno not in (1, 38): print(hex(request), error)
 if machine == 'x86_64' and (libc.syscall(0x40000000 | 39) != -1 or ctypes.get_errno() != 38): print('x32')
 """
 HOST_FILES = """
@@ -377,6 +384,85 @@ async def fake_frames(box: Sandbox) -> str:
     return "" if is_right else f"in Python: {told(result)}"
 
 
+# ── rows 26 to 30: what the kernel shares between programs and others, or counts apart ────────────────────────────────
+
+REACHING_THE_LAUNCHER = """
+import ctypes, os, resource
+ioprio_set = 251 if os.uname().machine == 'x86_64' else 30
+for pid in {1, os.getppid()}:
+    for act in (
+        lambda: resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, 0)), lambda: os.sched_setaffinity(pid, {0}),
+        lambda: os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0)),
+        lambda: os.setpriority(os.PRIO_PROCESS, pid, 19), lambda: os.setpriority(os.PRIO_USER, 0, 19),
+    ):
+        try: print(act(), act.__code__.co_names)
+        except OSError: pass
+    if ctypes.CDLL(None).syscall(ioprio_set, 1, pid, 3 << 13) == 0: print('ioprio_set')
+"""
+SOCKET_BUFFERS = """
+import socket, struct
+sizes = []
+for number in range(50):
+    near, far = sockets = [socket.socket(type=number % 2 + 1) for _ in range(2)]
+    for channel in sockets:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF): channel.setsockopt(socket.SOL_SOCKET, option, 2**26)
+    far.bind(('127.0.0.1', 0))
+    if far.type == socket.SOCK_STREAM: far.listen()
+    near.connect(far.getsockname())
+    if far.type == socket.SOCK_STREAM: far, _ = far.accept()
+    near.setblocking(False)
+    try:
+        for _ in range(1000): near.send(bytes(60_000))
+    except OSError: pass
+    for channel in (near, far):
+        meminfo = channel.getsockopt(socket.SOL_SOCKET, 55, 24)  # SO_MEMINFO
+        received, _, _, _, ahead, queued = struct.unpack('6I', meminfo)
+        sizes.append((received + ahead + queued, channel))
+print(sum(size for size, _ in sizes) <= MEMORY)
+"""
+MUCH_DISK = SandboxSpec(limits=Limits(wall_s=30.0, memory_bytes=64 * MIB, disk_bytes=256 * MIB, file_bytes=2**40))
+
+
+async def full_disk_and_memory(box: Sandbox) -> str:
+    """Fill a disk that is larger than memory, and then memory; what runs next finds the disk full, and runs."""
+    for place in (".", "/tmp", "/dev/shm"):
+        result = await box.exec_python(FILL.replace("{place}", place))
+        if result.status not in (Status.DISK, Status.MEMORY):
+            return f"{place}: {told(result)}"
+    result = await box.exec_python(MEMORY_BOMB)
+    return told(result) if result.status is not Status.MEMORY else ""
+
+
+COUNTERS = """
+import ctypes, fcntl, os, signal
+libc = ctypes.CDLL(None)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGRTMIN})
+info = (ctypes.c_int * 32)(signal.SIGRTMIN, 0, -1)
+def queue(): return libc.syscall(129 if os.uname().machine == 'x86_64' else 138, os.getpid(), signal.SIGRTMIN, info)
+"""
+USE_UP_COUNTERS = f"""{COUNTERS}
+for _ in range(3): os.fork()
+for _ in range(30): libc.fcntl(os.pipe()[0], fcntl.F_SETPIPE_SZ, 2**20)
+while libc.inotify_init() >= 0 or queue() == 0: pass
+os.write(1, b'.')
+signal.pause()
+"""
+NEED_COUNTERS = f"{COUNTERS}print(libc.inotify_init() >= 0, fcntl.fcntl(os.pipe()[0], fcntl.F_GETPIPE_SZ), queue())"
+
+
+async def counters_of_a_user(pool: Pool) -> str:
+    """Use up, in one sandbox, what the kernel counts for each user; another sandbox must not notice."""
+    async with pool.acquire() as greedy, pool.acquire() as other:
+        program = await greedy.spawn_python(USE_UP_COUNTERS)
+        dots = b""
+        async for chunk in program.stdout:
+            if len(dots := dots + chunk) == 8:
+                break
+        result = await other.exec_python(NEED_COUNTERS)
+        await program.kill()
+    return "" if result.stdout == b"True 65536 0\n" else f"{told(result)}, printed {result.stdout!r}"
+
+
 # ── rows 31 and 32: harming what comes after it in its sandbox ────────────────────────────────────────────────────────
 
 SHARED_MEMORY = """
@@ -450,6 +536,16 @@ ROWS = (
     Row(number=19, harm="rare system calls", required="denied", needs=JAILED, run=prints(RARE_CALLS, b"")),
     Row(number=20, harm="environment, files of the host", required="absent", needs=JAILED, run=in_box(host_is_absent)),
     Row(number=25, harm="faked statuses, frames", required="raw bytes, true status", run=in_box(fake_frames)),
+    Row(number=26, harm="limits and priorities of the launcher", required="out of reach", needs=JAILED,
+        run=prints(REACHING_THE_LAUNCHER, b"")),
+    Row(number=27, harm="memory in sockets", required="bounded like memory", needs=JAILED, needs_groups=True,
+        run=prints(SOCKET_BUFFERS.replace("MEMORY", str(100 * MIB)), b"True\n")),
+    Row(number=28, harm="core dumps that the host pipes to a program", required="none",
+        run=prints("import resource; print(*resource.getrlimit(resource.RLIMIT_CORE))", b"1 1\n")),
+    Row(number=29, harm="full disk, then full memory", required="DISK or MEMORY, then MEMORY", needs=JAILED,
+        run=in_box(full_disk_and_memory, MUCH_DISK)),
+    Row(number=30, harm="what the kernel counts for each user", required="others have theirs", needs=JAILED,
+        run=counters_of_a_user),
     Row(number=31, harm="memory taken for good", required="MEMORY, no call hangs", needs=JAILED, needs_groups=True,
         run=memory_taken_for_good),
     Row(number=32, harm="a removed or locked folder", required="the next program fails",

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from sandboxes.pool import Pool
 from sandboxes.sandbox import Sandbox
-from sandboxes.spec import ExecResult, Isolation, Limits, Status
+from sandboxes.spec import ExecResult, Isolation, Limits, SandboxSpec, Status
 
 MIB = 2**20
 JAILED = Isolation.NAMESPACES
@@ -55,11 +55,11 @@ async def check(row: Row, pool: Pool) -> tuple[Verdict, str]:
     return (Verdict.FAILED, seen) if seen else (Verdict.HELD, "")
 
 
-def in_box(act: Act) -> Callable[[Pool], Awaitable[str]]:
+def in_box(act: Act, spec: SandboxSpec | None = None) -> Callable[[Pool], Awaitable[str]]:
     """Return a `Row.run` that acts in its own sandbox, which must still work afterwards, with no process left."""
 
     async def run(pool: Pool) -> str:
-        async with pool.acquire() as box:
+        async with pool.acquire(spec) as box:
             if seen := await act(box):
                 return seen
             after = await box.exec_python(SURVIVES)

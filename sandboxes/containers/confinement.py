@@ -6,18 +6,20 @@ devices, capabilities, mounts of the host or its namespaces.
 `Ownership` is labels that outlive the maker of a container, and tell that it is dead.
 """
 
+import contextlib
 import posixpath
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from areal_agent.errors import SandboxError
 from sandboxes.cell import User, fresh_user
-from sandboxes.cgroups import AGENT_BYTES, Bounds
+from sandboxes.cgroups import AGENT_BYTES, TCP_LIMIT, Bounds, buffer_bytes
 from sandboxes.jail import DEFAULT_DISK_BYTES, DEFAULT_INODES
 from sandboxes.owner import own_tag
-from sandboxes.spec import Access, CellSpec
+from sandboxes.spec import Access, CellSpec, Limits
 
 WORKDIR = "/work"
 DEFAULT_RUNTIME = "runc"
@@ -34,9 +36,14 @@ NOT_A_WORKDIR = ("/", "/proc", "/sys", "/dev", "/tmp", "/etc", "/usr", "/bin", "
 
 
 def config_of(bounds: Bounds, spec: CellSpec) -> dict[str, Any]:
-    """Return the engine's settings, without swap, and with room for our own processes and the runtime."""
+    """Return the engine's settings, without swap, and with room for our own processes and the runtime.
+
+    What is on the disks counts as memory of the container and stays after its writer. So there is room for full disks:
+    whenever memory runs out, some program holds more than its bound, and is killed, never the agent.
+    """
     has_way_out, is_kernel = has_tunnel(spec), spec.runtime not in (None, DEFAULT_RUNTIME)
-    memory_bytes = bounds.memory_bytes + AGENT_BYTES + TUNNEL_BYTES * has_way_out + SANDBOXED_BYTES * is_kernel
+    memory_bytes = bounds.memory_bytes + (spec.limits.disk_bytes or DEFAULT_DISK_BYTES)
+    memory_bytes += AGENT_BYTES + TUNNEL_BYTES * has_way_out + SANDBOXED_BYTES * is_kernel
     return {
         "Memory": memory_bytes,
         "MemorySwap": memory_bytes,
@@ -144,6 +151,16 @@ def disks(spec: CellSpec, user: User) -> dict[str, str]:
         )
         for place, share in SHARES_OF_DISK
     }
+
+
+def bound_buffers(container: str, limits: Limits) -> None:
+    """Bound the buffers of sockets where control groups have version 1, which needs root; in version 2 they are memory.
+
+    The engine has an option for it, KernelMemoryTCP, which its runtime ignores (runc from 1.0 on).
+    """
+    for group in (f"docker/{container}", f"system.slice/docker-{container}.scope"):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            Path("/sys/fs/cgroup/memory", group, TCP_LIMIT).write_text(str(buffer_bytes(limits.memory_bytes)))
 
 
 OWNER_LABEL = "areal-agent.sandboxes.owner"

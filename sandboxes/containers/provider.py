@@ -22,6 +22,7 @@ from sandboxes.containers.cell import ContainerCell
 from sandboxes.containers.confinement import (
     OWNER_LABEL,
     Ownership,
+    bound_buffers,
     check,
     config_of,
     container_config,
@@ -37,7 +38,7 @@ from sandboxes.containers.tunnel_host import TUNNEL_SOURCE, NetworkTunnel
 from sandboxes.link import COMMAND, AgentLink, boot_data
 from sandboxes.owner import is_abandoned
 from sandboxes.proxy import proxy_environment
-from sandboxes.seccomp import denying_filter
+from sandboxes.seccomp import allowing_filter
 from sandboxes.spec import CellSpec, Isolation, Limits
 
 logger = logging.getLogger(__name__)
@@ -55,11 +56,13 @@ Answer = TypeVar("Answer")
 class DockerProvider:
     """The provider of containers. Make it with `start`, end it with `close`."""
 
-    def __init__(self, engine: Engine, keeper: asyncio.subprocess.Process, ownership: Ownership) -> None:
+    def __init__(
+        self, engine: Engine, keeper: asyncio.subprocess.Process, ownership: Ownership, call_filter: bytes
+    ) -> None:
         self._engine = engine
         self._keeper = keeper
         self.ownership = ownership
-        self._boot_data = boot_data(denying_filter(engine.machine))
+        self._boot_data = boot_data(call_filter)
         self._cells: dict[str, AnyCell] = {}  # by container
         self._without_python: set[str] = set()  # image ids
         self._left: set[str] = set()  # containers that could not be removed because the daemon was down
@@ -74,12 +77,13 @@ class DockerProvider:
         try:
             if needs_default_image:
                 await engine.image(DEFAULT_IMAGE)
+            call_filter = allowing_filter(engine.machine)
             keeper = await start_keeper(engine.socket_path, ownership.filter)
         except BaseException:
             await engine.aclose()
             raise
         logger.info("sandboxes are containers of Docker %s", engine.version)
-        return cls(engine, keeper, ownership)
+        return cls(engine, keeper, ownership, call_filter)
 
     def capabilities(self) -> Capabilities:
         return CAPABILITIES
@@ -152,6 +156,7 @@ class DockerProvider:
             else:
                 remove = partial(self._discard, container)
                 cell = await PlainCell(self._engine, container, bounds, spec.limits, env, remove).start()
+            bound_buffers(container, spec.limits)
         except BaseException:
             await asyncio.shield(self._discard(container))
             raise

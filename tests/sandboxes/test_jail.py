@@ -246,19 +246,17 @@ async def test_zygotes_of_which_no_jail_lives_end_when_there_are_many(
 
 
 NEIGHBOUR = """
-import ctypes, os, socket, sys
+import socket, sys
 abstract = socket.socket(socket.AF_UNIX); abstract.bind("\\0here"); abstract.listen()
 local = socket.create_server(("127.0.0.1", 4000))
-assert ctypes.CDLL(None).shmget(4000, 4096, 0o1600) >= 0
 print("ready", flush=True)
 sys.stdin.read()
 """
 PROBE = """
-import ctypes, os, socket
+import os, socket
 for family, address in ((socket.AF_UNIX, "\\0here"), (socket.AF_INET, ("127.0.0.1", 4000))):
     try: socket.socket(family).connect(address)
     except OSError as error: print(error.strerror)
-print(ctypes.CDLL(None).shmget(4000, 4096, 0o600))
 print(sorted(name for name in os.listdir("/proc") if name.isdigit()) == ["1", str(os.getpid())])
 try: os.kill(-1, 9)
 except OSError as error: print(error.strerror)
@@ -270,7 +268,7 @@ async def test_jails_of_one_zygote_do_not_reach_each_other(pool: Pool) -> None:
         neighbour = await box.spawn([sys.executable.replace(sys.prefix, sys.base_prefix), "-c", NEIGHBOUR])
         assert await anext(neighbour.stdout) == b"ready\n"
         result = await other.exec_python(PROBE)
-        assert result.stdout.decode().splitlines()[:4] == ["Connection refused", "Connection refused", "-1", "True"]
+        assert result.stdout.decode().splitlines()[:3] == ["Connection refused", "Connection refused", "True"]
         await neighbour.close_stdin()
         assert (await neighbour.wait()).is_ok
 
