@@ -91,6 +91,7 @@ async def _find_containers() -> str:
     engine = await Engine.connect()
     try:
         await engine.image(DEFAULT_IMAGE)
+        allowing_filter(engine.machine)
         return f"Docker {engine.version}, runtimes {', '.join(sorted(engine.runtimes))}"
     finally:
         await engine.aclose()
