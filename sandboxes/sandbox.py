@@ -6,6 +6,7 @@ The cell is taken from the pool when it is first needed.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +19,7 @@ from sandboxes.sessions import SESSION_SOURCE, PythonSession, ShellSession
 from sandboxes.spec import CellSpec, ExecResult, Limits, SandboxSpec, relative_parts
 
 MAX_DOWNLOAD_BYTES = 64 * 2**20
+SANDBOX_FAILED = "sandbox_failed"
 
 
 class Sandbox:
@@ -33,11 +35,13 @@ class Sandbox:
         spec: SandboxSpec,
         default_limits: Limits,
         slots: asyncio.Semaphore,
+        counts: Counter[str],
     ) -> None:
         self._take_cell = take_cell
         self._spec = spec
         self._cell_spec = spec.cell(default_limits)
         self._slots = slots
+        self._counts = counts  # of the pool: programs by status, and `SANDBOX_FAILED`
         self._taking = asyncio.Lock()
         self._cell: Cell | None = None
         self._is_closed = False
@@ -150,7 +154,14 @@ class Sandbox:
 
     async def _run(self, program: Program, stdin: bytes, limits: Limits | None) -> ExecResult:
         async with self._slots:
-            return await (await self._live_cell()).exec(program, stdin=stdin, limits=limits or self.limits)
+            self._check_open()
+            try:
+                result = await (await self._live_cell()).exec(program, stdin=stdin, limits=limits or self.limits)
+            except SandboxError:
+                self._counts[SANDBOX_FAILED] += not self._is_closed
+                raise
+        self._counts[result.status] += 1
+        return result
 
     async def _spawn(self, program: Program, limits: Limits | None) -> Process:
         cell = await self._live_cell()
