@@ -16,8 +16,8 @@ from typing import Any
 
 from areal_agent.errors import SandboxError
 from sandboxes.cell import User, fresh_user
-from sandboxes.cgroups import AGENT_BYTES, TCP_LIMIT, Bounds, buffer_bytes
-from sandboxes.jail import DEFAULT_DISK_BYTES, DEFAULT_INODES
+from sandboxes.cgroups import AGENT_BYTES, DEFAULT_DISK_BYTES, TCP_LIMIT, Bounds, buffer_bytes
+from sandboxes.jail import DEFAULT_INODES
 from sandboxes.owner import own_tag
 from sandboxes.spec import Access, CellSpec, Limits
 
