@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 EQUAL = re.compile(r"assert(List|Dict|Set|Tuple|Sequence|Count)?Equal$")
-IDENTICAL = re.compile(r"assertIs(Not)?$")
 PATCH = re.compile(r"(.*\.)?(patch(\.object|\.dict|\.multiple)?|monkeypatch\.(set|del)(attr|item))$")
 ITS_OWN_JUDGE = "both sides are results of the program, so that it judges itself; compare with a value"
 NO_IDENTITY = "it asks whether two objects of the program are one; they are in another sandbox, where that is not seen"
@@ -82,7 +81,7 @@ class Reader:
             case ast.Call(func=ast.Attribute(attr=name), args=[left, right, *_]) if name.startswith("assert"):
                 if EQUAL.match(name) and self.calls(left) and self.calls(right):
                     return ITS_OWN_JUDGE
-                return NO_IDENTITY if IDENTICAL.match(name) and self.hold(left, right) else ""
+                return NO_IDENTITY if name in ("assertIs", "assertIsNot") and self.hold(left, right) else ""
             case ast.Call(func=function, args=[target, *_]) if PATCH.match(ast.unparse(function)):
                 is_named = isinstance(target, ast.Constant) and isinstance(target.value, str)
                 if is_named or self.is_of_program(target, self.held):
@@ -99,7 +98,7 @@ class Reader:
             case ast.FunctionDef() | ast.AsyncFunctionDef() if node.name.startswith("test"):
                 return self.reason_of_test(node)
             case _:
-                pass
+                return ""
         return ""
 
     def hold(self, *nodes: ast.AST) -> bool:

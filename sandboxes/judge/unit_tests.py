@@ -47,16 +47,9 @@ from sandboxes.spec import ExecResult, Limits, SandboxSpec
 SERVE = bundle("call", "plain", "serve_program")
 RUN = bundle("plain", "stand_in", "run_tests")
 PYTEST_PACKAGES = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging")
-PYGMENTS = {
-    "pygments": "",
-    "pygments.formatters": "",
-    "pygments.formatters.terminal": "TerminalFormatter = None",
-    "pygments.lexer": "Lexer = None",
-    "pygments.lexers": "",
-    "pygments.lexers.diff": "DiffLexer = None",
-    "pygments.lexers.python": "PythonLexer = None",
-}
-"""The names that pytest imports of pygments, which it uses for colours alone."""
+PYGMENTS = ("", ".formatters", ".formatters.terminal", ".lexer", ".lexers", ".lexers.diff", ".lexers.python")
+NO_COLOURS = "TerminalFormatter = Lexer = DiffLexer = PythonLexer = None"
+"""What pytest imports of pygments, which it uses for colours alone."""
 LOADING_S = 30.0
 """The time that the tests' interpreter may take to start and load them, in addition to the time of one test."""
 WHOLE_S = 86_400.0
@@ -115,12 +108,10 @@ def pytest_modules(as_bytecode: bool) -> bytes:
         for path in sorted(folder.rglob("*.py")) if spec.submodule_search_locations else [Path(spec.origin)]:
             parts = path.relative_to(root).with_suffix("").parts
             name = ".".join(parts).removesuffix(".__init__")
-            if as_bytecode:
-                code = marshal.dumps(importlib.machinery.SourceFileLoader(name, str(path)).get_code(name))
-            else:
-                code = path.read_text()
+            loader = importlib.machinery.SourceFileLoader(name, str(path))
+            code = marshal.dumps(loader.get_code(name)) if as_bytecode else path.read_text()
             modules[name] = (str(path), path.name == "__init__.py", code)
-    modules |= {name: (f"<{name}>", True, source) for name, source in PYGMENTS.items()}
+    modules |= {f"pygments{name}": ("<pygments>", True, NO_COLOURS) for name in PYGMENTS}
     return marshal.dumps(modules, 4)  # in the form that every Python reads
 
 

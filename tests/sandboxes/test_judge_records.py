@@ -2,7 +2,7 @@
 
 1. A LiveCodeBench record of texts, with private tests as pickles and as JSON, and one of calls, become cases; 2. so do
 APPS and TACO records, whose results may stand in lists of one; 3. a pickle that would run code is refused, and so is
-one that is damaged; 4. what is missing or of another type is named; 5. an answer stands behind what its site has
+one that is damaged, or unfolds without end; 4. what is missing or of another type is named; 5. an answer stands behind what its site has
 imported; 6. an answer to HumanEval may go on where the prompt ends, or be whole, and is judged where it is not.
 """
 
@@ -93,6 +93,17 @@ def test_a_pickle_that_needs_names_is_refused(data: Any) -> None:
     private = base64.b64encode(zlib.compress(pickled)).decode()
     with pytest.raises(ValueError, match=r"cannot be unpacked.*only plain data is read"):
         from_livecodebench(livecodebench(private_test_cases=private))
+
+
+def test_a_pickle_that_unfolds_without_end_is_refused_in_short() -> None:
+    """Each list holds the one before twice: as text, this would have 2**40 items."""
+    bomb: list[Any] = []
+    for _ in range(40):
+        bomb = [bomb, bomb]
+    private = base64.b64encode(zlib.compress(pickle.dumps([bomb]))).decode()
+    with pytest.raises(ValueError, match="needs the texts 'input' and 'output'") as found:
+        from_livecodebench(livecodebench(private_test_cases=private))
+    assert len(str(found.value)) < 500
 
 
 @pytest.mark.parametrize("pickled", [b"", b"garbage", b"\x80\x04]", b"Pid\n.", b"("])

@@ -23,7 +23,7 @@ import marshal
 import os
 import sys
 import traceback
-from typing import Any
+from typing import Any, cast
 
 from sandboxes.judge.inside.stand_in import Program, RemoteClass, RemoteObject, StandIn
 
@@ -76,7 +76,7 @@ class Bundle:
         if name not in self._modules:
             return None
         file, is_package, _ = self._modules[name]
-        spec = importlib.machinery.ModuleSpec(name, self, origin=file, is_package=is_package)  # pyright: ignore[reportArgumentType]
+        spec: Any = importlib.machinery.ModuleSpec(name, cast("Any", self), origin=file, is_package=is_package)
         spec.has_location = True
         return spec
 
@@ -125,14 +125,14 @@ class Reporter:
 
     def pytest_collection_finish(self, session: Any) -> None:
         for item in session.items:
-            method, kinds = getattr(item, "obj", None), [kind.__name__ for kind in getattr(item.cls, "__mro__", ())]
+            method, kinds = item.obj, [kind.__name__ for kind in getattr(item.cls, "__mro__", ())]
             if item.get_closest_marker("xfail") or getattr(method, "__unittest_expecting_failure__", False):
                 self.refused = f"{item.name} is expected to fail; what passes it cannot be told from what does not"
             elif inspect.iscoroutinefunction(method) and "TestCase" in kinds and "IsolatedAsyncioTestCase" not in kinds:
                 self.refused = f"{item.name} is async, which nothing runs; derive from IsolatedAsyncioTestCase"
         if self.refused:
             self.wire.tell({"refused": self.refused})
-        items = [item for item in session.items if self.program.has_told or not is_marked_to_be_skipped(item)]
+        items = [item for item in session.items if self.program.has_told or not is_skipped(item)]
         if not items and self.program.has_told:
             self.error = self.error or Refused("there is no test, after the program told something")
         self.is_listed = session.testsfailed == 0 and self.error is None
@@ -195,11 +195,12 @@ class Reporter:
         self.wire.tell({"end": own, "is_passed": is_passed, "detail": detail})
 
 
-def is_marked_to_be_skipped(item: Any) -> bool:
-    from _pytest.skipping import evaluate_skip_marks
+def is_skipped(item: Any) -> bool:
+    """Return whether a test is marked to be skipped."""
+    from _pytest.skipping import evaluate_skip_marks  # here, since pytest comes only after the program has started
 
-    targets = (getattr(item, "cls", None), getattr(item, "obj", None))
-    return any(getattr(target, "__unittest_skip__", False) for target in targets) or bool(evaluate_skip_marks(item))
+    is_marked = any(getattr(target, "__unittest_skip__", False) for target in (item.cls, item.obj))
+    return is_marked or evaluate_skip_marks(item) is not None
 
 
 def main() -> None:
@@ -209,7 +210,9 @@ def main() -> None:
     order = wire.hear()
     modules = marshal.loads(wire.hear(order["pytest"]))
     if sys.version_info >= OLDEST_PYTHON:
-        sys.meta_path.insert(0, Bundle(modules))  # pyright: ignore[reportArgumentType]
+        sys.meta_path.insert(0, cast("Any", Bundle(modules)))
+    elif importlib.util.find_spec("pytest") is None:
+        sys.exit("its Python is too old for the host's pytest, and it has no other; use an image with Python 3.11")
     import pytest
 
     program = Program(wire.ask)
@@ -221,9 +224,7 @@ def main() -> None:
         code = pytest.main([*OPTIONS, *order["files"]], plugins=[reporter])
     if not reporter.is_listed:
         error = reporter.error
-        why = (
-            "".join(traceback.format_exception_only(error)) if error else f"pytest says {said.getvalue()[-MAX_DETAIL:]}"
-        )
+        why = "".join(traceback.format_exception_only(type(error), error) if error else said.getvalue()[-MAX_DETAIL:])
         # A missing module is the tests' own fault; an assertion may fail because of a value that the program gave.
         is_independent = not program.has_answered or isinstance(error, (ImportError, SyntaxError))
         wire.tell({"broken": program.unjudged or why.strip(), "is_ours": is_independent and not program.has_failed})

@@ -87,13 +87,12 @@ class Program:
 
     def _pack(self, value: Any) -> dict[str, Any]:
         """Pack what is not plain data: what the program has too, by its name or key."""
-        kind: type = type(value)
-        if isinstance(value, BaseException) and self._has_too(kind):
-            value = self.do("call", kind.__name__, value.args, {})
-        if isinstance(value, RemoteObject):
-            return {"object": [vars(value)["_remote"][1]]}
         if self._has_too(value):
             return {"object": [value.__name__]}
+        if isinstance(value, BaseException) and self._has_too(type(value)):
+            value = self.do("call", type(value).__name__, value.args, {})
+        if isinstance(value, RemoteObject):
+            return {"object": [vars(value)["_remote"][1]]}
         raise self.cannot(f"a test hands an object of type {type(value).__name__!r} to the program: no plain data")
 
     def _has_too(self, value: Any) -> bool:
