@@ -91,7 +91,7 @@ async def _find_containers() -> str:
     engine = await Engine.connect()
     try:
         await engine.image(DEFAULT_IMAGE)
-        return f"Docker {engine.version}, runtimes {', '.join(sorted(engine.runtimes))}"
+        return f"Docker {engine.version} at {engine.host}, runtimes {', '.join(sorted(engine.runtimes))}"
     finally:
         await engine.aclose()
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Process, Program
+from sandboxes.base import Archives, Process, Program
 from sandboxes.containers.agent.wire import EXECUTABLE, FILE, FOLDER, REQUEST, Ask, End, Operation, Tell, pack, unpack
 from sandboxes.containers.agent_link import CHUNK_BYTES, AgentEnd, AgentLink, AgentRun
 from sandboxes.containers.confinement import SharedBounds, User
@@ -161,6 +161,7 @@ class AgentCell:
     user: User
     env: Mapping[str, str]
     remove: Callable[[], Awaitable[None]]
+    archives: Archives | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -279,7 +280,9 @@ class PlainCell:
     bounds: SharedBounds
     limits: Limits
     env: Mapping[str, str]
+    workdir: str
     remove: Callable[[], Awaitable[None]]
+    archives: Archives | None = None
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _living: asyncio.Task[bytes] | None = None  # ends with the container
     _num_oom_kills: int = 0
@@ -345,7 +348,7 @@ class PlainCell:
             raise SandboxError("the container of this sandbox is gone, and its files with it; acquire another")
         started_s = time.monotonic()
         try:
-            number, stream = await self.engine.exec(self.container, command, env, posixpath.join(self.env["HOME"], cwd))
+            number, stream = await self.engine.exec(self.container, command, env, posixpath.join(self.workdir, cwd))
             stdout, stderr, verdict = await talk(stream, stdin, limits)
         finally:
             oom_kills = await asyncio.shield(asyncio.ensure_future(self._kill_the_rest()))
@@ -365,7 +368,7 @@ class PlainCell:
 
     async def _kill_the_rest(self) -> int:
         """Kill what a program left, and return how many processes ran out of memory since the last call."""
-        _, stream = await self.engine.exec(self.container, shell(KILL_THE_REST), self.env, self.env["HOME"])
+        _, stream = await self.engine.exec(self.container, shell(KILL_THE_REST), self.env, self.workdir)
         stdout, _, verdict = await talk(stream, b"", CLEAN_UP)
         if verdict is Status.TIMEOUT:
             await self.close()

@@ -35,10 +35,13 @@ TUNNEL_BYTES = 24 * 2**20
 SANDBOXED_BYTES, SANDBOXED_PIDS = 128 * 2**20, 256
 """Added for a runtime with a kernel of its own, such as gVisor's, which lives within the container's bounds."""
 AGENT_CAPABILITIES = ("SETUID", "SETGID", "KILL")  # to become the programs' user, and to kill its processes
+ROOT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER")  # of programs that run as root, to change any file of theirs
+AGENT_OF_ROOT_CAPABILITIES = ("SETUID", "SETGID", *ROOT_CAPABILITIES)  # without KILL: it is to spare its own relay
 AGENT_OPEN_FILES = 4096
 SHARES_OF_DISK = (("{workdir}", 12), ("/tmp", 3), ("/dev/shm", 1))
 """Shares, in sixteenths, of `Limits.disk_bytes` and `inodes` that each of these file systems gets."""
-NOT_A_WORKDIR = ("/", "/proc", "/sys", "/dev", "/tmp", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64")
+KERNEL_FOLDERS = ("/proc", "/sys", "/dev")
+NOT_A_WORKDIR = (*KERNEL_FOLDERS, "/", "/tmp", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64")
 
 
 class User(NamedTuple):
@@ -61,21 +64,29 @@ def config_of(bounds: Bounds, spec: CellSpec) -> dict[str, Any]:
 
 
 def user_of(spec: CellSpec) -> User:
-    """Return the programs' user; SandboxError for root, and for a name, which only the image could resolve."""
+    """Return the programs' user; SandboxError for a name, which only the image could resolve, and mostly for root.
+
+    Root is only for images that can be written to: elsewhere it could do nothing that others cannot.
+    """
     if spec.user is None:
         return User(uid=NOBODY, gid=NOBODY)
     match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", spec.user)
-    if match is None or int(match[1]) == 0 or int(match[2] or 1) == 0:
-        raise SandboxError(f"SandboxSpec.user is {spec.user!r}; give 'uid' or 'uid:gid' as numbers, but not root's")
-    return User(uid=int(match[1]), gid=int(match[2] or match[1]))
+    user = User(uid=int(match[1]), gid=int(match[2] or match[1])) if match else None
+    if user is None or (0 in user and not (spec.is_writable and user == (0, 0))):
+        raise SandboxError(
+            f"SandboxSpec.user is {spec.user!r}; give 'uid' or 'uid:gid' as numbers, and root's ('0') only together "
+            "with is_writable=True"
+        )
+    return user
 
 
 def workdir_of(spec: CellSpec) -> str:
-    """Return the working directory; SandboxError for a path that cannot be a file system of its own."""
+    """Return the working directory; SandboxError for a path that cannot be a file system of its own, if it is to be."""
     if spec.workdir is None:
         return WORKDIR
     path = posixpath.normpath(spec.workdir)
-    if not path.startswith("/") or path in NOT_A_WORKDIR or path.startswith(("/proc/", "/sys/", "/dev/", "//")):
+    taken = KERNEL_FOLDERS if spec.is_writable else NOT_A_WORKDIR
+    if not path.startswith("/") or path in taken or path.startswith(("/proc/", "/sys/", "/dev/", "//")):
         raise SandboxError(f"SandboxSpec.workdir is {spec.workdir!r}; give an absolute path outside the system folders")
     return path
 
@@ -120,6 +131,10 @@ def container_config(
 ) -> dict[str, Any]:
     """Configure a container whose first process is `command`: the agent, as root without its powers, or a bystander."""
     user = user_of(spec)
+    if user.uid == 0:
+        capabilities = AGENT_OF_ROOT_CAPABILITIES if is_agent else ROOT_CAPABILITIES
+    else:
+        capabilities = AGENT_CAPABILITIES if is_agent else ()
     return {
         "Image": image,
         "Entrypoint": list(command),
@@ -138,14 +153,14 @@ def container_config(
         "HostConfig": {
             **config_of(Bounds.of(spec.limits), spec),
             "AutoRemove": True,
-            "CapAdd": list(AGENT_CAPABILITIES) if is_agent else [],
+            "CapAdd": list(capabilities),
             "CapDrop": ["ALL"],
             "CgroupnsMode": "private",
             "IpcMode": "none",
             "LogConfig": {"Type": "none"},
             "NetworkMode": "none",
             "OomScoreAdj": 0,
-            "ReadonlyRootfs": True,
+            "ReadonlyRootfs": not spec.is_writable,
             "Runtime": spec.runtime or "",
             "SecurityOpt": ["no-new-privileges"],
             "Tmpfs": disks(spec, user),
@@ -158,14 +173,14 @@ def container_config(
 
 
 def disks(spec: CellSpec, user: User) -> dict[str, str]:
-    """Return the places, all in memory, that programs may write to."""
+    """Return the places in memory that programs may write to: all that they may, unless the image can be written to."""
     num_bytes, num_inodes = spec.limits.disk_bytes or DEFAULT_DISK_BYTES, spec.limits.inodes or DEFAULT_INODES
     return {
         place.format(workdir=workdir_of(spec)): (
             f"rw,exec,nosuid,nodev,uid={user.uid},gid={user.gid},mode=0700,"
             f"size={num_bytes * share // 16},nr_inodes={max(2, num_inodes * share // 16)}"
         )
-        for place, share in SHARES_OF_DISK
+        for place, share in (SHARES_OF_DISK[-1:] if spec.is_writable else SHARES_OF_DISK)
     }
 
 

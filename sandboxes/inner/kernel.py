@@ -36,8 +36,13 @@ def syscall(number: int, *arguments: Any) -> int:
 def drop_privileges() -> None:
     """Drop every capability, even as root, and gain none from setuid programs."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    header, nothing = struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24)
-    check(LIBC.capset(header, nothing))
+    keep_capabilities(0)
+
+
+def keep_capabilities(mask: int) -> None:
+    """Drop every capability but those of a mask of numbers below 32."""
+    header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
+    check(LIBC.capset(header, struct.pack("=6I", mask, mask, 0, 0, 0, 0)))
 
 
 def load_filter(program: bytes) -> None:

@@ -3,6 +3,9 @@
 `main` starts the agent: a filter of system calls for everything from here on, then the relay beside this process. The
 forker gets descriptors and numbers from the relay, and reads none of the descriptors. Orphans become its children. Its
 user differs from the programs', so they can neither signal nor trace it; besides, the kernel shields a first process.
+
+Where programs run as root (`FOR_ROOT` follows on the command line), only that shield is left to this process. The relay
+then has a user of its own, and this process may not signal that user: killing all of root's processes spares the relay.
 """
 
 import contextlib
@@ -10,6 +13,7 @@ import errno
 import os
 import signal
 import socket
+import sys
 from typing import NoReturn
 
 from sandboxes.containers.agent.program import become_program, kernel, program
@@ -27,6 +31,8 @@ from sandboxes.inner.processes import (
 MANY_SWEEPS = 4
 """Processes that survive this many sweeps fork faster than they can be killed one by one."""
 MAX_SWEEPS = 1000
+FOR_ROOT = "for-root"
+RELAY_UID = 65532
 
 
 class Forker:
@@ -128,7 +134,11 @@ def main(system_call_filter: bytes) -> None:
     relay_pid = os.fork()
     if relay_pid == 0:
         for_forker.close()
-        Relay(0, 1, for_relay).serve(has_filter)
+        relay = Relay(0, 1, for_relay)
+        if FOR_ROOT in sys.argv:
+            os.setresgid(RELAY_UID, RELAY_UID, RELAY_UID)
+            os.setresuid(RELAY_UID, RELAY_UID, RELAY_UID)
+        relay.serve(has_filter)
         os._exit(0)
     for_relay.close()
     nothing = os.open(os.devnull, os.O_RDWR)
