@@ -66,9 +66,10 @@ class Sandbox:
 
     async def _wait_until_ready(self, command: str, wall_s: float) -> None:
         said = "it did not end"
+        limits = replace(self.limits, wall_s=wall_s, cpu_s=None)
         try:
             async with asyncio.timeout(wall_s):
-                while not (result := await self.exec(["sh", "-c", command], limits=replace(self.limits, wall_s=wall_s))).is_ok:
+                while not (result := await self.exec(["sh", "-c", command], limits=limits)).is_ok:
                     said = (result.stderr or result.stdout).decode(errors="replace")[-500:]
                     await asyncio.sleep(READY_PAUSE_S)
         except TimeoutError:
