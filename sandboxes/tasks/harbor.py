@@ -51,7 +51,7 @@ MEMORY_MB = 2048
 STORAGE_MB = 10 * 1024
 PROCESSES, OPEN_FILES, OUTPUT_BYTES = 1024, 2048, MIB
 REWARD_TEXT, REWARD_JSON = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
-REWARD_BYTES = 64 * 1024  # with the tar around it
+READING_WALL_S = 30.0
 TESTS_SAID = "/logs/verifier/test-stdout.txt"
 RUN_TESTS = f"/tests/test.sh > {TESTS_SAID} 2>&1"
 MAX_TOLD_BYTES = 2000
@@ -73,7 +73,7 @@ class TaskVerdict:
 
 
 class HarborTask:
-    """A task folder. `load` reads it and `prepare` finds its image; `open` and `verify` serve any number of rollouts."""
+    """A task folder. `load` reads it, `prepare` finds its image, `open` and `verify` serve any number of rollouts."""
 
     def __init__(self, folder: Path, config: TaskToml, instruction: str, variables: Mapping[str, str]) -> None:
         where = str(folder / "task.toml")
@@ -180,8 +180,8 @@ class HarborTask:
         if result.status is Status.TIMEOUT:
             return self._failed(f"the tests did not end within {limits.wall_s:g} s", said)
         try:
-            rewards = await reported(archives)
-        except (OSError, ValueError) as error:
+            rewards = await reported(box)
+        except ValueError as error:
             return self._failed(str(error), said)
         return TaskVerdict(reward=rewards["reward"], rewards=rewards, detail=said, trusted=self.trusted)
 
@@ -274,34 +274,21 @@ def tar_of_folders(*names: str) -> bytes:
     return buffer.getvalue()
 
 
-async def reported(archives: Archives) -> dict[str, float]:
-    """Return the rewards that the tests wrote, `reward` among them; ValueError or OSError when there is no valid one.
+async def reported(box: Sandbox) -> dict[str, float]:
+    """Return the rewards that the tests wrote, `reward` among them; ValueError when there is no valid one.
 
     Two files that disagree are refused: tests write one, and code that they run may write the other.
     """
     found: list[dict[str, float]] = []
     for path, read in ((REWARD_TEXT, str), (REWARD_JSON, json.loads)):
-        with tempfile.TemporaryFile() as tar:
-            try:
-                await archives.save(path, tar, REWARD_BYTES)
-            except FileNotFoundError:
-                continue
-            tar.seek(0)
-            found.append(rewards_of(read(text_of(tar)), path))
+        result = await box.exec(["cat", path], limits=replace(box.limits, wall_s=READING_WALL_S))
+        if result.is_ok:
+            found.append(rewards_of(read(result.stdout.decode(errors="replace")), path))
     if not found:
         raise ValueError(f"the tests wrote no reward to {REWARD_TEXT} or {REWARD_JSON}")
     if any(one["reward"] != found[0]["reward"] for one in found):
         raise ValueError(f"{REWARD_TEXT} and {REWARD_JSON} disagree: {found}")
     return found[-1]
-
-
-def text_of(tar: Any) -> str:
-    with tarfile.open(fileobj=tar) as opened:
-        member = opened.next()
-        file = opened.extractfile(member) if member is not None and member.isreg() else None
-        if file is None:
-            raise ValueError("the reward is not a file")
-        return file.read().decode(errors="replace")
 
 
 def rewards_of(told: Any, path: str) -> dict[str, float]:
@@ -322,11 +309,10 @@ def rewards_of(told: Any, path: str) -> dict[str, float]:
     return rewards
 
 
-async def reward_of_solution(folder: Path, backend: Any, *, is_empty: bool) -> TaskVerdict:
+async def judge_solution(task: HarborTask, pool: Pool, *, is_empty: bool) -> TaskVerdict:
     """Judge a task's own solution, or no work at all."""
-    task = HarborTask.load(folder)
     await task.prepare()
-    async with open_pool(backend=backend) as pool, task.open(pool) as box:
+    async with task.open(pool) as box:
         if not is_empty:
             result = await task.solve(box)
             if not result.is_ok:
@@ -342,8 +328,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     work.add_argument("--empty", action="store_true", help="do nothing")
     parser.add_argument("--backend", choices=("docker", "auto"), default="docker")
     options = parser.parse_args(arguments)
+
+    async def judge() -> TaskVerdict:
+        async with open_pool(backend=options.backend) as pool:
+            return await judge_solution(HarborTask.load(options.folder), pool, is_empty=options.empty)
+
     try:
-        verdict = asyncio.run(reward_of_solution(options.folder, options.backend, is_empty=options.empty))
+        verdict = asyncio.run(judge())
     except (SandboxError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
