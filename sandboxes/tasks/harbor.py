@@ -42,7 +42,7 @@ from sandboxes.folder import Entry, entries_of, pack, pack_folder
 from sandboxes.pool import Pool, open_pool
 from sandboxes.sandbox import Sandbox
 from sandboxes.spec import ExecResult, Limits, Network, SandboxSpec, Status
-from sandboxes.tasks.task_toml import MIB, TaskToml, filled, read_task_toml
+from sandboxes.tasks.task_toml import MIB, Phase, TaskToml, filled, read_task_toml
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +128,7 @@ class HarborTask:
     @asynccontextmanager
     async def open(self, pool: Pool) -> AsyncGenerator[Sandbox, None]:
         """Yield a sandbox for the agent."""
-        phase = self.config.agent
-        async with pool.acquire(self._spec(phase.user, phase.network, self.agent_wall_s)) as box:
+        async with pool.acquire(self._spec(self.config.agent)) as box:
             await (await box.archives()).load(tar_of_folders("logs", "logs/agent", "logs/artifacts"), "/")
             yield box
 
@@ -146,8 +145,7 @@ class HarborTask:
         if not self.trusted:
             await box.exec(["rm", "-rf", "/tests", "/logs/verifier"])
             return await self._judge(box)
-        verifier = self.config.verifier
-        async with pool.acquire(self._spec(verifier.user, verifier.network, self.agent_wall_s)) as fresh:
+        async with pool.acquire(self._spec(self.config.verifier)) as fresh:
             source, target = await box.archives(), await fresh.archives()
             await target.load(tar_of_folders("logs", "logs/artifacts"), "/")
             for path in self.config.declared_paths(self.workdir):
@@ -188,10 +186,10 @@ class HarborTask:
     def _failed(self, reason: str, said: str = "") -> TaskVerdict:
         return TaskVerdict(reward=0.0, rewards={}, detail=f"{reason}\n{said}".rstrip(), trusted=self.trusted)
 
-    def _spec(self, user: str | int | None, network: Network | None, wall_s: float) -> SandboxSpec:
+    def _spec(self, phase: Phase) -> SandboxSpec:
         environment = self.config.environment
         limits = Limits(
-            wall_s=wall_s,
+            wall_s=self.agent_wall_s,
             memory_bytes=(environment.memory_mb or MEMORY_MB) * MIB,
             cpus=environment.cpus,
             disk_bytes=self._storage_bytes,
@@ -200,26 +198,22 @@ class HarborTask:
             open_files=OPEN_FILES,
             output_bytes=OUTPUT_BYTES,
         )
+        user = str(self.image.user if phase.user is None else phase.user)
+        if not re.fullmatch(r"(\d+(:\d+)?|root)?", user):
+            raise ValueError(f"{self.folder}: the user is {user!r}; give its number in [agent] and [verifier]")
         check, entrypoint = environment.healthcheck, self.image.entrypoint
         return SandboxSpec(
             image=self.image.id,
-            user=self._number_of(self.image.user if user is None else user),
+            user="0" if user in ("", "root") else user,
             workdir=self.workdir,
             is_writable=True,
             env=self._env,
             startup=(*entrypoint, "sleep", "infinity") if entrypoint else (),
             ready=check and check.command,
-            ready_wall_s=check.wall_s if check else SandboxSpec.ready_wall_s,
+            ready_wall_s=check.wall_s if check else 1.0,
             limits=limits,
-            network=network or environment.network or Network.full(),
+            network=phase.network or environment.network or Network.full(),
         )
-
-    def _number_of(self, user: str | int) -> str:
-        if user in ("", "root"):
-            return "0"
-        if not re.fullmatch(r"\d+(:\d+)?", str(user)):
-            raise ValueError(f"{self.folder}: the user is {user!r}; give its number in [agent] and [verifier]")
-        return str(user)
 
     @property
     def _storage_bytes(self) -> int:

@@ -2,8 +2,8 @@
 
 1. a Python without `ctypes`, `json` and `resource` runs the agent: programs, limits and files as ever; 2. without any
 Python programs run by the engine's own exec: output, stdin, status, limits, files, and nothing is left of them; what
-cannot be given is refused; 3. a stdin that ends before the host can hear the script runs nothing; 4. where Python is not
-whole or there is none, root has three capabilities and no agent.
+cannot be given is refused; 3. a stdin that ends before the host can hear the script runs nothing; 4. where Python is
+not whole or there is none, root has three capabilities and no agent.
 """
 
 import asyncio
