@@ -4,7 +4,7 @@
 
     provider.py      makes cells, and leaves none behind; keeper.py removes what a killed host leaves
     confinement.py   what a container may do: its configuration, the bounds its programs share, its owner
-    engine.py        the engine's daemon, and its raw streams
+    engine.py        the engine's daemon, and its raw streams; way.py leads to a daemon on another machine
     images.py        images made of folders and Dockerfiles, and the default image
     cell.py          a container as a cell: programs and files, through its agent or, without python3, the engine's exec
     agent_link.py    the host's end of an agent, and how the agent gets into a container
