@@ -36,7 +36,6 @@ SANDBOXED_BYTES, SANDBOXED_PIDS = 128 * 2**20, 256
 """Added for a runtime with a kernel of its own, such as gVisor's, which lives within the container's bounds."""
 AGENT_CAPABILITIES = ("SETUID", "SETGID", "KILL")  # to become the programs' user, and to kill its processes
 ROOT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER")  # of programs that run as root, to change any file of theirs
-AGENT_OF_ROOT_CAPABILITIES = ("SETUID", "SETGID", *ROOT_CAPABILITIES)  # without KILL: it is to spare its own relay
 AGENT_OPEN_FILES = 4096
 SHARES_OF_DISK = (("{workdir}", 12), ("/tmp", 3), ("/dev/shm", 1))
 """Shares, in sixteenths, of `Limits.disk_bytes` and `inodes` that each of these file systems gets."""
@@ -131,10 +130,7 @@ def container_config(
 ) -> dict[str, Any]:
     """Configure a container whose first process is `command`: the agent, as root without its powers, or a bystander."""
     user = user_of(spec)
-    if user.uid == 0:
-        capabilities = AGENT_OF_ROOT_CAPABILITIES if is_agent else ROOT_CAPABILITIES
-    else:
-        capabilities = AGENT_CAPABILITIES if is_agent else ()
+    capabilities = AGENT_CAPABILITIES * is_agent + ROOT_CAPABILITIES * (user.uid == 0)
     return {
         "Image": image,
         "Entrypoint": list(command),

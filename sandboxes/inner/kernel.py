@@ -13,6 +13,7 @@ _PRCTL.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+PR_SET_KEEPCAPS = 8
 CAPABILITY_VERSION_3 = 0x20080522
 
 
@@ -36,13 +37,20 @@ def syscall(number: int, *arguments: Any) -> int:
 def drop_privileges() -> None:
     """Drop every capability, even as root, and gain none from setuid programs."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    keep_capabilities(0)
+    set_capabilities(0, 0)
 
 
-def keep_capabilities(mask: int) -> None:
-    """Drop every capability but those of a mask of numbers below 32."""
+def set_capabilities(effective: int, permitted: int) -> None:
+    """Set the capabilities, of numbers below 32, that are in force and that may be: no more than before."""
     header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
-    check(LIBC.capset(header, struct.pack("=6I", mask, mask, 0, 0, 0, 0)))
+    check(LIBC.capset(header, struct.pack("=6I", effective, permitted, 0, 0, 0, 0)))
+
+
+def change_user(uid: int, capabilities: int) -> None:
+    """Change all of the user's ids and keep these capabilities."""
+    prctl(PR_SET_KEEPCAPS, 1)
+    os.setresuid(uid, uid, uid)
+    set_capabilities(capabilities, capabilities)
 
 
 def load_filter(program: bytes) -> None:

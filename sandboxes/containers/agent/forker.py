@@ -4,8 +4,8 @@
 forker gets descriptors and numbers from the relay, and reads none of the descriptors. Orphans become its children. Its
 user differs from the programs', so they can neither signal nor trace it; besides, the kernel shields a first process.
 
-Where programs run as root (`FOR_ROOT` follows on the command line), only that shield is left to this process. The relay
-then has a user of its own, and this process may not signal that user: killing all of root's processes spares the relay.
+Where programs run as root (`FOR_ROOT` follows on the command line), both processes become another user, and this one
+keeps its capabilities.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import socket
 import sys
 from typing import NoReturn
 
-from sandboxes.containers.agent.program import become_program, kernel, program
+from sandboxes.containers.agent.program import ROOT_CAPABILITIES, become_program, kernel, program
 from sandboxes.containers.agent.relay import Relay
 from sandboxes.containers.agent.wire import NUM_DESCRIPTORS, ORDER, REPORT, Order, Report
 from sandboxes.inner.processes import (
@@ -32,7 +32,8 @@ MANY_SWEEPS = 4
 """Processes that survive this many sweeps fork faster than they can be killed one by one."""
 MAX_SWEEPS = 1000
 FOR_ROOT = "for-root"
-RELAY_UID = 65532
+AGENT_UID = 65532
+AGENT_CAPABILITIES = 1 << 5 | 1 << 6 | 1 << 7 | ROOT_CAPABILITIES  # KILL, SETGID, SETUID
 
 
 class Forker:
@@ -117,10 +118,15 @@ class Forker:
 
 def kill_all_of(uid: int) -> None:
     """Kill all processes of a user at once, faster than any can fork."""
-    os.setresuid(uid, uid, 0)  # a user who may signal these processes and no others
+    own = os.getuid()
+    os.setresuid(uid, uid, own)  # a user who may signal these processes and no others
+    if own and kernel is not None:
+        kernel.set_capabilities(0, AGENT_CAPABILITIES)
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
-    os.setresuid(0, 0, 0)
+    os.setresuid(own, own, own)
+    if own and kernel is not None:
+        kernel.set_capabilities(AGENT_CAPABILITIES, AGENT_CAPABILITIES)
 
 
 def main(system_call_filter: bytes) -> None:
@@ -136,14 +142,15 @@ def main(system_call_filter: bytes) -> None:
         for_forker.close()
         relay = Relay(0, 1, for_relay)
         if FOR_ROOT in sys.argv:
-            os.setresgid(RELAY_UID, RELAY_UID, RELAY_UID)
-            os.setresuid(RELAY_UID, RELAY_UID, RELAY_UID)
+            os.setresuid(AGENT_UID, AGENT_UID, AGENT_UID)
         relay.serve(has_filter)
         os._exit(0)
     for_relay.close()
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # the stream belongs to the relay alone
         os.dup2(nothing, descriptor)
+    if FOR_ROOT in sys.argv and kernel is not None:
+        kernel.change_user(AGENT_UID, AGENT_CAPABILITIES)
     forker = Forker(for_forker, relay_pid)
     serve(for_forker, forker.reap, forker.take_order)
     os._exit(0)

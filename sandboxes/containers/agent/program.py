@@ -84,10 +84,11 @@ def _confine(uid: int, gid: int, limits: list[int]) -> None:
     os.setgroups([])
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
-    if uid == 0:
-        if kernel is None:
-            raise OSError(errno.EPERM, "without ctypes, root keeps what lets it become the agent's user")
-        kernel.keep_capabilities(ROOT_CAPABILITIES)
+    if kernel is not None:
+        mask = ROOT_CAPABILITIES if uid == 0 else 0
+        kernel.set_capabilities(mask, mask)
+    elif uid == 0:
+        raise OSError(errno.EPERM, "root would keep what lets it become the agent's user")
 
 
 def _limit(cpu_s: int, file_bytes: int, open_files: int) -> None:

@@ -5,8 +5,8 @@ processes, CPUs and disks as the limits say, the disks together no more than all
 configuration but by its own field; 4. root and names are refused as users; 5. folders that cannot be a disk of their
 own are refused; 6. a runtime that is not installed is refused, and one
 that is a kernel of its own has room for itself; 7. the network is a tunnel, whose user is neither root
-nor the programs'; 8. only where an image can be written to may programs be root, with three capabilities, and the agent
-may then not kill as it likes.
+nor the programs'; 8. only where an image can be written to may programs be root, with three
+capabilities.
 """
 
 import re
@@ -132,7 +132,7 @@ def test_image_that_can_be_written_to() -> None:
     spec = CellSpec(limits=Limits(), user="0", workdir="/", is_writable=True)
     check(spec, RUNTIMES)
     host = config_of(spec)["HostConfig"]
-    assert host["CapAdd"] == ["SETUID", "SETGID", "CHOWN", "DAC_OVERRIDE", "FOWNER"]
+    assert host["CapAdd"] == ["SETUID", "SETGID", "KILL", "CHOWN", "DAC_OVERRIDE", "FOWNER"]
     assert (host["ReadonlyRootfs"], list(host["Tmpfs"]), host["SecurityOpt"]) == (
         False,
         ["/dev/shm"],
