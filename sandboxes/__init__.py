@@ -9,15 +9,14 @@
     sessions.py     shells and Python interpreters that keep their state; session_inside.py runs in the sandbox
     sync.py         the same interface without asyncio
     proxy.py        a sandbox's way to the network
+    cell.py         a cell whose programs an agent runs, for every backend; how a program ended
+    link.py         the host's end of an agent, and how an agent is started
+    agent/          the agent, which forks, confines and reaps programs, and the walls of jails
     containers/     the docker backend: every sandbox is a container
     jail.py         the jail backend: every sandbox is a jail of namespaces
-    seccomp.py      the system-call filter of jails and containers
-    cgroups.py      control groups: making, counting, keeping, and reaping those of dead processes
     subprocess.py   the subprocess backend: processes of the host's user under kernel limits
-    launched.py     a cell of either of these two, whose programs a launcher runs
-    execution.py    one such program: its deadline, its streams, its result
-    link.py         the host's end of a launcher
-    inner/          the launcher itself and the walls of jails, in processes of their own
+    seccomp.py      the system-call filter of jails and containers
+    cgroups.py      bounds that the programs of a sandbox share; control groups, and reaping those of dead processes
     folder.py       a working directory, and tars of its files
     owner.py        tags that tell which process made a thing, and whether it is dead
     judge/          code rewards

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from areal_agent.errors import SandboxError
+from sandboxes.agent.kernel import landlock_version
 from sandboxes.cgroups import GroupTree, reap_groups
 from sandboxes.conformance import ROWS, Verdict, check
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE, make_default_image
-from sandboxes.inner.launcher import landlock_version
 from sandboxes.jail import try_jail
 from sandboxes.pool import ISOLATION_OF, OLD_NAMES, Backend, open_pool
 from sandboxes.seccomp import denying_filter

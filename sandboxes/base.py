@@ -101,9 +101,8 @@ class Cell(Protocol):
     link or is too long raises OSError, as opening a file does.
     """
 
-    @property
-    def is_alive(self) -> bool:
-        """False once the cell is known to be unable to run anything. This does not ask the cell."""
+    async def answers(self) -> bool:
+        """Return whether the cell can run anything, which it is asked."""
         ...
 
     async def exec(self, program: Program, *, stdin: bytes, limits: Limits) -> ExecResult:

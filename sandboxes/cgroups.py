@@ -1,18 +1,19 @@
-"""Control groups, version 1 and 2: they bound all processes of one program together and count what befell them.
+"""What bounds all programs of a sandbox together; and control groups, version 1 and 2, which do so for jails.
 
-A `GroupTree` is one provider's folder in each hierarchy, named by its owner, with a `ControlGroup` for every running
-program. Making and removing a group takes the kernel milliseconds, so a thread does both, and a group whose program
-left no trace is used again. A keeper process waits for the end of the host and then removes the whole tree.
+`SharedBounds` changes the bounds as programs ask for others. A `GroupTree` is one provider's folder in each hierarchy,
+named by its owner, with a `ControlGroup` for every jail. Making and removing a group takes the kernel milliseconds, so
+a thread does both. A keeper process waits for the end of the host and then removes the whole tree.
 
 `reap_groups` removes what dead processes left, for the case that their keeper was killed too.
 """
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -24,10 +25,83 @@ from sandboxes.owner import PREFIX, is_abandoned, own_tag
 from sandboxes.spec import Limits
 
 DEFAULT_PIDS = 64
+AGENT_BYTES = 32 * 2**20
+"""Memory added to that of the programs, for the agent and what the kernel keeps for it."""
 CPU_PERIOD_US = 100_000
 CHUNK_BYTES = 65_536
-MAX_LEFT_BYTES = 1 << 20
-"""Memory, cached files included, that a group's last program may leave in use for the next."""
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """The part of a program's limits that holds for all programs of its sandbox together."""
+
+    memory_bytes: int
+    pids: int
+    cpus: float | None
+
+    @classmethod
+    def of(cls, limits: Limits) -> Self:
+        return cls(memory_bytes=limits.memory_bytes, pids=limits.pids or DEFAULT_PIDS, cpus=limits.cpus)
+
+
+class SharedBounds:
+    """The current bounds of one sandbox. `change` makes the kernel or the engine change them.
+
+    As many programs run at once as there may be processes; others wait their turn. A program that asks for other bounds
+    waits until those that run have ended. Both waits end, because all these programs have deadlines; a program that the
+    host talks with may have none, so it takes no turn, and nobody waits for its end.
+    """
+
+    def __init__(self, bounds: Bounds, change: Callable[[Bounds], Awaitable[None]]) -> None:
+        self._bounds = bounds
+        self._change = change
+        self._turn = asyncio.Lock()
+        self.slots = asyncio.Semaphore(bounds.pids)  # to hold while a process is needed
+        self._num_timed = 0
+        self._num_endless = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @asynccontextmanager
+    async def held(self, limits: Limits) -> AsyncGenerator[None, None]:
+        """Hold the bounds and a slot for one program that runs to its end."""
+        await self.hold(limits, is_timed=True)
+        try:
+            async with self.slots:
+                yield
+        finally:
+            self.release(is_timed=True)
+
+    async def hold(self, limits: Limits, *, is_timed: bool) -> None:
+        """Hold the bounds for one program until `release`; ValueError when an endless one runs within other bounds."""
+        bounds = Bounds.of(limits)
+        async with self._turn:
+            if bounds != self._bounds:
+                await self._change_to(bounds)
+            self._num_timed += is_timed
+            self._num_endless += not is_timed
+            if is_timed:
+                self._is_idle.clear()
+
+    def release(self, *, is_timed: bool) -> None:
+        """End the hold of one program."""
+        self._num_timed -= is_timed
+        self._num_endless -= not is_timed
+        if not self._num_timed:
+            self._is_idle.set()
+
+    async def _change_to(self, bounds: Bounds) -> None:
+        if not self._num_endless:
+            await self._is_idle.wait()
+        if self._num_endless:
+            raise ValueError(
+                f"a program asks for {bounds} while one without a deadline runs within {self._bounds}, and programs of "
+                "a sandbox share memory, processes and CPUs; give them in SandboxSpec.limits, or run it alone"
+            )
+        await self._change(bounds)
+        self._bounds = bounds
+        self.slots = asyncio.Semaphore(bounds.pids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,90 +147,54 @@ def _below(mount_point: str, root: str, path: str) -> Path:
     return Path(mount_point) if relative.startswith("..") else Path(mount_point) / relative
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bounds:
-    """The part of a program's limits that holds for all its processes together."""
-
-    memory_bytes: int
-    pids: int
-    cpus: float | None
-
-    @classmethod
-    def of(cls, limits: Limits) -> Self:
-        return cls(memory_bytes=limits.memory_bytes, pids=limits.pids or DEFAULT_PIDS, cpus=limits.cpus)
-
-
 class ControlGroup:
-    """The group of one program at a time, with a folder in every hierarchy."""
+    """The group of one sandbox, with a folder in every hierarchy. `num_own_pids` processes of ours are in it too."""
 
-    def __init__(self, folders: Sequence[Hierarchy], bounds: Bounds) -> None:
-        self.bounds = bounds
-        self.descriptors: list[int] = []  # what a process writes to in order to join, once `open` was called
+    def __init__(self, folders: Sequence[Hierarchy], num_own_pids: int) -> None:
         self._folders = folders
         self._by_controller = {name: folder for folder in folders for name in folder.controllers}
-        self._counts: dict[str, int] = {}  # counters of the current program, as far as they were read
-        self._is_killed = False
+        self._num_own_pids = num_own_pids
 
-    def make(self) -> None:
+    def make(self, bounds: Bounds) -> None:
         for folder in self._folders:
             folder.path.mkdir()
-        self.limit()
+        self.limit(bounds)
 
-    def limit(self) -> None:
-        """Set the kernel's bounds in folders that exist."""
-        bounds = self.bounds
-        self._write("memory", ("memory.limit_in_bytes", bounds.memory_bytes), ("memory.max", bounds.memory_bytes))
-        with contextlib.suppress(FileNotFoundError):  # a kernel that does not count swap
-            self._write("memory", ("memory.memsw.limit_in_bytes", bounds.memory_bytes), ("memory.swap.max", 0))
-        self._write("pids", ("pids.max", bounds.pids))
-        if "cpu" in self._by_controller and bounds.cpus is not None:
-            quota_us = max(1000, round(bounds.cpus * CPU_PERIOD_US))
-            self._write("cpu", ("cpu.cfs_quota_us", quota_us), ("cpu.max", f"{quota_us} {CPU_PERIOD_US}"))
+    def limit(self, bounds: Bounds) -> None:
+        """Set the kernel's bounds in folders that exist, with room for the agent."""
+        self._limit_memory(bounds.memory_bytes + AGENT_BYTES)
+        self._write("pids", ("pids.max", bounds.pids + self._num_own_pids))
+        if "cpu" in self._by_controller:
+            quota_us = None if bounds.cpus is None else max(1000, round(bounds.cpus * CPU_PERIOD_US))
+            self._write(
+                "cpu", ("cpu.cfs_quota_us", quota_us or -1), ("cpu.max", f"{quota_us or 'max'} {CPU_PERIOD_US}")
+            )
 
-    def open(self) -> None:
-        """Open what the next program needs to join."""
-        self._counts.clear()
-        for folder in self._folders:
-            self.descriptors.append(os.open(f"{folder.path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
-
-    def close(self) -> None:
-        """Close the descriptors for joining, once the program has them."""
-        while self.descriptors:
-            os.close(self.descriptors.pop())
-
-    def kill(self) -> None:
-        """Kill all processes in the group; from now on nothing in it can fork."""
-        self._is_killed = True
-        with contextlib.suppress(FileNotFoundError):  # the group is gone, and its processes with it
-            self._write("pids", ("pids.max", 0))
-            for pid in self._members():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+    @contextlib.contextmanager
+    def descriptors(self) -> Generator[list[int], None, None]:
+        """Open the two files of counters, as an agent's relay reads them, and what a process writes to to join."""
+        opened: list[int] = []
+        try:
+            opened.append(self._open("memory", "memory.oom_control", "memory.events"))
+            opened.append(self._open("pids", "pids.events", "pids.events"))
+            for folder in self._folders:
+                opened.append(os.open(f"{folder.path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+            yield opened
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
 
     def num_oom_kills(self) -> int:
-        return self._count("memory", "memory.oom_control", "memory.events", b"oom_kill")
-
-    def was_refused_processes(self) -> bool:
-        return self._count("pids", "pids.events", "pids.events", b"max") > 0
-
-    def is_as_new(self) -> bool:
-        """Return whether the next program would find no trace of earlier ones, except a little of their memory."""
-        if self._is_killed or list(self._counts.values()) != [0, 0]:
-            return False
-        if self.bounds.cpus is not None:  # it may owe CPU time
-            return False
-        try:
-            memory_bytes = int(self._read("memory", "memory.usage_in_bytes", "memory.current"))
-            return memory_bytes <= MAX_LEFT_BYTES and not self._members()
-        except OSError:  # somebody else removed it
-            return False
+        words = self._read("memory", "memory.oom_control", "memory.events").split()
+        return int(words[words.index(b"oom_kill") + 1]) if b"oom_kill" in words else 0
 
     def end(self) -> bool:
         """Kill what is left in the group and remove it. False while something is still dying."""
         try:
             with contextlib.suppress(FileNotFoundError):  # somebody else removed it
-                if self._members():
-                    self.kill()
+                for pid in self._read("pids", "cgroup.procs", "cgroup.procs").split():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
             for folder in self._folders:
                 with contextlib.suppress(FileNotFoundError):
                     folder.path.rmdir()
@@ -164,22 +202,40 @@ class ControlGroup:
             return False
         return True
 
-    def _members(self) -> list[int]:
-        return [int(pid) for pid in self._read("pids", "cgroup.procs", "cgroup.procs").split()]
+    def _limit_memory(self, num_bytes: int) -> None:
+        """Bound memory, swap included. In version 1 neither file may pass the other, so the order depends.
 
-    def _count(self, controller: str, first: str, second: str, name: bytes) -> int:
-        words = self._read(controller, first, second).split()
-        self._counts[controller] = int(words[words.index(name) + 1]) if name in words else 0
-        return self._counts[controller]
+        A group that holds more already, in files, keeps what it holds; the next program will find no memory.
+        """
+        parts = [
+            (("memory.limit_in_bytes", num_bytes), ("memory.max", num_bytes)),
+            (("memory.memsw.limit_in_bytes", num_bytes), ("memory.swap.max", 0)),
+        ]
+        for order in (parts, parts[::-1]):
+            try:
+                for pair in order:
+                    with contextlib.suppress(FileNotFoundError):  # a kernel that does not count swap
+                        self._write("memory", *pair)
+                return
+            except OSError as error:
+                if error.errno == errno.EBUSY:
+                    held = int(self._read("memory", "memory.usage_in_bytes", "memory.current"))
+                    self._limit_memory(held + PAGE_BYTES)
+                    return
+                if error.errno != errno.EINVAL or order is not parts:
+                    raise
 
     def _read(self, controller: str, first: str, second: str) -> bytes:
-        """Read a controller's file, which has the name `first` in version 1 and `second` in version 2."""
-        folder = self._by_controller[controller]
-        descriptor = os.open(f"{folder.path}/{first if folder.version == 1 else second}", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = self._open(controller, first, second)
         try:
             return b"".join(iter(lambda: os.read(descriptor, CHUNK_BYTES), b""))
         finally:
             os.close(descriptor)
+
+    def _open(self, controller: str, first: str, second: str) -> int:
+        """Open a controller's file, which has the name `first` in version 1 and `second` in version 2."""
+        folder = self._by_controller[controller]
+        return os.open(f"{folder.path}/{first if folder.version == 1 else second}", os.O_RDONLY | os.O_CLOEXEC)
 
     def _write(self, controller: str, first: tuple[str, object], second: tuple[str, object] | None = None) -> None:
         """Write a controller's file, given its name and value in version 1 and, if they differ there, in version 2."""
@@ -195,8 +251,6 @@ class ControlGroup:
 NEEDED = ("memory", "pids")
 RETRIES_A_GROUP = 3
 """The number of dying groups that are tried again at each removal; trying all would delay the next one."""
-MAX_IDLE = 32
-"""The most groups that wait for a program."""
 KEEPER = """
 read -r _
 for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
@@ -224,7 +278,6 @@ class GroupTree:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="control-groups")
         self._num_made = 0
         self._is_closed = False
-        self._idle: deque[ControlGroup] = deque()
         self._dying: deque[ControlGroup] = deque()  # used by the thread only
 
     @classmethod
@@ -253,40 +306,23 @@ class GroupTree:
     def versions(self) -> str:
         return " and ".join(str(version) for version in sorted({folder.version for folder in self._folders}))
 
-    async def take(self, limits: Limits) -> ControlGroup:
-        """Return a group for one program: a new one, or one whose programs left nothing behind."""
+    async def take(self, limits: Limits, num_own_pids: int) -> ControlGroup:
+        """Return a new group for one sandbox; SandboxError when none can be made."""
         if self._is_closed:
             raise SandboxError("the sandbox pool is closed; open another")
-        bounds = Bounds.of(limits)
+        making = self._loop.run_in_executor(self._thread, self._make, Bounds.of(limits), num_own_pids)
         try:
-            group = self._pop_idle(bounds) or await self._made(bounds)
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(self._drop_made)
+            raise
         except OSError as error:
             raise SandboxError(f"a control group could not be made: {error}") from error
-        try:
-            group.open()
-        except OSError as error:
-            self._drop(group)
-            raise SandboxError(f"a control group could not be opened: {error}") from error
-        return group
 
-    def give_back(self, group: ControlGroup) -> None:
-        """Keep a group for the next program, or remove it when its last process is gone."""
-        group.close()
-        if group.is_as_new():
-            self._idle.append(group)
-            if len(self._idle) <= MAX_IDLE:
-                return
-            group = self._idle.popleft()
-        self._drop(group)
-
-    @asynccontextmanager
-    async def one(self, limits: Limits) -> AsyncGenerator[ControlGroup, None]:
-        """Yield a group for one program."""
-        group = await self.take(limits)
-        try:
-            yield group
-        finally:
-            self.give_back(group)
+    def drop(self, group: ControlGroup) -> None:
+        """Remove a group when its last process is gone."""
+        if not self._is_closed:  # after that the keeper removes all
+            self._thread.submit(self._remove, group)
 
     async def aclose(self) -> None:
         assert self._keeper.stdin is not None
@@ -295,38 +331,18 @@ class GroupTree:
         self._keeper.stdin.close()
         await self._keeper.wait()
 
-    def _pop_idle(self, bounds: Bounds) -> ControlGroup | None:
-        """Return the last used group with these bounds."""
-        group = next((group for group in reversed(self._idle) if group.bounds == bounds), None)
-        if group is not None:
-            self._idle.remove(group)
-        return group
-
-    async def _made(self, bounds: Bounds) -> ControlGroup:
-        making = self._loop.run_in_executor(self._thread, self._make, bounds)
-        try:
-            return await asyncio.shield(making)
-        except asyncio.CancelledError:
-            making.add_done_callback(self._drop_made)
-            raise
-
     def _drop_made(self, making: asyncio.Future[ControlGroup]) -> None:
         """Remove a group whose taker was cancelled."""
         if not making.cancelled() and making.exception() is None:
-            self._drop(making.result())
+            self.drop(making.result())
 
-    def _drop(self, group: ControlGroup) -> None:
-        group.close()
-        if not self._is_closed:  # after that the keeper removes all
-            self._thread.submit(self._remove, group)
-
-    def _make(self, bounds: Bounds) -> ControlGroup:
+    def _make(self, bounds: Bounds, num_own_pids: int) -> ControlGroup:
         """Make a group. Runs in the thread."""
         self._num_made += 1
         name = str(self._num_made)
-        group = ControlGroup([replace(folder, path=folder.path / name) for folder in self._folders], bounds)
+        group = ControlGroup([replace(folder, path=folder.path / name) for folder in self._folders], num_own_pids)
         try:
-            group.make()
+            group.make(bounds)
         except OSError:
             self._remove(group)
             raise

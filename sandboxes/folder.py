@@ -17,7 +17,7 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.inner.files import entries_below, open_folder, read_file, write_file
+from sandboxes.agent.files import entries_below, open_folder, read_file, write_file
 from sandboxes.spec import folder_parts, relative_parts
 
 TAR_BLOCK_BYTES = 512  # the least that an entry takes

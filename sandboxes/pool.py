@@ -176,7 +176,7 @@ class Stock:
         """Return a cell that nobody has had before."""
         self.check_open()
         shelf = self.shelves.setdefault(spec, Shelf(spec))
-        cell = self._pop_living(shelf)
+        cell = await self._pop_living(shelf)
         if cell is None:
             if shelf.is_asked_again:
                 shelf.target = min(shelf.target + 1, self._max_idle)
@@ -220,13 +220,19 @@ class Stock:
             await asyncio.gather(*(cell.close() for cell in shelf.ready))
         self.shelves.clear()
 
-    def _pop_living(self, shelf: Shelf) -> Cell | None:
+    async def _pop_living(self, shelf: Shelf) -> Cell | None:
+        """Return a cell that is ready. Each is asked: what it stood on may have died a moment ago."""
         while shelf.ready:
             cell = next(iter(shelf.ready))
             shelf.ready.pop(cell).cancel()
-            if cell.is_alive:
+            is_living = False
+            try:
+                is_living = await cell.answers()
+            finally:
+                if not is_living:
+                    self._own(cell.close())
+            if is_living:
                 return cell
-            self._own(cell.close())
         return None
 
     async def _wait(self, shelf: Shelf) -> Cell:

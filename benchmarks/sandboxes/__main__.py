@@ -24,8 +24,8 @@ import docker
 
 from areal_agent.errors import SandboxError
 from sandboxes import Limits, Pool, Sandbox, SandboxSpec, open_pool
+from sandboxes.cell import PROGRAM_PATH
 from sandboxes.containers.images import DEFAULT_IMAGE
-from sandboxes.execution import PROGRAM_PATH
 from sandboxes.judge import CallCase, StdinCase, grade
 from sandboxes.pool import Backend
 

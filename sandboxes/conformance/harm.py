@@ -1,4 +1,4 @@
-"""Rows 1 to 20 and 25: programs that use up resources, leave hostile files, try to get out, or fake how they ended."""
+"""Rows 1 to 20, 25 and from 31: programs that use up resources, leave hostile files, get out, or fake their end."""
 
 import contextlib
 import io
@@ -9,8 +9,9 @@ import tempfile
 from collections.abc import Generator
 
 from sandboxes.conformance.row import JAILED, MIB, Row, ends_with, in_box, prints, told
+from sandboxes.pool import Pool
 from sandboxes.sandbox import Sandbox
-from sandboxes.spec import Limits, Status
+from sandboxes.spec import Limits, SandboxSpec, Status
 
 # ── rows 1 to 9: using up resources ───────────────────────────────────────────────────────────────────────────────────
 
@@ -376,6 +377,49 @@ async def fake_frames(box: Sandbox) -> str:
     return "" if is_right else f"in Python: {told(result)}"
 
 
+# ── rows 31 and 32: harming what comes after it in its sandbox ────────────────────────────────────────────────────────
+
+SHARED_MEMORY = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+while (number := libc.shmget(0, 2**22, 0o1600)) >= 0:
+    ctypes.memset(ctypes.c_void_p(libc.shmat(number, None, 0)), 1, 2**22)
+"""
+FILLED_DISK = "number = 0\nwhile True:\n    number += 1\n    open(str(number), 'wb').write(bytes(2**20))"
+SPOILED_FOLDERS = """
+import os
+for name in ('removed', 'locked'): os.mkdir(name)
+os.rmdir('removed')
+os.chmod('locked', 0)
+"""
+
+
+async def memory_taken_for_good(pool: Pool) -> str:
+    """Fill the memory with what outlives its program. No call may hang, or call that the sandbox's failure."""
+    own = Limits(wall_s=10.0, memory_bytes=64 * MIB, disk_bytes=1024 * MIB)
+    for source in (SHARED_MEMORY, FILLED_DISK):
+        async with pool.acquire(SandboxSpec(limits=own)) as box:
+            first = await box.exec_python(source)
+            if first.status not in (Status.MEMORY, Status.DISK) and source is FILLED_DISK:
+                return told(first)
+            for _ in range(2):
+                await box.exec_python("held = bytes(2**25)")
+            fed = await box.exec(["cat"], stdin=bytes(3 * MIB))
+            if fed.status not in (Status.MEMORY, Status.OUTPUT_LIMIT):
+                return f"the next program: {told(fed)}"
+    return ""
+
+
+async def spoiled_folders(box: Sandbox) -> str:
+    await box.exec_python(SPOILED_FOLDERS)
+    for name in ("removed", "locked"):
+        result = await box.exec(["true"], cwd=name)
+        if result.exit_code != 126:
+            return f"in the {name} folder: {told(result)}"
+    return ""
+
+
 ROWS = (
     Row(number=1, harm="fork bomb", required="PIDS, nothing left", needs=JAILED, needs_groups=True,
         run=ends_with(FORK_BOMB, Status.PIDS, Limits(wall_s=2.0, pids=32))),
@@ -406,4 +450,8 @@ ROWS = (
     Row(number=19, harm="rare system calls", required="denied", needs=JAILED, run=prints(RARE_CALLS, b"")),
     Row(number=20, harm="environment, files of the host", required="absent", needs=JAILED, run=in_box(host_is_absent)),
     Row(number=25, harm="faked statuses, frames", required="raw bytes, true status", run=in_box(fake_frames)),
+    Row(number=31, harm="memory taken for good", required="MEMORY, no call hangs", needs=JAILED, needs_groups=True,
+        run=memory_taken_for_good),
+    Row(number=32, harm="a removed or locked folder", required="the next program fails",
+        run=in_box(spoiled_folders)),
 )  # fmt: skip

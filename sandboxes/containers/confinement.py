@@ -1,34 +1,26 @@
-"""How a container is confined: its configuration, the bounds that its programs share, and the labels of its owner.
+"""How a container is confined: its configuration, and the labels of its owner.
 
 `container_config` translates a spec. Only what is named here reaches the engine: there is no way to ask for privileges,
 devices, capabilities, mounts of the host or its namespaces.
 
-`SharedBounds` bounds the memory, processes and CPUs of all programs of a container together, as its programs ask. As
-many programs run at once as there may be processes; others wait their turn, which comes because all these programs have
-deadlines. A program that the host talks with has none, so it takes no turn.
-
 `Ownership` is labels that outlive the maker of a container, and tell that it is dead.
 """
 
-import asyncio
 import posixpath
 import re
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from areal_agent.errors import SandboxError
-from sandboxes.cgroups import Bounds
+from sandboxes.cell import User, fresh_user
+from sandboxes.cgroups import AGENT_BYTES, Bounds
 from sandboxes.jail import DEFAULT_DISK_BYTES, DEFAULT_INODES
 from sandboxes.owner import own_tag
-from sandboxes.spec import Access, CellSpec, Limits
+from sandboxes.spec import Access, CellSpec
 
 WORKDIR = "/work"
 DEFAULT_RUNTIME = "runc"
-NOBODY = 65534
-AGENT_BYTES = 32 * 2**20
-"""Memory added to that of the programs, for the agent and what the kernel keeps for it."""
 AGENT_PIDS = 2
 TUNNEL_BYTES = 24 * 2**20
 """Memory for the process that carries a container's connections, if it has a network."""
@@ -41,13 +33,6 @@ SHARES_OF_DISK = (("{workdir}", 12), ("/tmp", 3), ("/dev/shm", 1))
 """Shares, in sixteenths, of `Limits.disk_bytes` and `inodes` that each of these file systems gets."""
 KERNEL_FOLDERS = ("/proc", "/sys", "/dev")
 NOT_A_WORKDIR = (*KERNEL_FOLDERS, "/", "/tmp", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64")
-
-
-class User(NamedTuple):
-    """The user and group that programs run as."""
-
-    uid: int
-    gid: int
 
 
 def config_of(bounds: Bounds, spec: CellSpec) -> dict[str, Any]:
@@ -63,12 +48,12 @@ def config_of(bounds: Bounds, spec: CellSpec) -> dict[str, Any]:
 
 
 def user_of(spec: CellSpec) -> User:
-    """Return the programs' user; SandboxError for a name, which only the image could resolve, and mostly for root.
+    """Return the programs' user, by default a fresh one; SandboxError for a name of the image's, and mostly for root.
 
     Root is only for images that can be written to: elsewhere it could do nothing that others cannot.
     """
     if spec.user is None:
-        return User(uid=NOBODY, gid=NOBODY)
+        return fresh_user()
     match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", spec.user)
     user = User(uid=int(match[1]), gid=int(match[2] or match[1])) if match else None
     if user is None or (0 in user and not (spec.is_writable and user == (0, 0))):
@@ -106,7 +91,7 @@ def refuse_volumes(spec: CellSpec, volumes: Sequence[str]) -> None:
 
     A volume at the place of one of our disks does not matter: the disk is mounted instead.
     """
-    left = {posixpath.normpath(place) for place in volumes} - set(disks(spec, user_of(spec)))
+    left = {posixpath.normpath(place) for place in volumes} - set(disks(spec, fresh_user()))
     if left:
         raise SandboxError(
             f"the image {spec.image!r} declares volumes, {', '.join(sorted(left))}: nothing bounds what is written "
@@ -119,17 +104,10 @@ def has_tunnel(spec: CellSpec) -> bool:
     return spec.network is not None and spec.network.access is not Access.NONE
 
 
-def tunnel_user(spec: CellSpec) -> User:
-    """Return the tunnel's user, which is neither root nor the programs' user."""
-    uid = NOBODY - 1 if user_of(spec).uid != NOBODY - 1 else NOBODY - 2
-    return User(uid=uid, gid=uid)
-
-
 def container_config(
-    spec: CellSpec, *, image: str, command: Sequence[str], labels: Mapping[str, str], is_agent: bool
+    spec: CellSpec, user: User, *, image: str, command: Sequence[str], labels: Mapping[str, str], is_agent: bool
 ) -> dict[str, Any]:
     """Configure a container whose first process is `command`: the agent, as root without its powers, or a bystander."""
-    user = user_of(spec)
     capabilities = AGENT_CAPABILITIES * is_agent + ROOT_CAPABILITIES * (user.uid == 0)
     return {
         "Image": image,
@@ -148,7 +126,6 @@ def container_config(
         "Tty": False,
         "HostConfig": {
             **config_of(Bounds.of(spec.limits), spec),
-            "AutoRemove": True,
             "CapAdd": list(capabilities),
             "CapDrop": ["ALL"],
             "CgroupnsMode": "private",
@@ -161,7 +138,7 @@ def container_config(
             "SecurityOpt": ["no-new-privileges"],
             "Tmpfs": disks(spec, user),
             "Ulimits": [
-                {"Name": "core", "Soft": 0, "Hard": 0},
+                {"Name": "core", "Soft": 1, "Hard": 1},
                 {"Name": "nofile", "Soft": AGENT_OPEN_FILES, "Hard": AGENT_OPEN_FILES},
             ],
         },
@@ -178,46 +155,6 @@ def disks(spec: CellSpec, user: User) -> dict[str, str]:
         )
         for place, share in (SHARES_OF_DISK[-1:] if spec.is_writable else SHARES_OF_DISK)
     }
-
-
-class SharedBounds:
-    """The current bounds of one container. `change` makes the engine change them."""
-
-    def __init__(self, bounds: Bounds, change: Callable[[Bounds], Awaitable[None]]) -> None:
-        self._bounds = bounds
-        self._change = change
-        self._changing = asyncio.Lock()
-        self.slots = asyncio.Semaphore(bounds.pids)  # to hold while a process is needed
-        self._num_held = 0
-
-    @asynccontextmanager
-    async def held(self, limits: Limits) -> AsyncGenerator[None, None]:
-        """Hold the bounds and a slot for one program that runs to its end."""
-        await self.hold(limits)
-        try:
-            async with self.slots:
-                yield
-        finally:
-            self.release()
-
-    async def hold(self, limits: Limits) -> None:
-        """Hold the bounds for one program until `release`. ValueError when others run within other bounds."""
-        async with self._changing:
-            bounds = Bounds.of(limits)
-            if bounds != self._bounds:
-                if self._num_held:
-                    raise ValueError(
-                        f"a program asks for {bounds} while others run within {self._bounds}, and the programs of a "
-                        "container share memory, processes and CPUs; give them in SandboxSpec.limits, or run it alone"
-                    )
-                await self._change(bounds)
-                self._bounds = bounds
-                self.slots = asyncio.Semaphore(bounds.pids)
-            self._num_held += 1
-
-    def release(self) -> None:
-        """End the hold of one program."""
-        self._num_held -= 1
 
 
 OWNER_LABEL = "areal-agent.sandboxes.owner"

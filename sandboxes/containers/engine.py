@@ -179,9 +179,10 @@ class Engine:
         def fetch() -> None:
             asked = {"params": {"path": path}, "stream": True, "timeout": CALL_TIMEOUT_S}
             with self._client.get(self._url(container, "archive"), **asked) as response:
-                if response.status_code == NOT_FOUND:
+                if response.status_code == NOT_FOUND and "No such container" not in response.text:
                     raise FileNotFoundError(errno.ENOENT, "not in the sandbox", path)
-                response.raise_for_status()
+                if not response.ok:
+                    raise SandboxError(f"the container engine refused: {response.text.strip()}")
                 if decode_json_header(response.headers["X-Docker-Container-Path-Stat"])["linkTarget"]:
                     raise OSError(errno.ELOOP, "a link, not a file or folder", path)
                 for chunk in response.iter_content(CHUNK_BYTES):
@@ -194,6 +195,14 @@ class Engine:
     async def load(self, container: str, tar: BinaryIO | bytes, folder: str) -> None:
         """Unpack a tar in a folder of a container, which must be there, with the owners, modes and links in it."""
         await self._call(lambda: self._client.put_archive(container, folder, tar))
+
+    async def has_run_out_of_memory(self, container: str) -> bool:
+        """Return whether a process of a container that has ended was killed because memory ran out."""
+        try:
+            found = await self.find_container(container)
+        except SandboxError:
+            return False
+        return found is not None and bool(found["State"]["OOMKilled"])
 
     async def limit(self, container: str, limits: Mapping[str, Any]) -> None:
         """Change the bounds on all of a running container."""

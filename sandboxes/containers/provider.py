@@ -14,27 +14,28 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import ENFORCED_BY_WALLS, Archives, Capabilities, Program
-from sandboxes.cgroups import Bounds
-from sandboxes.containers.agent.forker import FOR_ROOT
-from sandboxes.containers.agent_link import COMMAND, AgentLink, boot_data
-from sandboxes.containers.cell import PLAIN_COMMAND, AgentCell, ContainerProcess, PlainCell, program_request
+from sandboxes.agent.forker import FOR_ROOT
+from sandboxes.agent.wire import Operation
+from sandboxes.base import ENFORCED_BY_WALLS, Archives, Capabilities
+from sandboxes.cell import AgentProcess, User, fresh_user, request_of
+from sandboxes.cgroups import Bounds, SharedBounds
+from sandboxes.containers.cell import ContainerCell
 from sandboxes.containers.confinement import (
     OWNER_LABEL,
     Ownership,
-    SharedBounds,
     check,
     config_of,
     container_config,
     has_tunnel,
     refuse_volumes,
-    tunnel_user,
     user_of,
     workdir_of,
 )
-from sandboxes.containers.engine import Engine, EngineSilent, Image, NoSuchProgram
+from sandboxes.containers.engine import Engine, EngineSilent, Image, NoSuchProgram, frames
 from sandboxes.containers.images import DEFAULT_IMAGE
+from sandboxes.containers.plain_cell import PLAIN_COMMAND, PlainCell
 from sandboxes.containers.tunnel_host import TUNNEL_SOURCE, NetworkTunnel
+from sandboxes.link import COMMAND, AgentLink, boot_data
 from sandboxes.owner import is_abandoned
 from sandboxes.proxy import proxy_environment
 from sandboxes.seccomp import denying_filter
@@ -50,7 +51,7 @@ RESTART_PAUSE_S = 1.0
 LAYER_PAUSE_S = 5.0
 DEFAULT_LAYER_BYTES = 10 * 2**30
 
-ContainerCell = AgentCell | PlainCell
+AnyCell = ContainerCell | PlainCell
 Answer = TypeVar("Answer")
 
 
@@ -62,7 +63,7 @@ class DockerProvider:
         self._keeper = keeper
         self.ownership = ownership
         self._boot_data = boot_data(denying_filter(engine.machine))
-        self._cells: dict[str, ContainerCell] = {}  # by container
+        self._cells: dict[str, AnyCell] = {}  # by container
         self._without_python: set[str] = set()  # image ids
         self._layers: dict[str, int] = {}  # bytes that containers with a writable image may write there
         self._watch: asyncio.Task[None] | None = None  # of these
@@ -91,7 +92,7 @@ class DockerProvider:
     def check(self, spec: CellSpec) -> None:
         check(spec, self._engine.runtimes)
 
-    async def create(self, spec: CellSpec) -> ContainerCell:
+    async def create(self, spec: CellSpec) -> AnyCell:
         """Make a cell. While the daemon restarts, wait for it and try again. A cancelled caller's cell is closed."""
         self.check(spec)
         making = self._own(self._create_patiently(spec))
@@ -101,7 +102,7 @@ class DockerProvider:
             self._own(give_up(making))
             raise
 
-    async def _create_patiently(self, spec: CellSpec) -> ContainerCell:
+    async def _create_patiently(self, spec: CellSpec) -> AnyCell:
         deadline_s = asyncio.get_running_loop().time() + RESTART_PATIENCE_S
         while True:
             self._check_open()
@@ -125,7 +126,7 @@ class DockerProvider:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
-    async def _create(self, spec: CellSpec) -> ContainerCell:
+    async def _create(self, spec: CellSpec) -> AnyCell:
         image = await self._engine.image(spec.image or DEFAULT_IMAGE)
         refuse_volumes(spec, image.volumes)
         if image.id not in self._without_python:
@@ -138,23 +139,25 @@ class DockerProvider:
             raise SandboxError("an image without python3 cannot have a network; leave SandboxSpec.network out")
         return await self._create_of(image, spec, has_agent=False)
 
-    async def _create_of(self, image: Image, spec: CellSpec, *, has_agent: bool) -> ContainerCell:
+    async def _create_of(self, image: Image, spec: CellSpec, *, has_agent: bool) -> AnyCell:
         command, labels = COMMAND if has_agent else PLAIN_COMMAND, self.ownership.labels
-        if has_agent and user_of(spec).uid == 0:
+        user = user_of(spec)
+        if has_agent and user.uid == 0:
             command = (*COMMAND, FOR_ROOT)
-        config = container_config(spec, image=image.id, command=command, labels=labels, is_agent=has_agent)
+        config = container_config(spec, user, image=image.id, command=command, labels=labels, is_agent=has_agent)
         container = await self._engine.create(config)
 
         async def change(bounds: Bounds) -> None:
             await self._engine.limit(container, config_of(bounds, spec))
 
         bounds = SharedBounds(Bounds.of(spec.limits), change)
-        env, workdir = environment_of(spec, image), workdir_of(spec)
+        env = environment_of(spec, user, image)
         try:
             if has_agent:
-                cell = await self._start_agent(container, spec, bounds, env)
+                cell = await self._start_agent(container, spec, user, bounds, env)
             else:
                 remove = partial(self._discard, container)
+                workdir = workdir_of(spec)
                 cell = await PlainCell(self._engine, container, bounds, spec.limits, env, workdir, remove).start()
         except BaseException:
             await asyncio.shield(self._discard(container))
@@ -172,9 +175,10 @@ class DockerProvider:
         return cell
 
     async def _start_agent(
-        self, container: str, spec: CellSpec, bounds: SharedBounds, env: dict[str, str]
-    ) -> AgentCell:
-        link = AgentLink(*await self._engine.attach(container))
+        self, container: str, spec: CellSpec, user: User, bounds: SharedBounds, env: dict[str, str]
+    ) -> ContainerCell:
+        reader, writer = await self._engine.attach(container)
+        link = AgentLink(frames(reader), writer, partial(self._engine.has_run_out_of_memory, container))
         try:
             await self._engine.start(container)
             await link.boot(self._boot_data)
@@ -182,13 +186,14 @@ class DockerProvider:
         except BaseException:
             link.fail("its start was given up")
             raise
-        if not link.has_filter and user_of(spec).uid == 0:
+        if not link.has_filter and user.uid == 0:
             link.fail("it cannot run programs as root")
             raise NoSuchProgram("the image's python3 has no ctypes")
         if not link.has_filter:
             logger.info("the image's Python has no ctypes: the engine's filter of system calls stands alone")
 
         async def remove() -> None:
+            await link.aclose()
             if tunnel is not None:
                 await tunnel.aclose()
             if link.is_given_up:  # the engine kills what its agent did not
@@ -196,8 +201,15 @@ class DockerProvider:
             else:
                 self._discard_soon(container)
 
-        env = {**env, **proxy_environment()} if tunnel else env
-        return AgentCell(link, bounds, spec.limits, user_of(spec), env, remove)
+        return ContainerCell(
+            reach=link.itself,
+            home=workdir_of(spec),
+            env={**env, **proxy_environment()} if tunnel else env,
+            user=user,
+            limits=spec.limits,
+            bounds=bounds,
+            remove=remove,
+        )
 
     def _own(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
         """Start work that `close` waits for."""
@@ -255,18 +267,18 @@ class DockerProvider:
         await self._engine.aclose()
 
 
-async def give_up(making: asyncio.Task[ContainerCell]) -> None:
+async def give_up(making: asyncio.Task[AnyCell]) -> None:
     """Close a cell, once it is made, whose caller no longer wants it."""
     with contextlib.suppress(SandboxError):
         await (await making).close()
 
 
-def environment_of(spec: CellSpec, image: Image) -> dict[str, str]:
+def environment_of(spec: CellSpec, user: User, image: Image) -> dict[str, str]:
     """Return the variables of every program. Where only the working directory can be written to, it is the home."""
     workdir = workdir_of(spec)
     if not spec.is_writable:
         return {"PATH": PROGRAM_PATH, **image.env, "HOME": workdir, "TMPDIR": workdir}
-    return {"PATH": PROGRAM_PATH, "HOME": "/root" if user_of(spec).uid == 0 else workdir, **image.env}
+    return {"PATH": PROGRAM_PATH, "HOME": "/root" if user.uid == 0 else workdir, **image.env}
 
 
 async def open_tunnel(link: AgentLink, spec: CellSpec) -> NetworkTunnel | None:
@@ -274,8 +286,10 @@ async def open_tunnel(link: AgentLink, spec: CellSpec) -> NetworkTunnel | None:
     if spec.network is None or not has_tunnel(spec):
         return None
     limits = Limits(open_files=TUNNEL_OPEN_FILES)
-    request = program_request(Program(source=TUNNEL_SOURCE), {}, tunnel_user(spec), limits, is_timed=False)
-    return await NetworkTunnel.start(await ContainerProcess(link, limits, is_timed=False).start(request), spec.network)
+    source = TUNNEL_SOURCE.encode()
+    request = request_of(Operation.SOURCE, fresh_user(), limits, b"/", b".", {}, [source], is_timed=False)
+    process = AgentProcess(link, limits, is_timed=False, has_group=True)
+    return await NetworkTunnel.start(await process.start(request), spec.network)
 
 
 async def start_keeper(socket_path: str, label: str) -> asyncio.subprocess.Process:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Self
 
 from areal_agent.errors import SandboxError
-from sandboxes.containers.agent.tunnel import CHUNK_BYTES, DATA, END, FRAME, GONE, MAX_CONNECTIONS, OPEN, TAKEN
-from sandboxes.containers.cell import ContainerProcess
+from sandboxes.agent.tunnel import CHUNK_BYTES, DATA, END, FRAME, GONE, MAX_CONNECTIONS, OPEN, TAKEN
+from sandboxes.cell import AgentProcess
 from sandboxes.proxy import FilteringProxy
 from sandboxes.spec import Network
 
-TUNNEL_SOURCE = Path(__file__).parent.joinpath("agent", "tunnel.py").read_text()
+TUNNEL_SOURCE = Path(__file__).parents[1].joinpath("agent", "tunnel.py").read_text()
 AHEAD_BYTES = 256 * 1024
 """The most that one connection is sent before its program has taken any of it."""
 READY_TIMEOUT_S = 30.0
@@ -36,7 +36,7 @@ class Connection:
 class NetworkTunnel:
     """A container's tunnel. Make it with `start`, end it with `aclose`; it ends with its process in the container."""
 
-    def __init__(self, process: ContainerProcess, network: Network) -> None:
+    def __init__(self, process: AgentProcess, network: Network) -> None:
         self._process = process
         self._proxy = FilteringProxy(network)
         self._connections: dict[int, Connection] = {}
@@ -44,7 +44,7 @@ class NetworkTunnel:
         self._task = asyncio.create_task(self._serve())
 
     @classmethod
-    async def start(cls, process: ContainerProcess, network: Network) -> Self:
+    async def start(cls, process: AgentProcess, network: Network) -> Self:
         tunnel = cls(process, network)
         started = [tunnel._ready, tunnel._task]
         await asyncio.wait(started, timeout=READY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)

@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from sandboxes import Isolation, Limits, Status
-from sandboxes.execution import status_of
+from sandboxes.cell import status_of
 from sandboxes.link import Ended
 
 LIMITS = Limits(wall_s=3.0, memory_bytes=100_000_000)

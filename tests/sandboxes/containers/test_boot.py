@@ -6,8 +6,8 @@ It serves, and ends with its stream.
 import subprocess
 import sys
 
-from sandboxes.containers.agent.wire import HEADER, Tell
-from sandboxes.containers.agent_link import COMMAND, boot_data
+from sandboxes.agent.wire import HEADER, Tell
+from sandboxes.link import COMMAND, boot_data
 
 PATIENCE_S = 60.0
 
@@ -18,4 +18,4 @@ def test_it_serves_and_ends_with_its_stream() -> None:
     )
     assert agent.stderr == b""
     kind, number, num_bytes = HEADER.unpack_from(agent.stdout)
-    assert (kind, number, num_bytes, len(agent.stdout)) == (Tell.READY, 0, 1, HEADER.size + 1)
+    assert (kind, number, num_bytes, len(agent.stdout)) == (Tell.READY, 0, 2, HEADER.size + 2)

@@ -14,9 +14,9 @@ import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Program
-from sandboxes.containers.cell import PlainCell, shell
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE, build_image_with
+from sandboxes.containers.plain_cell import PlainCell, shell
 from sandboxes.containers.provider import DockerProvider
 from sandboxes.spec import CellSpec, Limits, Status
 
@@ -32,10 +32,10 @@ rm -f lib-dynload/resource.* lib-dynload/_ctypes.* lib-dynload/_json.* lib-dynlo
 async def test_python_without_ctypes_runs_the_agent(engine: Engine, provider: DockerProvider) -> None:
     command = " && ".join(AS_MINIMAL.strip().splitlines())
     image = await build_image_with(engine, None, f"FROM {DEFAULT_IMAGE}\nRUN {command}\n")
-    cell = await provider.create(CellSpec(limits=PATIENT, image=image))
+    cell = await provider.create(CellSpec(limits=PATIENT, image=image, user="77"))
     python = await cell.exec(Program(source="print(input(), __name__)"), stdin=b"hi", limits=PATIENT)
     assert python.stdout == b"hi __main__\n"
-    assert (await cell.exec(Program(argv=("id", "-u")), stdin=b"", limits=PATIENT)).stdout == b"65534\n"
+    assert (await cell.exec(Program(argv=("id", "-u")), stdin=b"", limits=PATIENT)).stdout == b"77\n"
     limits = Limits(wall_s=60.0, open_files=17, file_bytes=1024)
     shown = await cell.exec(Program(argv=("sh", "-c", "ulimit -n; exec yes > big")), stdin=b"", limits=limits)
     assert (shown.status, shown.stdout) == (Status.DISK, b"17\n")
@@ -46,10 +46,10 @@ async def test_python_without_ctypes_runs_the_agent(engine: Engine, provider: Do
 
 async def test_image_without_python(engine: Engine, provider: DockerProvider) -> None:
     image = await build_image_with(engine, None, f"FROM {DEFAULT_IMAGE}\nRUN rm /usr/bin/python3*\n")
-    cell = await provider.create(CellSpec(limits=PATIENT, image=image))
+    cell = await provider.create(CellSpec(limits=PATIENT, image=image, user="77"))
     try:
         result = await cell.exec(Program(argv=("sh", "-c", "id -u; cat; exit 3")), stdin=b"hi", limits=PATIENT)
-        assert (result.status, result.exit_code, result.stdout) == (Status.NONZERO, 3, b"65534\nhi")
+        assert (result.status, result.exit_code, result.stdout) == (Status.NONZERO, 3, b"77\nhi")
         late = await cell.exec(Program(argv=("sleep", "1000")), stdin=b"", limits=Limits(wall_s=0.5))
         assert late.status is Status.TIMEOUT
         much = await cell.exec(Program(argv=("yes",)), stdin=b"", limits=Limits(wall_s=60.0, output_bytes=1000))
@@ -64,7 +64,7 @@ async def test_image_without_python(engine: Engine, provider: DockerProvider) ->
             await cell.spawn(Program(argv=("true",)), limits=PATIENT, is_timed=False)
     finally:
         await cell.close()
-    assert not cell.is_alive
+    assert not await cell.answers()
 
 
 async def test_stdin_that_ends_at_once_runs_nothing() -> None:

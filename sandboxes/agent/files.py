@@ -1,6 +1,6 @@
 """Files beneath an open folder that is not trusted: no link is followed, and only regular files are read.
 
-The host uses it for the folders of launched cells, the agent for those of containers. All of it blocks.
+The host uses it for working folders that it can open itself, the agent for those of containers. All of it blocks.
 """
 
 import contextlib

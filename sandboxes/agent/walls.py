@@ -2,20 +2,25 @@
 
 `main` runs on the host, as root or, where the kernel lets users make namespaces, as anybody. The process that is
 started waits outside. Its child is the zygote: a Python behind walls that keep the host out, which has all that a jail
-needs and forks the first process of each. Starting a Python for each jail would cost ten times as much as a fork. The
-zygote reads only what its host sends, and no program runs in it; `Zygote` in `jail.py` is the host's end.
+needs and forks the relay of each. Starting a Python for each jail would cost ten times as much as a fork. The zygote
+reads only what its host sends, and no program runs in it; `Zygote` in `jail.py` is the host's end.
 
 ::
 
-    host ── a jail's limits + its control socket ──▶ zygote ── fork ──▶ first process of a jail (`serve_jail`)
-         ◀── HELLO, once ───────────────────────            ◀── its end ──
+    host ── a jail's settings + descriptors ──▶ zygote ── fork ──▶ relay ── fork ──▶ forker ── fork ──▶ program
+         ◀── an errno, once ───────────────────                │ ◀ walls between the jails
+                                                               │                  └── first process of a jail
+         ◀═══ the stream of the jail's agent ══════════════════╛
 
-The first process of a jail puts walls between itself and the other jails, gives up every privilege, and serves as a
-launcher. The jail's other processes end with it, and all jails end with their zygote.
+The relay puts walls between itself and the other jails and makes the jail's disk. It stays outside of the namespace of
+processes whose first one is the forker, so no program can see or signal it, even where all have one user. Both then
+give up every privilege but those to become the programs' user and to kill its processes. A relay kills its forker
+before it ends, and so everything in its jail; all jails end with their zygote.
 """
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -23,24 +28,33 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, NoReturn
 
-from sandboxes.inner.kernel import (
+from sandboxes.agent.forker import Forker, agent_sockets, forget_package, low_socket
+from sandboxes.agent.interpreter import Interpreter
+from sandboxes.agent.kernel import (
+    KILL,
     LIBC,
     PR_SET_DUMPABLE,
     PR_SET_PDEATHSIG,
+    SETGID,
+    SETUID,
     check,
     drop_privileges,
     load_filter,
     prctl,
     syscall,
 )
-from sandboxes.inner.launcher import Launcher, control_socket
-from sandboxes.inner.processes import forget_package
-from sandboxes.inner.program import Interpreter
-from sandboxes.inner.wire import MAX_CELL, REPORT, ReportKind
+from sandboxes.agent.relay import COUNTERS, Relay
 
+ANSWER = struct.Struct("=i")
+"""An errno, or 0: the zygote is ready, or a jail, whose folder, relay and listener (if it has one) come with it."""
+MAX_SETTINGS_BYTES = 1024
+"""The most bytes of a jail's settings, as JSON."""
+MAX_DESCRIPTORS = 8
+"""With the settings: the jail's end of its stream and, if it has a control group, the files of the two counters, then a
+`cgroup.procs` to write to for each hierarchy."""
 NEW_MOUNTS, NEW_CGROUP, NEW_UTS, NEW_IPC, NEW_USER, NEW_PIDS, NEW_NET = (
     0x0002_0000, 0x0200_0000, 0x0400_0000, 0x0800_0000, 0x1000_0000, 0x2000_0000, 0x4000_0000,
 )  # fmt: skip
@@ -54,7 +68,7 @@ SIOCSIFFLAGS, IFF_UP_AND_RUNNING = 0x8914, 0x41
 
 
 def main() -> None:
-    control, config = control_socket(int(sys.argv[1])), json.loads(sys.argv[2])
+    control, config = low_socket(int(sys.argv[1])), json.loads(sys.argv[2])
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.umask(0o022)  # the programs' user must reach what is made here, whatever the host's mask
     with telling_the_host(control):
@@ -117,44 +131,78 @@ def serve_zygote(control: socket.socket, config: dict[str, Any]) -> NoReturn:
     interpreter = Interpreter(config["env"])
     forget_package()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
-    with telling_the_host(control):
-        processes = os.open("/proc/self/ns/pid", os.O_RDONLY)
-    with contextlib.suppress(ConnectionError):  # the host is gone, which the next read will show
-        control.sendall(REPORT.pack(ReportKind.HELLO, 0, 0, 0, 0))
+    answer(control, 0)
     while True:
-        frame, descriptors, _, _ = socket.recv_fds(control, MAX_CELL, 1)
+        frame, descriptors, _, _ = socket.recv_fds(control, MAX_SETTINGS_BYTES, MAX_DESCRIPTORS)
         if not frame:
             os._exit(0)
-        with socket.socket(fileno=descriptors[0]) as jail:
+        stream, *group = descriptors
+        with socket.socket(fileno=stream) as jail:
             try:
-                check(LIBC.setns(ctypes.c_int(processes), ctypes.c_int(NEW_PIDS)))  # in the last jail's, unshare fails
-                unshare(NEW_PIDS)
-                pid = os.fork()
+                is_relay = os.fork() == 0
             except OSError as error:
-                tell_failure(jail, error)
-                continue
-            if pid == 0:
-                control.close()
-                os.close(processes)
-                serve_jail(jail, interpreter, config | json.loads(frame))
+                answer(jail, error.errno or errno.EAGAIN)
+            else:
+                if is_relay:
+                    control.close()
+                    serve_jail(jail, interpreter, config | json.loads(frame), group)
+        for descriptor in group:
+            os.close(descriptor)
 
 
-def serve_jail(control: socket.socket, interpreter: Interpreter, config: dict[str, Any]) -> NoReturn:
-    """Finish the jail from inside, as its first process, and serve until the host is gone."""
-    with telling_the_host(control):
+def serve_jail(
+    stream: socket.socket, interpreter: Interpreter, config: dict[str, Any], group: Sequence[int]
+) -> NoReturn:
+    """Build a jail from inside, as its relay, and serve until the host is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for_forker, for_relay = agent_sockets()
+    with telling_the_host(stream):
         leave_the_others()
-        listeners: list[int] = []
+        handed = [os.pidfd_open(os.getpid())]
         if config["proxy_port"] is not None:
-            listeners.append(socket.create_server(("127.0.0.1", config["proxy_port"])).detach())
+            handed.append(socket.create_server(("127.0.0.1", config["proxy_port"])).detach())
         make_disk(config["disk_bytes"], config["inodes"], config["uid"], config["workdir"])
-        become_nobody(config["uid"])
-        prctl(PR_SET_DUMPABLE, 0)  # no program may look into this process, though it has the same user
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of user, which clears it
-        process = os.pidfd_open(os.getpid())
-        load_filter(bytes.fromhex(config["filter"]))
         os.chdir(config["workdir"])
-        folder = os.open(config["workdir"], os.O_RDONLY | os.O_DIRECTORY)
-    Launcher(control, interpreter, [folder, process, *listeners]).serve()
+        handed.insert(0, os.open(".", os.O_RDONLY | os.O_DIRECTORY))
+        unshare(NEW_PIDS)
+        forker = os.fork()
+    counters, joining = group[: len(COUNTERS)], group[len(COUNTERS) :]
+    if forker == 0:
+        for descriptor in (*handed, *counters):
+            os.close(descriptor)
+        stream.close()
+        for_relay.close()
+        serve_forker(for_forker, interpreter, config, joining)
+    for_forker.close()
+    with telling_the_host(stream):
+        become_agent(SETUID | SETGID | KILL, config["filter"])
+        (error,) = ANSWER.unpack(for_relay.recv(ANSWER.size) or ANSWER.pack(errno.EIO))  # nothing if it has died
+        answer(stream, error, () if error else handed)
+    for descriptor in (*handed, *joining):
+        os.close(descriptor)
+    Relay(stream.fileno(), stream.fileno(), for_relay, counters).serve(bytes([1, 0]))
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(forker, signal.SIGKILL)
+    os.waitpid(forker, 0)  # it ends when all in its jail have; the stream ends after that
+    os._exit(0)
+
+
+def serve_forker(
+    relay: socket.socket, interpreter: Interpreter, config: dict[str, Any], joining: Sequence[int]
+) -> NoReturn:
+    """Finish the jail as its first process, and fork programs until the relay is gone."""
+    with telling_the_host(relay):
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        for descriptor in joining:
+            os.write(descriptor, b"0")  # this process, and all its descendants with it
+            os.close(descriptor)
+        mount_processes("/proc")
+        if os.getuid() != 0:
+            own_users(config["uid"])
+            write("/proc/sys/user/max_user_namespaces", "0")
+        become_agent(SETUID | SETGID | KILL, config["filter"])
+    answer(relay, 0)
+    Forker(relay, interpreter).serve()
     os._exit(0)
 
 
@@ -163,7 +211,6 @@ def leave_the_others() -> None:
     os.setsid()
     unshare(NEW_MOUNTS | NEW_UTS | NEW_IPC | NEW_NET)
     keep_mounts_here()
-    mount_processes("/proc")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:  # start loopback, the only network interface
         fcntl.ioctl(channel, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP_AND_RUNNING))
 
@@ -180,26 +227,24 @@ def make_disk(num_bytes: int, num_inodes: int, uid: int, workdir: str) -> None:
         mount(folder, place, None, MS_BIND)
 
 
-def become_nobody(uid: int) -> None:
-    """Give up every privilege for good.
+def become_agent(capabilities: int, system_call_filter: str) -> None:
+    """Give up every privilege for good but these capabilities, and those too if the host is not root.
 
     A user without root enters a user namespace, in which the kernel counts this jail's processes alone, and forbids
     further ones. As root, control groups count, and the filter forbids.
     """
-    if os.getuid() == 0:
+    is_root = os.getuid() == 0
+    if is_root:
         os.setgroups([])
-        os.setresgid(uid, uid, uid)
-        os.setresuid(uid, uid, uid)
-    else:
-        own_users(uid)
-        write("/proc/sys/user/max_user_namespaces", "0")
-    drop_privileges()
+    drop_privileges(capabilities if is_root else 0)
+    prctl(PR_SET_DUMPABLE, 0)  # no program may look into this process, though it may have the same user
+    load_filter(bytes.fromhex(system_call_filter))
 
 
-def tell_failure(control: socket.socket, error: OSError) -> None:
-    """Tell the host which error the system reported."""
-    with contextlib.suppress(ConnectionError):  # the host is gone
-        control.sendall(REPORT.pack(ReportKind.FAILED, 0, error.errno or 0, 0, 0))
+def answer(control: socket.socket, error: int, descriptors: Sequence[int] = ()) -> None:
+    """Tell the host, or the relay, how it went."""
+    with contextlib.suppress(ConnectionError):  # it is gone
+        socket.send_fds(control, [ANSWER.pack(error)], descriptors)
 
 
 @contextlib.contextmanager
@@ -208,7 +253,7 @@ def telling_the_host(control: socket.socket) -> Generator[None, None, None]:
     try:
         yield
     except OSError as error:
-        tell_failure(control, error)
+        answer(control, error.errno or errno.EIO)
         os._exit(1)
 
 

@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.errors import SandboxError
+from sandboxes.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, Ask, Tell, pack, unpack
 from sandboxes.base import Program
-from sandboxes.cgroups import Bounds
-from sandboxes.containers.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, Ask, Tell, pack, unpack
-from sandboxes.containers.agent_link import MAX_ON_THE_WAY, AgentEnd, AgentLink, AgentRun
-from sandboxes.containers.cell import AgentCell
-from sandboxes.containers.confinement import SharedBounds, User
+from sandboxes.cell import AgentCell, User
+from sandboxes.cgroups import Bounds, SharedBounds
+from sandboxes.containers.engine import frames
+from sandboxes.link import MAX_ON_THE_WAY, AgentLink, AgentRun, Ended
 from sandboxes.spec import Limits
 
 LIMITS = Limits(wall_s=60.0, output_bytes=10)
@@ -64,7 +64,7 @@ def answering(*pieces: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamW
     """Ready at once; after the first request, these pieces."""
 
     async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(framed(said(Tell.READY, 0, b"\0")))
+        writer.write(framed(said(Tell.READY, 0, b"\0\0")))
         await reader.readexactly(HEADER.size)
         for piece in pieces:
             writer.write(piece)
@@ -74,13 +74,30 @@ def answering(*pieces: bytes) -> Callable[[asyncio.StreamReader, asyncio.StreamW
     return act
 
 
+async def link_to(path: str, *, silence_s: float = 60.0, has_run_out: bool = False) -> AgentLink:
+    reader, writer = await asyncio.open_unix_connection(path)
+
+    async def memory() -> bool:
+        return has_run_out
+
+    return AgentLink(frames(reader), writer, memory, silence_s=silence_s)
+
+
 async def run_on(path: str, *, silence_s: float = 60.0, limits: Limits = LIMITS) -> bytes:
     """What a program prints there."""
-    link = AgentLink(*await asyncio.open_unix_connection(path), silence_s=silence_s)
+    link = await link_to(path, silence_s=silence_s)
 
     async def nothing(_bounds: Bounds | None = None) -> None: ...
 
-    cell = AgentCell(link, SharedBounds(Bounds.of(LIMITS), nothing), LIMITS, User(uid=1, gid=1), {}, nothing)
+    cell = AgentCell(
+        reach=link.itself,
+        home="/work",
+        env={},
+        user=User(uid=1, gid=1),
+        limits=LIMITS,
+        bounds=SharedBounds(Bounds.of(LIMITS), nothing),
+        remove=link.aclose,
+    )
     try:
         return (await cell.exec(Program(argv=("x",)), stdin=b"", limits=limits)).stdout
     finally:
@@ -124,7 +141,7 @@ async def test_stderr_is_told_at_the_end(tmp_path: Path) -> None:
         writer.write(framed(b"exec format error", 2))
 
     async with engine_that(tmp_path, die) as path:
-        link = AgentLink(*await asyncio.open_unix_connection(path))
+        link = await link_to(path)
         with pytest.raises(SandboxError, match="exec format error"):
             await link.boot(b"")
 
@@ -140,7 +157,7 @@ async def test_agent_that_says_nothing(tmp_path: Path, pieces: tuple[bytes, ...]
 
 async def test_agent_that_talks_of_others(tmp_path: Path) -> None:
     async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(framed(said(Tell.READY, 0, b"\0")))
+        writer.write(framed(said(Tell.READY, 0, b"\0\0")))
         while not reader.at_eof():
             writer.write(framed(said(Tell.STARTED, 77, b"")))
             await writer.drain()
@@ -157,7 +174,7 @@ async def test_so_many_are_on_their_way(tmp_path: Path) -> None:
     seen: list[int] = []
 
     async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(framed(said(Tell.READY, 0, b"\0")))
+        writer.write(framed(said(Tell.READY, 0, b"\0\0")))
         while len(seen) <= MAX_ON_THE_WAY:
             kind, number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
             await reader.readexactly(size)
@@ -170,9 +187,9 @@ async def test_so_many_are_on_their_way(tmp_path: Path) -> None:
         await reader.read()
 
     async with engine_that(tmp_path, act) as path:
-        link = AgentLink(*await asyncio.open_unix_connection(path))
+        link = await link_to(path)
 
-        async def run() -> AgentEnd:
+        async def run() -> Ended:
             run = AgentRun(0, lambda *_: None)
             await link.start(run, b"", output_bytes=-1, is_paced=False)
             return await run.ended
@@ -187,12 +204,12 @@ async def test_closing_waits_for_the_end_of_the_stream(tmp_path: Path) -> None:
 
     async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal has_ended
-        writer.write(framed(said(Tell.READY, 0, b"\0")))
+        writer.write(framed(said(Tell.READY, 0, b"\0\0")))
         await reader.read()
         has_ended = True
 
     async with engine_that(tmp_path, act) as path:
-        link = AgentLink(*await asyncio.open_unix_connection(path))
+        link = await link_to(path)
         await link.boot(b"")
         await link.aclose()
         assert has_ended
@@ -205,7 +222,7 @@ async def test_agent_that_was_given_up(tmp_path: Path) -> None:
         await reader.read()
 
     async with engine_that(tmp_path, act) as path:
-        link = AgentLink(*await asyncio.open_unix_connection(path))
+        link = await link_to(path)
         link.fail("it says what it should not")
         await link.aclose()
         assert link.is_given_up

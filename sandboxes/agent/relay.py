@@ -1,8 +1,8 @@
 """The relay between the one stream to the host and the pipes of the programs.
 
-It collects what programs print, up to their bound, keeps their deadlines, and adds to every end what the container's
-control group counted meanwhile. When the stream ends, the relay ends, and the container with it. The forker may wait
-for the relay, but the relay waits only for the host: orders that the forker has no room for are queued here.
+It collects what programs print, up to their bound, keeps their deadlines, and adds to every end what the sandbox's
+control group counted meanwhile. When the stream ends, the relay ends, and the sandbox with it. The forker may wait for
+the relay, but the relay waits only for the host: orders that the forker has no room for are queued here.
 """
 
 import contextlib
@@ -11,10 +11,12 @@ import os
 import select
 import signal
 import socket
+import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 
-from sandboxes.containers.agent.wire import (
+from sandboxes.agent.wire import (
     ENDED,
     HEADER,
     ORDER,
@@ -32,9 +34,13 @@ from sandboxes.containers.agent.wire import (
 CHUNK_BYTES = 65_536
 PAUSE_S = 0.01
 """How long a program's start and output may wait to be sent with its end, as each message wakes four processes."""
-OOM_KILLS = (("/sys/fs/cgroup/memory.events", b"oom_kill"), ("/sys/fs/cgroup/memory/memory.oom_control", b"oom_kill"))
-REFUSED_FORKS = (("/sys/fs/cgroup/pids.events", b"max"), ("/sys/fs/cgroup/pids/pids.events", b"max"))
-"""The files of control groups, version 2 or 1, and the names of the counters in them."""
+COUNTERS = (b"oom_kill", b"max")
+"""The names of the counters of processes that ran out of memory and of refused forks, each in its file."""
+FILES_OF_COUNTERS = (
+    ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/pids.events"),
+    ("/sys/fs/cgroup/memory/memory.oom_control", "/sys/fs/cgroup/pids/pids.events"),
+)
+"""Those of a container, in version 2 or 1."""
 READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 
 
@@ -52,7 +58,8 @@ class Run:
         self.pause_s = 0.0 if is_paced else PAUSE_S  # who talks with the program is told at once
         self.end = End.ITSELF
         self.is_cut = False  # whether it printed more than it may
-        self.counted: list[int] = []  # the container's counters at its start
+        self.counted: list[int] = []  # the group's counters at its start
+        self.pid = 0  # as the forker sees it
         self.stdin: int | None = None
         self.pending = bytearray()  # on its way to stdin
         self.is_stdin_ending = False
@@ -60,43 +67,57 @@ class Run:
 
 
 class Relay:
-    """The relay; `source` and `out` are the descriptors of the stream."""
+    """The relay; `source` and `out` are the descriptors of the stream, `counters` the files of `COUNTERS`, if any."""
 
-    def __init__(self, source: int, out: int, forker: socket.socket) -> None:
+    def __init__(
+        self, source: int, out: int, forker: socket.socket, counters: Sequence[int] = (), *, has_walls: bool = True
+    ) -> None:
         self._source = source
         self._out = out
         self._forker = forker
         forker.setblocking(False)
         self._orders: deque[tuple[bytes, Run, list[int]]] = deque()  # each with its descriptors
         self._poll = select.poll()
-        self._counters = [Counter(OOM_KILLS), Counter(REFUSED_FORKS)]
+        self._counters = counters
+        self._has_walls = has_walls
         self._runs: dict[int, Run] = {}
         self._run_of: dict[int, Run] = {}  # by descriptor of a pipe
         self._received = bytearray()
         self._untold = bytearray()  # for the host
         self._tell_at_s = float("inf")  # when that must be sent at the latest
 
-    def serve(self, has_filter: bool) -> None:
-        """Relay until the host is gone."""
+    def serve(self, told: bytes) -> None:
+        """Tell the host that the agent is ready, and relay until it or the forker is gone."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._poll.register(self._source, READABLE)
         self._poll.register(self._forker, READABLE)
-        self._tell(Tell.READY, 0, bytes([has_filter]))
-        while True:
-            if time.monotonic() >= self._tell_at_s:
-                self._tell_all()
-            for descriptor, _events in self._poll.poll(self._patience_ms()):
-                if descriptor == self._source:
-                    if not self._hear():
-                        return
-                elif descriptor == self._forker.fileno():
-                    self._send_orders()
-                    self._hear_reports()
-                elif (run := self._run_of.get(descriptor)) is not None:
-                    if descriptor == run.stdin:
-                        self._feed(run)
-                    else:
-                        self._pass_on(run, descriptor)
-            self._end_late_runs()
+        self._tell(Tell.READY, 0, told)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                if time.monotonic() >= self._tell_at_s:
+                    self._tell_all()
+                for descriptor, _events in self._poll.poll(self._patience_ms()):
+                    if descriptor == self._source:
+                        if not self._hear():
+                            return
+                    elif descriptor == self._forker.fileno():
+                        self._send_orders()
+                        if not self._hear_reports():
+                            self._kill_left()
+                            return
+                    elif (run := self._run_of.get(descriptor)) is not None:
+                        if descriptor == run.stdin:
+                            self._feed(run)
+                        else:
+                            self._pass_on(run, descriptor)
+                self._end_late_runs()
+
+    def _kill_left(self) -> None:
+        """Kill what a dead forker leaves where there are no walls; with walls all is dead with it."""
+        for run in self._runs.values():
+            if run.pid and not self._has_walls:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(run.pid, signal.SIGKILL)
 
     # ── from the host ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -111,6 +132,8 @@ class Relay:
         run = self._runs.get(number)
         if kind == Ask.START:
             self._start(number, body)
+        elif kind == Ask.PING:
+            self._tell(Tell.PONG, 0, b"")
         elif run is None:
             return  # it has ended
         elif kind == Ask.STDIN:
@@ -132,7 +155,7 @@ class Relay:
         request = body[end_of_stdin:]
         _, uid, gid, *_ = REQUEST.unpack_from(request)
         run = Run(number, uid, *told)
-        run.counted = [counter.read() for counter in self._counters]
+        run.counted = self._count()
         descriptors: list[int] = []
         try:
             descriptors.append(file_of(request))
@@ -258,31 +281,32 @@ class Relay:
 
     # ── from the forker ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _hear_reports(self) -> None:
+    def _hear_reports(self) -> bool:
+        """Hear what the forker reports; return False when it is gone."""
         with contextlib.suppress(BlockingIOError):
-            while True:
-                report = self._forker.recv(REPORT.size)
-                if not report:
-                    os._exit(1)
+            while report := self._forker.recv(REPORT.size):
                 self._on_report(*REPORT.unpack(report))
+            return False
+        return True
 
     def _on_report(self, kind: int, number: int, value: int, cpu_us: int, peak_bytes: int) -> None:
         run = self._runs.get(number)
         if run is None:
             return  # its child could not be set up, and told us before the forker did
         if kind == Report.STARTED:
+            run.pid = value
             run.started_s = time.monotonic()
             run.deadline_s = run.started_s + run.wall_s
             self._tell(Tell.STARTED, number, b"", within_s=run.pause_s)
             return
         del self._runs[number]
-        counted = [counter.read() - before for counter, before in zip(self._counters, run.counted, strict=True)]
+        counted = [now - before for now, before in zip(self._count(), run.counted, strict=True)]
         if kind != Report.ENDED:
             if value != errno.EAGAIN or not counted[1]:
                 self._close(run)
                 self._tell(Tell.FAILED, number, bytes([value & 0xFF]))
                 return
-            value = signal.SIGKILL  # other programs had taken all processes: not the container's fault
+            value = signal.SIGKILL  # other programs had taken all processes: not the sandbox's fault
         for descriptor in list(run.outputs):  # drain the pipes without waiting for anybody
             while not run.is_cut and self._pass_on(run, descriptor):
                 pass
@@ -290,6 +314,12 @@ class Relay:
         wall_us = 0 if run.started_s is None else int((time.monotonic() - run.started_s) * 1e6)
         told = ENDED.pack(value, wall_us, cpu_us, peak_bytes, *counted, run.end, run.is_cut)
         self._tell(Tell.ENDED, number, told)
+
+    def _count(self) -> list[int]:
+        if not self._counters:
+            return [0 for _ in COUNTERS]
+        texts = (os.pread(file, 4096, 0).split() for file in self._counters)
+        return [int(words[words.index(name) + 1]) for words, name in zip(texts, COUNTERS, strict=True)]
 
     # ── descriptors ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -324,26 +354,20 @@ class Relay:
         self._tell_at_s = float("inf")
 
 
-class Counter:
-    """A counter of the container's control group, in the first of these files that exists; 0 where none does."""
-
-    def __init__(self, places: tuple[tuple[str, bytes], ...]) -> None:
-        self._file: int | None = None
-        self._name = b""
-        for path, name in places:
-            if self._file is None and os.path.exists(path):
-                self._file, self._name = os.open(path, os.O_RDONLY | os.O_CLOEXEC), name
-
-    def read(self) -> int:
-        if self._file is None:
-            return 0
-        words = os.pread(self._file, 4096, 0).split()
-        return int(words[words.index(self._name) + 1])
+def files_of_counters() -> list[int]:
+    """Open the files of the counters of the container around this process, if it shows them."""
+    shown = next((paths for paths in FILES_OF_COUNTERS if all(map(os.path.exists, paths))), ())
+    return [os.open(path, os.O_RDONLY) for path in shown]
 
 
 def file_of(data: bytes) -> int:
     """Return a descriptor, at offset 0, of a file without a name."""
-    descriptor = os.memfd_create("data")
+    if sys.platform == "linux":
+        descriptor = os.memfd_create("data")
+    else:
+        path = f"/tmp/{os.urandom(16).hex()}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.unlink(path)
     at = 0
     while at < len(data):
         at += os.pwrite(descriptor, data[at:], at)
@@ -354,7 +378,7 @@ def file_of(data: bytes) -> int:
 def acting_as(uid: int, gid: int):
     """Make files and pipes as this user, who may then open them by name, such as `/dev/stdin`.
 
-    The relay of a container whose programs are root has no such power, and root needs no leave to open them.
+    A relay that is not root cannot. Its programs are then the same user, or root, who may open anything.
     """
     if os.getuid() != 0:
         yield

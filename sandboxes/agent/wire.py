@@ -1,6 +1,6 @@
-"""The frames between host and agent over the one stream of a container, and those between the agent's processes.
+"""The frames between host and agent over their one stream, and those between the agent's processes.
 
-The host decodes nothing that comes out of a container except numbers and raw bytes.
+The host decodes nothing that comes out of a sandbox except numbers and raw bytes.
 """
 
 import struct
@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from enum import IntEnum
 
 HEADER = struct.Struct("=BQI")
-"""Kind, number of the run (0: the container), length of the body that follows."""
+"""Kind, number of the run (0: the whole sandbox), length of the body that follows."""
 MAX_PAYLOAD_BYTES = 1 << 20
 """A frame with a longer body is not the agent's, and the host refuses it."""
 START = struct.Struct("=dq?i")
 """The body of START: seconds from the program's start to its deadline (0: none), bytes of output (-1: unbounded),
 whether output waits until the reader took the last chunk, and the length of stdin, which follows and becomes a file
 (-1: stdin is a pipe, and comes by STDIN)."""
-REQUEST = struct.Struct("=BIIIQQ")
-"""Operation, user, group, CPU seconds (0: unbounded), file length, open files."""
+REQUEST = struct.Struct("=BIIIQIQI")
+"""The start of a request to run a program: operation, user, group, CPU seconds, file length, open files and, where no
+control group counts them, bytes of address space and processes of this user; 0 is unbounded. Packed texts follow: the
+working directory, the folder in it to run in, the packed environment, and what the operation needs."""
 ENDED = struct.Struct("=iQQQIIB?")
 """Wait status, microseconds from start to end, CPU microseconds, peak resident bytes, processes that ran out of memory,
 refused forks, `End`, and whether the program printed more than it may."""
@@ -30,12 +32,13 @@ class Ask(IntEnum):
     CLOSE_STDIN = 3
     KILL = 4
     MORE = 5  # for a paced run: its reader has taken a chunk
+    PING = 6  # run 0
 
 
 class Tell(IntEnum):
     """The kinds of frames that the agent sends."""
 
-    READY = 1  # run 0: one byte, whether a filter of system calls was loaded
+    READY = 1  # run 0: two bytes, whether a filter of system calls was loaded, and the version of Landlock in use
     STDOUT = 2
     STDERR = 3
     TAKEN = 4  # stdin so far has been written; a byte of 1 if nobody will read it
@@ -43,6 +46,7 @@ class Tell(IntEnum):
     ENDED = 6
     FAILED = 7  # the program could not be set up; an errno
     STARTED = 8  # the program's time begins
+    PONG = 9  # run 0: the answer to PING
 
 
 class Operation(IntEnum):
@@ -71,7 +75,7 @@ ORDER = struct.Struct("=BQI")
 """From relay to forker: `Order`, number of the run, user; with START, descriptors: request, stdin, stdout, stderr."""
 NUM_DESCRIPTORS = 4
 REPORT = struct.Struct("=BQiQQ")
-"""From forker to relay: `Report`, number of the run, wait status or errno, CPU microseconds, peak resident bytes."""
+"""From forker to relay: `Report`, number of the run, a value, CPU microseconds, peak resident bytes."""
 
 
 class Order(IntEnum):
@@ -84,9 +88,9 @@ class Order(IntEnum):
 class Report(IntEnum):
     """The reports of the forker, or of a child of it that could not be set up, to the relay."""
 
-    ENDED = 1
-    FAILED = 2
-    STARTED = 3
+    ENDED = 1  # value: the wait status; everything that came of the program is dead
+    FAILED = 2  # value: an errno
+    STARTED = 3  # value: the process id, as the forker sees it
 
 
 def whole_frames(received: bytearray, max_bytes: float = float("inf")) -> Iterator[tuple[int, int, bytes]]:
