@@ -20,6 +20,7 @@
     folder.py       a working directory, and tars of its files
     owner.py        tags that tell which process made a thing, and whether it is dead
     judge/          code rewards
+    tasks/          tasks as benchmarks ship them: folders with an image, tests and a solution
     tools.py        tools for agents
     conformance/    the hostile suite that every backend passes
     __main__.py     the command line: what works on this machine, the hostile suite, tidying up

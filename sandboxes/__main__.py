@@ -92,7 +92,7 @@ async def _find_containers() -> str:
     try:
         await engine.image(DEFAULT_IMAGE)
         allowing_filter(engine.machine)
-        return f"Docker {engine.version}, runtimes {', '.join(sorted(engine.runtimes))}"
+        return f"Docker {engine.version} at {engine.host}, runtimes {', '.join(sorted(engine.runtimes))}"
     finally:
         await engine.aclose()
 

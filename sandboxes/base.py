@@ -5,9 +5,9 @@ same for all backends (environment, set-up, sessions, packing of folders, the po
 `ExecResult`; a cell that cannot run programs raises `SandboxError`.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from sandboxes.spec import CellSpec, ExecResult, Isolation, Limits
 
@@ -52,6 +52,17 @@ ENFORCED_BY_WALLS = (
     "daemons die with their program",
 )
 """The guarantees of every backend with walls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Archives:
+    """The way to any path of a sandbox whose image can be written to: tars with owners, modes and links.
+
+    `save` writes a tar of a path; OSError if that is a link, missing or too long. `load` unpacks one in a folder.
+    """
+
+    save: Callable[[str, BinaryIO, int], Awaitable[None]]  # path, target, most bytes
+    load: Callable[[BinaryIO | bytes, str], Awaitable[None]]  # tar, folder
 
 
 class Process(Protocol):

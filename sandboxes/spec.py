@@ -134,6 +134,9 @@ def _host_and_ports(text: str) -> list[tuple[str, int]]:
     return [(name, int(port))] if port else [(name, web) for web in WEB_PORTS]
 
 
+NEEDED = {"setup": "commands", "startup": "a program and its arguments"}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxSpec:
     """The things that a sandbox starts with. A backend that cannot give one refuses it with `SandboxError`."""
@@ -145,14 +148,19 @@ class SandboxSpec:
     env: Mapping[str, str] = field(default_factory=dict[str, str])  # added to PATH, HOME and TMPDIR
     user: str | None = None  # None: the backend's own user, which is not root
     workdir: str | None = None  # an absolute path; None: the backend's own working directory
+    is_writable: bool = False  # of containers: all of the image can be changed, if the user may; the user may be root
+    startup: Sequence[str] = ()  # a service, started after the set-up, that lives as long as the sandbox
+    ready: str | None = None  # a shell command, tried until it succeeds; then the sandbox is handed out
+    ready_wall_s: float = 60.0  # of all tries together
     limits: Limits | None = None  # None: the pool's limits
     network: Network | None = None  # None: no network, where the backend can shut it off
     runtime: str | None = None  # of containers, for example `runsc`
     min_isolation: Isolation = Isolation.NONE  # a weaker backend refuses the spec
 
     def __post_init__(self) -> None:
-        if isinstance(self.setup, str):
-            raise ValueError(f"SandboxSpec.setup is {self.setup!r}; give a list of commands")
+        for name in ("setup", "startup"):
+            if isinstance(value := getattr(self, name), str):
+                raise ValueError(f"SandboxSpec.{name} is {value!r}; give a list of {NEEDED[name]}")
 
     def cell(self, limits: Limits) -> "CellSpec":
         """Return what the cell starts with; `limits` apply when the spec names none."""
@@ -160,6 +168,7 @@ class SandboxSpec:
             image=self.image,
             user=self.user,
             workdir=self.workdir,
+            is_writable=self.is_writable,
             limits=self.limits or limits,
             network=self.network,
             runtime=self.runtime,
@@ -174,13 +183,14 @@ class CellSpec:
     image: str | None = None
     user: str | None = None
     workdir: str | None = None
+    is_writable: bool = False
     network: Network | None = None
     runtime: str | None = None
 
     def refuse(self, backend: str, *names: str) -> None:
         """Raise SandboxError when the spec asks for any of the fields `names`."""
         for name in names:
-            if (value := getattr(self, name)) is not None:
+            if (value := getattr(self, name)) not in (None, False):
                 raise SandboxError(
                     f"SandboxSpec.{name} is {value!r}, and the {backend} backend cannot give it; "
                     "leave it out, or use another backend"

@@ -2,7 +2,8 @@
 
 It gets descriptors and numbers from the relay, and reads none of the descriptors. Orphans become its children. In
 containers and jails it is the first process, which the kernel shields from the others. Wherever the host is root, its
-user differs from the programs', so they can neither signal nor trace it.
+user differs from the programs', so they can neither signal nor trace it. Where programs are to run as root (`FOR_ROOT`
+follows on the command line), forker and relay therefore become another user, and the forker keeps its capabilities.
 
 `main` starts an agent in a container, `main_without_walls` the agent of the subprocess backend; `walls.py` starts those
 of jails.
@@ -36,6 +37,7 @@ MANY_SWEEPS = 4
 MAX_SWEEPS = 1000
 """After this many rounds the forker stops chasing a program that forks faster than it is killed (see README.md)."""
 FIRST_PROCESS = 1
+FOR_ROOT, AGENT_UID = "for-root", 65532
 
 
 class Forker:
@@ -171,10 +173,14 @@ class Forker:
         own_uid = os.getuid()
         if uid != own_uid:
             os.setresuid(uid, uid, own_uid)  # a user who may signal these processes and no others
+        if own_uid == AGENT_UID and kernel is not None:  # of others the kernel takes KILL away with the user
+            kernel.set_capabilities(0, kernel.OF_AGENT_OF_ROOT)
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         if uid != own_uid:
             os.setresuid(own_uid, own_uid, own_uid)
+        if own_uid == AGENT_UID and kernel is not None:
+            kernel.set_capabilities(kernel.OF_AGENT_OF_ROOT, kernel.OF_AGENT_OF_ROOT)
 
     def _report(self, kind: int, run_id: int, value: int, cpu_us: int = 0, peak_bytes: int = 0) -> None:
         self._relay.send(REPORT.pack(kind, run_id, value, cpu_us, peak_bytes))
@@ -193,12 +199,17 @@ def main(system_call_filter: bytes) -> NoReturn:
     for_forker, for_relay = agent_sockets()
     if (relay_pid := os.fork()) == 0:
         for_forker.close()
-        Relay(0, 1, for_relay, files_of_counters()).serve(bytes([has_filter, 0]))
+        relay = Relay(0, 1, for_relay, files_of_counters())
+        if FOR_ROOT in sys.argv:
+            os.setresuid(AGENT_UID, AGENT_UID, AGENT_UID)
+        relay.serve(bytes([has_filter, 0]))
         os._exit(0)
     for_relay.close()
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # the stream belongs to the relay alone
         os.dup2(nothing, descriptor)
+    if FOR_ROOT in sys.argv and kernel is not None:
+        kernel.change_user(AGENT_UID, kernel.OF_AGENT_OF_ROOT)
     Forker(for_forker, None if interpreter is None else interpreter.Interpreter({}), relay_pid).serve()
     os._exit(0)
 

@@ -13,10 +13,13 @@ if IS_LINUX:
     LIBC.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
-PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER, PR_SET_KEEPCAPS = 22, 2, 8
 CAPABILITY_VERSION_3 = 0x20080522
 KILL, SETGID, SETUID = 1 << 5, 1 << 6, 1 << 7
 """The capabilities that an agent keeps, to become its programs' user and to kill its processes."""
+OF_ROOT = 1 << 0 | 1 << 1 | 1 << 3
+"""Those of programs that run as root, to change any file of theirs: CHOWN, DAC_OVERRIDE and FOWNER."""
+OF_AGENT_OF_ROOT = KILL | SETGID | SETUID | OF_ROOT
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 LANDLOCK_WRITE_FILE, LANDLOCK_REMOVE_AND_MAKE, LANDLOCK_REFER, LANDLOCK_TRUNCATE = 1 << 1, 0x1FF << 4, 1 << 13, 1 << 14
 LANDLOCK_SCOPE_ABSTRACT_SOCKETS, LANDLOCK_SCOPE_SIGNALS = 1 << 0, 1 << 1
@@ -43,8 +46,20 @@ def syscall(number: int, *arguments: Any) -> int:
 def drop_privileges(kept: int = 0) -> None:
     """Drop every capability but `kept`, even as root, and gain none from setuid programs."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    header, sets = struct.pack("=Ii", CAPABILITY_VERSION_3, 0), struct.pack("=6I", kept, kept, 0, 0, 0, 0)
-    check(LIBC.capset(header, sets))
+    set_capabilities(kept, kept)
+
+
+def set_capabilities(effective: int, permitted: int) -> None:
+    """Set the capabilities that are in force and those that may be: no more than before."""
+    header = struct.pack("=Ii", CAPABILITY_VERSION_3, 0)
+    check(LIBC.capset(header, struct.pack("=6I", effective, permitted, 0, 0, 0, 0)))
+
+
+def change_user(uid: int, kept: int) -> None:
+    """Become another user, for good and with the capabilities `kept`."""
+    prctl(PR_SET_KEEPCAPS, 1)
+    os.setresuid(uid, uid, uid)
+    set_capabilities(kept, kept)
 
 
 def load_filter(program: bytes) -> None:

@@ -128,6 +128,10 @@ def _confine(uid: int, gid: int, limits: list[int]) -> None:
         os.setgroups([])
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
+        if kernel is not None:
+            kernel.drop_privileges(kernel.OF_ROOT if uid == 0 else 0)
+        elif uid == 0:
+            raise OSError(errno.EPERM, "root would keep what lets it become the agent's user")
         _be_open_to_itself()
 
 

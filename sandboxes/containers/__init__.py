@@ -4,7 +4,7 @@
 
     provider.py      makes cells, and leaves none behind; keeper.py removes what a killed host leaves
     confinement.py   what a container may do: its configuration, its owner
-    engine.py        the engine's daemon, and its raw streams
+    engine.py        the engine's daemon, and its raw streams; way.py leads to a daemon on another machine
     images.py        images made of folders and Dockerfiles, and the default image
     cell.py          a container as a cell
     plain_cell.py    one without python3, whose programs are the engine's execs

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from areal_agent.errors import SandboxError
 from sandboxes.agent.wire import EXECUTABLE, FILE, FOLDER, Operation, pack, unpack
+from sandboxes.base import Archives
 from sandboxes.cell import AgentCell, encoded, folder_of, request_of
 from sandboxes.folder import Entry, checked, entries_of
 from sandboxes.folder import pack as pack_tar
@@ -20,6 +21,8 @@ PACKING_BYTES = 64 * 1024
 @dataclass(eq=False)
 class ContainerCell(AgentCell):
     """A cell whose folder only its agent can reach."""
+
+    archives: Archives | None = None
 
     async def read(self, path: str) -> bytes:
         return await self._do_files(Operation.READ, file_of(path), path, self.limits.file_bytes)

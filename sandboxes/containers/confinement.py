@@ -29,10 +29,12 @@ TUNNEL_BYTES = 24 * 2**20
 SANDBOXED_BYTES, SANDBOXED_PIDS = 128 * 2**20, 256
 """Added for a runtime with a kernel of its own, such as gVisor's, which lives within the container's bounds."""
 AGENT_CAPABILITIES = ("SETUID", "SETGID", "KILL")  # to become the programs' user, and to kill its processes
+ROOT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER")  # of programs that run as root, to change any file of theirs
 AGENT_OPEN_FILES = 4096
 SHARES_OF_DISK = (("{workdir}", 12), ("/tmp", 3), ("/dev/shm", 1))
 """Shares, in sixteenths, of `Limits.disk_bytes` and `inodes` that each of these file systems gets."""
-NOT_A_WORKDIR = ("/", "/proc", "/sys", "/dev", "/tmp", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64")
+KERNEL_FOLDERS = ("/proc", "/sys", "/dev")
+NOT_A_WORKDIR = (*KERNEL_FOLDERS, "/", "/tmp", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64")
 
 
 def config_of(bounds: Bounds, spec: CellSpec) -> dict[str, Any]:
@@ -53,21 +55,29 @@ def config_of(bounds: Bounds, spec: CellSpec) -> dict[str, Any]:
 
 
 def user_of(spec: CellSpec) -> User:
-    """Return the programs' user, by default a fresh one; SandboxError for root, and for a name of the image's."""
+    """Return the programs' user, by default a fresh one; SandboxError for a name of the image's, and mostly for root.
+
+    Root is only for images that can be written to: elsewhere it could do nothing that others cannot.
+    """
     if spec.user is None:
         return fresh_user()
     match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", spec.user)
-    if match is None or int(match[1]) == 0 or int(match[2] or 1) == 0:
-        raise SandboxError(f"SandboxSpec.user is {spec.user!r}; give 'uid' or 'uid:gid' as numbers, but not root's")
-    return User(uid=int(match[1]), gid=int(match[2] or match[1]))
+    user = User(uid=int(match[1]), gid=int(match[2] or match[1])) if match else None
+    if user is None or (0 in user and not (spec.is_writable and user == (0, 0))):
+        raise SandboxError(
+            f"SandboxSpec.user is {spec.user!r}; give 'uid' or 'uid:gid' as numbers, and root's ('0') only together "
+            "with is_writable=True"
+        )
+    return user
 
 
 def workdir_of(spec: CellSpec) -> str:
-    """Return the working directory; SandboxError for a path that cannot be a file system of its own."""
+    """Return the working directory; SandboxError for a path that cannot be a file system of its own, if it is to be."""
     if spec.workdir is None:
         return WORKDIR
     path = posixpath.normpath(spec.workdir)
-    if not path.startswith("/") or path in NOT_A_WORKDIR or path.startswith(("/proc/", "/sys/", "/dev/", "//")):
+    taken = KERNEL_FOLDERS if spec.is_writable else NOT_A_WORKDIR
+    if not path.startswith("/") or path in taken or path.startswith(("/proc/", "/sys/", "/dev/", "//")):
         raise SandboxError(f"SandboxSpec.workdir is {spec.workdir!r}; give an absolute path outside the system folders")
     return path
 
@@ -105,6 +115,7 @@ def container_config(
     spec: CellSpec, user: User, *, image: str, command: Sequence[str], labels: Mapping[str, str], is_agent: bool
 ) -> dict[str, Any]:
     """Configure a container whose first process is `command`: the agent, as root without its powers, or a bystander."""
+    capabilities = AGENT_CAPABILITIES * is_agent + ROOT_CAPABILITIES * (user.uid == 0)
     return {
         "Image": image,
         "Entrypoint": list(command),
@@ -122,14 +133,14 @@ def container_config(
         "Tty": False,
         "HostConfig": {
             **config_of(Bounds.of(spec.limits), spec),
-            "CapAdd": list(AGENT_CAPABILITIES) if is_agent else [],
+            "CapAdd": list(capabilities),
             "CapDrop": ["ALL"],
             "CgroupnsMode": "private",
             "IpcMode": "none",
             "LogConfig": {"Type": "none"},
             "NetworkMode": "none",
             "OomScoreAdj": 0,
-            "ReadonlyRootfs": True,
+            "ReadonlyRootfs": not spec.is_writable,
             "Runtime": spec.runtime or "",
             "SecurityOpt": ["no-new-privileges"],
             "Tmpfs": disks(spec, user),
@@ -142,14 +153,14 @@ def container_config(
 
 
 def disks(spec: CellSpec, user: User) -> dict[str, str]:
-    """Return the places, all in memory, that programs may write to."""
+    """Return the places in memory that programs may write to: all that they may, unless the image can be written to."""
     num_bytes, num_inodes = spec.limits.disk_bytes or DEFAULT_DISK_BYTES, spec.limits.inodes or DEFAULT_INODES
     return {
         place.format(workdir=workdir_of(spec)): (
             f"rw,exec,nosuid,nodev,uid={user.uid},gid={user.gid},mode=0700,"
             f"size={num_bytes * share // 16},nr_inodes={max(2, num_inodes * share // 16)}"
         )
-        for place, share in SHARES_OF_DISK
+        for place, share in (SHARES_OF_DISK[-1:] if spec.is_writable else SHARES_OF_DISK)
     }
 
 

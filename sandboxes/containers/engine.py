@@ -6,19 +6,25 @@ waits for a container. `frames` unpacks what the engine sends, which separates s
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
+import shutil
 import socket
+import subprocess
+import sys
+import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 import docker
 import requests
 from docker.errors import APIError, DockerException, NotFound
+from docker.utils import decode_json_header
 
 from areal_agent.errors import SandboxError
 
@@ -30,8 +36,11 @@ NUM_THREADS = 4
 """The number of concurrent calls: the daemon makes only a few containers a second, however many callers there are."""
 CALL_TIMEOUT_S = 60
 SIGNS_OF_NO_PROGRAM = ("executable file not found", "no such file or directory")
-CONFLICT = 409
+NOT_FOUND, CONFLICT = 404, 409
+CHUNK_BYTES = 2**20
 UNIX_SCHEME = "unix://"
+REMOTE_SCHEMES = ("tcp://", "ssh://")
+WAY = Path(__file__).with_name("way.py")
 DEFAULT_HOST = f"{UNIX_SCHEME}/var/run/docker.sock"
 FRAME_HEADER_BYTES = 8  # stream number, three zero bytes, length of what follows
 STDERR = 2
@@ -54,13 +63,18 @@ class Image:
     env: Mapping[str, str]
     labels: Mapping[str, str]
     volumes: tuple[str, ...]  # paths that it declares as volumes
+    user: str  # empty: root
+    workdir: str
+    entrypoint: tuple[str, ...]
 
 
 class Engine:
     """The engine's daemon. Make it with `connect`, end it with `aclose`. Every failure is a SandboxError."""
 
-    def __init__(self, client: Any, path: str, info: Mapping[str, Any]) -> None:
-        self.socket_path = path
+    def __init__(self, client: Any, way: "Way", info: Mapping[str, Any]) -> None:
+        self.host = way.host
+        self.socket_path = way.path
+        self._way = way
         self.machine: str = info["Architecture"]
         self.runtimes: frozenset[str] = frozenset(info.get("Runtimes") or ())
         self.version: str = info["ServerVersion"]
@@ -69,23 +83,24 @@ class Engine:
 
     @classmethod
     async def connect(cls) -> Self:
-        """Connect to the daemon that `DOCKER_HOST` names, or to this machine's."""
+        """Connect to the daemon that `DOCKER_HOST` names (unix, tcp or ssh), or to this machine's."""
         host = os.environ.get("DOCKER_HOST") or DEFAULT_HOST
-        if not host.startswith(UNIX_SCHEME):
-            raise SandboxError(f"DOCKER_HOST is {host!r}; only an engine of this machine is used: give unix:///path")
-        path = host.removeprefix(UNIX_SCHEME)
+
+        way = await asyncio.to_thread(Way, host)
 
         def open_client() -> tuple[Any, Mapping[str, Any]]:
-            knock(path)  # the package has no type stubs
-            client: Any = docker.APIClient(base_url=host, version="auto", timeout=CALL_TIMEOUT_S)
+            knock(way.path)  # the package has no type stubs
+            client: Any = docker.APIClient(base_url=f"{UNIX_SCHEME}{way.path}", version="auto", timeout=CALL_TIMEOUT_S)
             client.post = partial(client.post, timeout=CALL_TIMEOUT_S)  # attaching gives none
             return client, client.info()
 
         try:
             client, info = await asyncio.to_thread(open_client)
-            return cls(client, path, info)
+            return cls(client, way, info)
         except (DockerException, requests.RequestException) as error:
-            raise EngineSilent(f"no Docker engine answers: {error}; start dockerd, or set DOCKER_HOST") from error
+            way.close()
+            at = "" if way.is_local else f" at {host}"
+            raise EngineSilent(f"no Docker engine answers{at}: {error}; start dockerd, or set DOCKER_HOST") from error
 
     async def is_there(self) -> bool:
         """Return whether the daemon answers."""
@@ -107,6 +122,9 @@ class Engine:
             env={name: value for name, _, value in pairs},
             labels=config.get("Labels") or {},
             volumes=tuple(config.get("Volumes") or ()),
+            user=config.get("User") or "",
+            workdir=config.get("WorkingDir") or "/",
+            entrypoint=tuple(config.get("Entrypoint") or ()),
         )
 
     async def image(self, name: str) -> Image:
@@ -150,6 +168,34 @@ class Engine:
         """Return the engine's description of a container; None when it is gone."""
         return await self._find(lambda: self._client.inspect_container(container))
 
+    async def layers(self, label: str) -> list[tuple[str, int]]:
+        """Return the containers that bear a label, each with the bytes that were written to its image."""
+        found = await self._call(lambda: self._client.containers(size=True, filters={"label": label}))
+        return [(container["Id"], container.get("SizeRw", 0)) for container in found]
+
+    async def save(self, container: str, path: str, target: BinaryIO, max_bytes: int) -> None:
+        """Write a tar of a file or folder of a container to `target`; OSError if it is a link, missing or too long."""
+
+        def fetch() -> None:
+            asked = {"params": {"path": path}, "stream": True, "timeout": CALL_TIMEOUT_S}
+            with self._client.get(self._url(container, "archive"), **asked) as response:
+                if response.status_code == NOT_FOUND and "No such container" not in response.text:
+                    raise FileNotFoundError(errno.ENOENT, "not in the sandbox", path)
+                if not response.ok:
+                    raise SandboxError(f"the container engine refused: {response.text.strip()}")
+                if decode_json_header(response.headers["X-Docker-Container-Path-Stat"])["linkTarget"]:
+                    raise OSError(errno.ELOOP, "a link, not a file or folder", path)
+                for chunk in response.iter_content(CHUNK_BYTES):
+                    if target.tell() + len(chunk) > max_bytes:
+                        raise OSError(errno.EFBIG, f"longer than {max_bytes} bytes", path)
+                    target.write(chunk)
+
+        await self._call(fetch)
+
+    async def load(self, container: str, tar: BinaryIO | bytes, folder: str) -> None:
+        """Unpack a tar in a folder of a container, which must be there, with the owners, modes and links in it."""
+        await self._call(lambda: self._client.put_archive(container, folder, tar))
+
     async def has_run_out_of_memory(self, container: str) -> bool:
         """Return whether a process of a container that has ended was killed because memory ran out."""
         try:
@@ -160,7 +206,7 @@ class Engine:
 
     async def limit(self, container: str, limits: Mapping[str, Any]) -> None:
         """Change the bounds on all of a running container."""
-        url = f"{self._client.base_url}/v{self._client.api_version}/containers/{container}/update"
+        url = self._url(container, "update")
         response = await self._call(lambda: self._client.post(url, json=dict(limits), timeout=CALL_TIMEOUT_S))
         if not response.ok:
             raise SandboxError(f"the container engine refused to change the limits: {response.text.strip()}")
@@ -202,6 +248,10 @@ class Engine:
     async def aclose(self) -> None:
         await asyncio.to_thread(self._threads.shutdown)
         self._client.close()
+        self._way.close()
+
+    def _url(self, container: str, action: str) -> str:
+        return f"{self._client.base_url}/v{self._client.api_version}/containers/{container}/{action}"
 
     async def _open_stream(self, ask: Callable[[], Any]) -> Stream:
         def take_socket() -> socket.socket:
@@ -245,6 +295,33 @@ def knock(path: str) -> None:
             door.connect(path)
         except OSError as error:
             raise requests.ConnectionError(f"{path}: {error}") from error
+
+
+class Way:
+    """The socket at which an engine answers: its own, or that of a process (`way.py`) that leads to its machine."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.is_local = host.startswith(UNIX_SCHEME)
+        self.path = host.removeprefix(UNIX_SCHEME)
+        if self.is_local:
+            return
+        if not host.startswith(REMOTE_SCHEMES):
+            raise SandboxError(f"DOCKER_HOST is {host!r}; give unix:///path, tcp://host:port or ssh://user@host")
+        self._folder = tempfile.mkdtemp(prefix="areal-agent-engine-")
+        self.path = f"{self._folder}/socket"
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(WAY), host, self.path],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/", start_new_session=True,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        self._process.stdout.readline()  # it listens, or has said what is wrong
+
+    def close(self) -> None:
+        if not self.is_local:
+            self._process.kill()
+            self._process.communicate()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 async def frames(reader: asyncio.StreamReader) -> AsyncGenerator[tuple[bool, bytes], None]:

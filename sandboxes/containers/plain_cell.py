@@ -10,7 +10,7 @@ from typing import Self
 
 from areal_agent.errors import SandboxError
 from sandboxes.agent.wire import End
-from sandboxes.base import Process, Program
+from sandboxes.base import Archives, Process, Program
 from sandboxes.cell import result_of
 from sandboxes.cgroups import SharedBounds
 from sandboxes.containers.cell import FILES_TIMEOUT_S
@@ -41,7 +41,9 @@ class PlainCell:
     bounds: SharedBounds
     limits: Limits
     env: Mapping[str, str]
+    workdir: str
     remove: Callable[[], Awaitable[None]]
+    archives: Archives | None = None
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _living: asyncio.Task[bytes] | None = None  # ends with the container
     _num_oom_kills: int = 0
@@ -109,7 +111,7 @@ class PlainCell:
             raise SandboxError(GONE)
         started_s = time.monotonic()
         try:
-            number, stream = await self.engine.exec(self.container, command, env, posixpath.join(self.env["HOME"], cwd))
+            number, stream = await self.engine.exec(self.container, command, env, posixpath.join(self.workdir, cwd))
             stdout, stderr, reason = await talk(stream, stdin, limits)
         finally:
             oom_kills = await asyncio.shield(asyncio.ensure_future(self._kill_the_rest()))
@@ -126,7 +128,7 @@ class PlainCell:
 
     async def _kill_the_rest(self) -> int:
         """Kill what a program left, and return how many processes ran out of memory since the last call."""
-        _, stream = await self.engine.exec(self.container, shell(KILL_THE_REST), self.env, self.env["HOME"])
+        _, stream = await self.engine.exec(self.container, shell(KILL_THE_REST), self.env, self.workdir)
         stdout, _, reason = await talk(stream, b"", CLEAN_UP)
         if reason is End.DEADLINE:
             await self.close()

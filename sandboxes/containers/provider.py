@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from areal_agent.errors import SandboxError
+from sandboxes.agent.forker import FOR_ROOT
 from sandboxes.agent.wire import Operation
-from sandboxes.base import ENFORCED_BY_WALLS, Capabilities
+from sandboxes.base import ENFORCED_BY_WALLS, Archives, Capabilities
 from sandboxes.cell import AgentProcess, User, fresh_user, request_of
 from sandboxes.cgroups import Bounds, SharedBounds
 from sandboxes.containers.cell import ContainerCell
@@ -48,6 +49,8 @@ KEEPER = Path(__file__).with_name("keeper.py")
 TUNNEL_OPEN_FILES = 256
 RESTART_PATIENCE_S = 60.0
 RESTART_PAUSE_S = 1.0
+LAYER_PAUSE_S = 5.0
+DEFAULT_LAYER_BYTES = 10 * 2**30
 
 AnyCell = ContainerCell | PlainCell
 Answer = TypeVar("Answer")
@@ -65,6 +68,8 @@ class DockerProvider:
         self._boot_data = boot_data(call_filter)
         self._cells: dict[str, AnyCell] = {}  # by container
         self._without_python: set[str] = set()  # image ids
+        self._layers: dict[str, int] = {}  # bytes that containers with a writable image may write there
+        self._watch: asyncio.Task[None] | None = None  # of these
         self._left: set[str] = set()  # containers that could not be removed because the daemon was down
         self._tasks: set[asyncio.Task[Any]] = set()  # cells that are being made or given up, and removals
         self._closing: asyncio.Task[None] | None = None
@@ -132,7 +137,7 @@ class DockerProvider:
             try:
                 return await self._create_of(image, spec, has_agent=True)
             except NoSuchProgram:
-                logger.warning("image %r has no python3: its programs are slow to start, one at a time", spec.image)
+                logger.warning("image %r has no whole python3: its programs are slow, one at a time", spec.image)
                 self._without_python.add(image.id)
         if has_tunnel(spec):
             raise SandboxError("an image without python3 cannot have a network; leave SandboxSpec.network out")
@@ -141,25 +146,32 @@ class DockerProvider:
     async def _create_of(self, image: Image, spec: CellSpec, *, has_agent: bool) -> AnyCell:
         command, labels = COMMAND if has_agent else PLAIN_COMMAND, self.ownership.labels
         user = user_of(spec)
+        if has_agent and user.uid == 0:
+            command = (*COMMAND, FOR_ROOT)
         config = container_config(spec, user, image=image.id, command=command, labels=labels, is_agent=has_agent)
         container = await self._engine.create(config)
 
         async def change(bounds: Bounds) -> None:
             await self._engine.limit(container, config_of(bounds, spec))
 
-        home = workdir_of(spec)
-        env = {"PATH": PROGRAM_PATH, **image.env, "HOME": home, "TMPDIR": home}
         bounds = SharedBounds(Bounds.of(spec.limits), change)
+        env = environment_of(spec, user, image)
         try:
             if has_agent:
                 cell = await self._start_agent(container, spec, user, bounds, env)
             else:
                 remove = partial(self._discard, container)
-                cell = await PlainCell(self._engine, container, bounds, spec.limits, env, remove).start()
+                workdir = workdir_of(spec)
+                cell = await PlainCell(self._engine, container, bounds, spec.limits, env, workdir, remove).start()
             bound_buffers(container, spec.limits)
         except BaseException:
             await asyncio.shield(self._discard(container))
             raise
+        if spec.is_writable:
+            save, load = partial(self._engine.save, container), partial(self._engine.load, container)
+            cell.archives = Archives(save, load)
+            self._layers[container] = spec.limits.disk_bytes or DEFAULT_LAYER_BYTES
+            self._watch = self._watch or asyncio.create_task(self._bound_layers())
         self._cells[container] = cell
         await self._remove_left()
         if self._closing is not None:
@@ -179,6 +191,9 @@ class DockerProvider:
         except BaseException:
             link.fail("its start was given up")
             raise
+        if not link.has_filter and user.uid == 0:
+            link.fail("it cannot run programs as root")
+            raise NoSuchProgram("the image's python3 has no ctypes")
         if not link.has_filter:
             logger.info("the image's Python has no ctypes: the engine's filter of system calls stands alone")
 
@@ -216,11 +231,23 @@ class DockerProvider:
     async def _discard(self, container: str) -> None:
         """Remove a container. A failure is retried when the next one is made; `close` and the keeper also catch it."""
         self._cells.pop(container, None)
+        self._layers.pop(container, None)
         try:
             await self._engine.remove(container)
         except SandboxError as error:
             logger.warning("a container is left for now: %s", error)
             self._left.add(container)
+
+    async def _bound_layers(self) -> None:
+        """Look at times how much the containers have written to their images, and remove those with too much."""
+        while True:
+            await asyncio.sleep(LAYER_PAUSE_S)
+            if self._layers:
+                with contextlib.suppress(SandboxError):  # the daemon is down
+                    for container, num_bytes in await self._engine.layers(self.ownership.filter):
+                        if num_bytes > (max_bytes := self._layers.get(container, num_bytes)):
+                            logger.warning("a sandbox wrote %d bytes, may %d, and is removed", num_bytes, max_bytes)
+                            await self._discard(container)
 
     async def _remove_left(self) -> None:
         """Retry removals: a daemon that was killed leaves containers running, and so does one with `live-restore`."""
@@ -232,6 +259,8 @@ class DockerProvider:
             raise SandboxError("the sandbox pool is closed; open another")
 
     async def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         await asyncio.gather(*(cell.close() for cell in tuple(self._cells.values())))
         while self._tasks:
             await asyncio.wait(self._tasks)
@@ -247,6 +276,14 @@ async def give_up(making: asyncio.Task[AnyCell]) -> None:
     """Close a cell, once it is made, whose caller no longer wants it."""
     with contextlib.suppress(SandboxError):
         await (await making).close()
+
+
+def environment_of(spec: CellSpec, user: User, image: Image) -> dict[str, str]:
+    """Return the variables of every program. Where only the working directory can be written to, it is the home."""
+    workdir = workdir_of(spec)
+    if not spec.is_writable:
+        return {"PATH": PROGRAM_PATH, **image.env, "HOME": workdir, "TMPDIR": workdir}
+    return {"PATH": PROGRAM_PATH, "HOME": "/root" if user.uid == 0 else workdir, **image.env}
 
 
 async def open_tunnel(link: AgentLink, spec: CellSpec) -> NetworkTunnel | None:

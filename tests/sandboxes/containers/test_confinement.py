@@ -5,10 +5,12 @@ processes, CPUs and disks as the limits say, the disks together no more than all
 configuration but by its own field; 4. root and names are refused as users; 5. folders that cannot be a disk of their
 own are refused; 6. a runtime that is not installed is refused, and one
 that is a kernel of its own has room for itself; 7. the network is a tunnel; 8. users
-differ from container to container.
+differ from container to container; 9. only where an image can be written to may programs be root, with three
+capabilities.
 """
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -120,3 +122,21 @@ def test_network_is_a_tunnel_and_no_interface() -> None:
 
 def test_every_container_has_a_user_of_its_own() -> None:
     assert len({user_of(CellSpec(limits=Limits())) for _ in range(20)}) == 20
+
+
+def test_image_that_can_be_written_to() -> None:
+    spec = CellSpec(limits=Limits(), user="0", workdir="/", is_writable=True)
+    check(spec, RUNTIMES)
+    host = config_of(spec)["HostConfig"]
+    assert host["CapAdd"] == ["SETUID", "SETGID", "KILL", "CHOWN", "DAC_OVERRIDE", "FOWNER"]
+    assert (host["ReadonlyRootfs"], list(host["Tmpfs"]), host["SecurityOpt"]) == (
+        False,
+        ["/dev/shm"],
+        ["no-new-privileges"],
+    )
+    plain = container_config(spec, user_of(spec), image="sha256:0", command=["cat"], labels={}, is_agent=False)
+    assert plain["HostConfig"]["CapAdd"] == ["CHOWN", "DAC_OVERRIDE", "FOWNER"]
+    with pytest.raises(SandboxError, match="is_writable=True"):
+        user_of(replace(spec, is_writable=False))
+    with pytest.raises(SandboxError, match="user is '0:5'"):
+        user_of(replace(spec, user="0:5"))

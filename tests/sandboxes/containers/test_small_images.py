@@ -2,10 +2,12 @@
 
 1. a Python without `ctypes`, `json` and `resource` runs the agent: programs, limits and files as ever; 2. without any
 Python programs run by the engine's own exec: output, stdin, status, limits, files, and nothing is left of them; what
-cannot be given is refused; 3. a stdin that ends before the host can hear the script runs nothing.
+cannot be given is refused; 3. a stdin that ends before the host can hear the script runs nothing; 4. where Python is
+not whole or there is none, root has three capabilities and no agent.
 """
 
 import asyncio
+import io
 from asyncio.subprocess import PIPE
 
 import pytest
@@ -14,7 +16,7 @@ from areal_agent.errors import SandboxError
 from sandboxes.base import Program
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE, build_image_with
-from sandboxes.containers.plain_cell import shell
+from sandboxes.containers.plain_cell import PlainCell, shell
 from sandboxes.containers.provider import DockerProvider
 from sandboxes.spec import CellSpec, Limits, Status
 
@@ -69,3 +71,18 @@ async def test_stdin_that_ends_at_once_runs_nothing() -> None:
     for line, printed in ((b"", b""), (b"\n", b"ran\n")):
         ran = await asyncio.create_subprocess_exec(*shell("echo ran"), stdin=PIPE, stdout=PIPE)
         assert await ran.communicate(line) == (printed, None)
+
+
+@pytest.mark.parametrize("command", ["rm /usr/bin/python3*", " && ".join(AS_MINIMAL.strip().splitlines())])
+async def test_root(engine: Engine, provider: DockerProvider, command: str) -> None:
+    image = await build_image_with(engine, None, f"FROM {DEFAULT_IMAGE}\nRUN {command}\n")
+    cell = await provider.create(CellSpec(limits=PATIENT, image=image, user="0", workdir="/srv/a", is_writable=True))
+    script = "pwd; id -u; grep CapEff /proc/self/status; echo hi > /etc/new; mkdir /srv/a/b"
+    result = await cell.exec(Program(argv=("sh", "-c", script)), stdin=b"", limits=PATIENT)
+    assert result.stdout == b"/srv/a\n0\nCapEff:\t000000000000000b\n"
+    assert (await cell.exec(Program(argv=("pwd",), cwd="b"), stdin=b"", limits=PATIENT)).stdout == b"/srv/a/b\n"
+    assert isinstance(cell, PlainCell) and cell.archives is not None
+    tar = io.BytesIO()
+    await cell.archives.save("/etc/new", tar, 10_000)
+    assert b"hi\n" in tar.getvalue()
+    await cell.close()
