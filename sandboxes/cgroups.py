@@ -25,11 +25,13 @@ from sandboxes.owner import PREFIX, is_abandoned, own_tag
 from sandboxes.spec import Limits
 
 DEFAULT_PIDS = 64
+DEFAULT_DISK_BYTES = 64 * 2**20
 AGENT_BYTES = 32 * 2**20
 """Memory added to that of the programs, for the agent and what the kernel keeps for it."""
+NUM_FORKERS = 1
+"""The processes of ours in a jail's control group."""
 CPU_PERIOD_US = 100_000
 CHUNK_BYTES = 65_536
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,12 +150,16 @@ def _below(mount_point: str, root: str, path: str) -> Path:
 
 
 class ControlGroup:
-    """The group of one sandbox, with a folder in every hierarchy. `num_own_pids` processes of ours are in it too."""
+    """The group of one sandbox, with a folder in every hierarchy.
 
-    def __init__(self, folders: Sequence[Hierarchy], num_own_pids: int) -> None:
+    Programs share it with an agent of one process, and with the files of a disk in memory of `disk_bytes`, for which
+    there is room: when memory runs out, some program holds more than its bound, and is killed, never the agent.
+    """
+
+    def __init__(self, folders: Sequence[Hierarchy], disk_bytes: int) -> None:
         self._folders = folders
+        self._own_bytes = AGENT_BYTES + disk_bytes
         self._by_controller = {name: folder for folder in folders for name in folder.controllers}
-        self._num_own_pids = num_own_pids
 
     def make(self, bounds: Bounds) -> None:
         for folder in self._folders:
@@ -161,9 +167,9 @@ class ControlGroup:
         self.limit(bounds)
 
     def limit(self, bounds: Bounds) -> None:
-        """Set the kernel's bounds in folders that exist, with room for the agent."""
-        self._limit_memory(bounds.memory_bytes + AGENT_BYTES)
-        self._write("pids", ("pids.max", bounds.pids + self._num_own_pids))
+        """Set the kernel's bounds in folders that exist."""
+        self._limit_memory(bounds.memory_bytes + self._own_bytes)
+        self._write("pids", ("pids.max", bounds.pids + NUM_FORKERS))
         if "cpu" in self._by_controller:
             quota_us = None if bounds.cpus is None else max(1000, round(bounds.cpus * CPU_PERIOD_US))
             self._write(
@@ -203,10 +209,7 @@ class ControlGroup:
         return True
 
     def _limit_memory(self, num_bytes: int) -> None:
-        """Bound memory, swap included. In version 1 neither file may pass the other, so the order depends.
-
-        A group that holds more already, in files, keeps what it holds; the next program will find no memory.
-        """
+        """Bound memory, swap included. In version 1 the first file may not pass the second, so the order depends."""
         parts = [
             (("memory.limit_in_bytes", num_bytes), ("memory.max", num_bytes)),
             (("memory.memsw.limit_in_bytes", num_bytes), ("memory.swap.max", 0)),
@@ -218,10 +221,6 @@ class ControlGroup:
                         self._write("memory", *pair)
                 return
             except OSError as error:
-                if error.errno == errno.EBUSY:
-                    held = int(self._read("memory", "memory.usage_in_bytes", "memory.current"))
-                    self._limit_memory(held + PAGE_BYTES)
-                    return
                 if error.errno != errno.EINVAL or order is not parts:
                     raise
 
@@ -306,11 +305,11 @@ class GroupTree:
     def versions(self) -> str:
         return " and ".join(str(version) for version in sorted({folder.version for folder in self._folders}))
 
-    async def take(self, limits: Limits, num_own_pids: int) -> ControlGroup:
+    async def take(self, limits: Limits) -> ControlGroup:
         """Return a new group for one sandbox; SandboxError when none can be made."""
         if self._is_closed:
             raise SandboxError("the sandbox pool is closed; open another")
-        making = self._loop.run_in_executor(self._thread, self._make, Bounds.of(limits), num_own_pids)
+        making = self._loop.run_in_executor(self._thread, self._make, limits)
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
@@ -336,13 +335,14 @@ class GroupTree:
         if not making.cancelled() and making.exception() is None:
             self.drop(making.result())
 
-    def _make(self, bounds: Bounds, num_own_pids: int) -> ControlGroup:
+    def _make(self, limits: Limits) -> ControlGroup:
         """Make a group. Runs in the thread."""
         self._num_made += 1
         name = str(self._num_made)
-        group = ControlGroup([replace(folder, path=folder.path / name) for folder in self._folders], num_own_pids)
+        folders = [replace(folder, path=folder.path / name) for folder in self._folders]
+        group = ControlGroup(folders, limits.disk_bytes or DEFAULT_DISK_BYTES)
         try:
-            group.make(bounds)
+            group.make(Bounds.of(limits))
         except OSError:
             self._remove(group)
             raise

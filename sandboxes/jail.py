@@ -23,7 +23,16 @@ from sandboxes.agent.forker import children_of
 from sandboxes.agent.walls import ANSWER, MAX_DESCRIPTORS
 from sandboxes.base import ENFORCED_BY_WALLS, Capabilities, Program
 from sandboxes.cell import Cells, FolderCell, User, base_environment, fresh_user
-from sandboxes.cgroups import DEFAULT_PIDS, Bounds, ControlGroup, GroupTree, SharedBounds, reap_groups
+from sandboxes.cgroups import (
+    DEFAULT_DISK_BYTES,
+    DEFAULT_PIDS,
+    NUM_FORKERS,
+    Bounds,
+    ControlGroup,
+    GroupTree,
+    SharedBounds,
+    reap_groups,
+)
 from sandboxes.link import AgentLink, chunks_of, socket_pair, start_process
 from sandboxes.proxy import PROXY_PORT, FilteringProxy, proxy_environment
 from sandboxes.seccomp import denying_filter
@@ -38,8 +47,6 @@ MAX_ZYGOTES = 8
 FULL_PAUSE_S = 0.01
 NOBODY = User(uid=65534, gid=65534)
 """The user inside where the host is not root, whose own user it is outside; a host that is root takes a fresh one."""
-NUM_FORKERS = 1
-"""The processes of ours in a jail's control group."""
 SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache")  # the targets of program names, and the locations of libraries
 CERTIFICATES = ("/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/pki/tls/certs", "/etc/ca-certificates")
@@ -52,7 +59,6 @@ DEVICE_LINKS = {
 }
 DEFAULT_WORKDIR = "/work"
 TAKEN_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "dev", "proc", "sys", "tmp")
-DEFAULT_DISK_BYTES = 64 * 2**20
 DEFAULT_INODES = 10_000
 TRIAL = "import colorsys; open('/dev/null', 'w').close(); open('file', 'w').close()"
 
@@ -122,7 +128,7 @@ async def start_jail(
 ) -> FolderCell:
     """Return the cell of a new jail; SandboxError when it cannot be started."""
     kind, user = JailKind.of(spec), fresh_user() if os.getuid() == 0 else NOBODY
-    group = None if groups is None else await groups.take(spec.limits, NUM_FORKERS)
+    group = None if groups is None else await groups.take(spec.limits)
     jail: Jail | None = None
     proxy: FilteringProxy | None = None
     cell: FolderCell | None = None

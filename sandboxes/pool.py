@@ -12,7 +12,7 @@ import asyncio
 import logging
 import resource
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -21,8 +21,8 @@ from areal_agent.errors import SandboxError
 from sandboxes.base import Capabilities, Cell, Provider
 from sandboxes.containers.provider import DockerProvider
 from sandboxes.jail import JailProvider
-from sandboxes.sandbox import Sandbox
-from sandboxes.spec import CellSpec, Isolation, Limits, SandboxSpec
+from sandboxes.sandbox import SANDBOX_FAILED, Sandbox
+from sandboxes.spec import CellSpec, Isolation, Limits, SandboxSpec, Status
 from sandboxes.subprocess import SubprocessProvider
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,8 @@ DESCRIPTORS_A_PROGRAM = 4
 DESCRIPTORS_OF_HOST = 128
 MAX_STARTING = 4
 """The most cells that are started at once; more would only slow each other down."""
+MAX_FAILED_SHARE = 0.01
+"""The share of programs that sandboxes may fail before a pool warns."""
 REFILL_PAUSE_S = 0.05
 """The pause before a refill: a caller that was just handed a cell is about to use it, and the refill can wait."""
 
@@ -67,6 +69,17 @@ async def open_pool(
         yield pool
     finally:
         await pool.close()
+        log_counts(pool.counts)
+
+
+def log_counts(counts: Counter[str]) -> None:
+    """Log how a pool's programs ended: a warning if sandboxes failed more than `MAX_FAILED_SHARE` of them."""
+    total, num_ok, num_failed = counts.total(), counts[Status.OK], counts[SANDBOX_FAILED]
+    logger.log(
+        logging.WARNING if num_failed > MAX_FAILED_SHARE * total else logging.INFO,
+        "of %d programs %d succeeded, %d failed by themselves, and %d because of their sandbox",
+        *(total, num_ok, total - num_ok - num_failed, num_failed),
+    )
 
 
 def check_max_concurrent(max_concurrent: int) -> None:
@@ -83,13 +96,17 @@ def check_max_concurrent(max_concurrent: int) -> None:
 
 
 class Pool:
-    """Hands out sandboxes of a provider, which it owns. `limits` apply to a spec that names none."""
+    """Hands out sandboxes of a provider, which it owns. `limits` apply to a spec that names none.
+
+    `counts` has the programs that ran to their end by `Status`, and by `SANDBOX_FAILED` those that a sandbox failed.
+    """
 
     def __init__(self, provider: Provider, limits: Limits, max_concurrent: int, max_idle: int = 8) -> None:
         self._provider = provider
         self._limits = limits
         self._slots = asyncio.Semaphore(max_concurrent)  # wakes its waiters in order
         self._stock = Stock(provider, max_idle=max_idle)
+        self.counts: Counter[str] = Counter()
 
     def capabilities(self) -> Capabilities:
         return self._provider.capabilities()
@@ -99,7 +116,7 @@ class Pool:
         """Yield a fresh sandbox, closed on leaving. SandboxError when the backend cannot give what `spec` asks for."""
         spec = spec or SandboxSpec()
         self.check(spec)
-        sandbox = Sandbox(self._stock.take, spec, self._limits, self._slots)
+        sandbox = Sandbox(self._stock.take, spec, self._limits, self._slots, self.counts)
         try:
             await sandbox.prepare()
             yield sandbox

@@ -6,6 +6,7 @@ The cell is taken from the pool when it is first needed.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,7 @@ from sandboxes.spec import CellSpec, ExecResult, Limits, SandboxSpec, relative_p
 MAX_DOWNLOAD_BYTES = 64 * 2**20
 IN_SILENCE = ("sh", "-c", 'exec "$@" < /dev/null > /dev/null 2>&1', "sh")
 READY_PAUSE_S = 0.2
+SANDBOX_FAILED = "sandbox_failed"
 
 
 class Sandbox:
@@ -35,11 +37,13 @@ class Sandbox:
         spec: SandboxSpec,
         default_limits: Limits,
         slots: asyncio.Semaphore,
+        counts: Counter[str],
     ) -> None:
         self._take_cell = take_cell
         self._spec = spec
         self._cell_spec = spec.cell(default_limits)
         self._slots = slots
+        self._counts = counts  # of the pool: programs by status, and `SANDBOX_FAILED`
         self._taking = asyncio.Lock()
         self._cell: Cell | None = None
         self._is_closed = False
@@ -174,7 +178,14 @@ class Sandbox:
 
     async def _run(self, program: Program, stdin: bytes, limits: Limits | None) -> ExecResult:
         async with self._slots:
-            return await (await self._live_cell()).exec(program, stdin=stdin, limits=limits or self.limits)
+            self._check_open()
+            try:
+                result = await (await self._live_cell()).exec(program, stdin=stdin, limits=limits or self.limits)
+            except SandboxError:
+                self._counts[SANDBOX_FAILED] += not self._is_closed
+                raise
+        self._counts[result.status] += 1
+        return result
 
     async def _spawn(self, program: Program, limits: Limits | None) -> Process:
         cell = await self._live_cell()

@@ -188,6 +188,7 @@ class RolloutRunner:
         except _TooLong:
             return _Outcome(status=Status.TIMEOUT, error=f"it ran longer than rollout.timeout_s = {self._timeout_s:g}")
         except (SandboxError, EngineError, openai.InternalServerError, openai.APIConnectionError) as error:
+            logger.warning("rollout %s failed, not because of the model: %s", spec.session_id, error)
             return _Outcome(status=Status.INFRA, error=_describe(error))
         except Exception as error:  # the boundary: what a workflow raises is data
             logger.info("rollout %s failed", spec.session_id, exc_info=error)

@@ -49,11 +49,15 @@ from areal_agent.run.serving import EvalAnswer, EvalReport
 from areal_agent.run.sources import Source
 from areal_agent.tokens.loss_rule import LossRule, Mask
 from areal_agent.trainer.wire import StepReport
-from areal_agent.types import Drop, RolloutBatch, WeightVersion
+from areal_agent.types import Drop, RolloutBatch, Status, WeightVersion
 from areal_agent.weights.push import PushReport
 
 WORTH_TELLING = 0.01
 """The share of a run's time from which blocked event loops get a line of their own at its end."""
+MAX_INFRA_SHARE = 0.01
+"""The share of rollouts that infrastructure may fail before a run warns."""
+STATUSES = "statuses/"
+"""With a status: the number of rollouts that ended so since the run, or its resumption, began."""
 
 
 class RunStatus(StrEnum):
@@ -226,6 +230,7 @@ class RunMetrics:
         self._expected_parts = frozenset(part_names)  # of the reward; checked and emptied at the first step
         self._rule = rule or LossRule()
         self._has_noted_altered = False
+        self._has_noted_infra = False
         self._account = TimeAccount()
         self._producing = BusyClock()
         self._starting_s = 0.0
@@ -299,6 +304,17 @@ class RunMetrics:
             self._has_noted_altered = True
             self._progress.note(f"step {row['step']}: tokens that agents asked for are {ALTERED}")
 
+    def _note_infra(self, row: Row) -> None:
+        """Note once if sandboxes or engines failed too many rollouts: the others may be a biased sample."""
+        num_ended = sum(number for name, number in row.items() if name.startswith(STATUSES))
+        num_infra = row.get(f"{STATUSES}{Status.INFRA}", 0)
+        if not self._has_noted_infra and num_infra > MAX_INFRA_SHARE * num_ended:
+            self._has_noted_infra = True
+            self._progress.note(
+                f"step {row['step']}: {num_infra:,} of {num_ended:,} rollouts failed because of a sandbox or engine, "
+                "not of the model, and are not trained; the warnings in the run's logs have the reasons"
+            )
+
     async def pushed(self, report: PushReport, *, held_s: float) -> None:
         """Finish the row of a step, write it and show it. The push held the engine for `held_s`.
 
@@ -314,6 +330,7 @@ class RunMetrics:
         row["tokens_per_s/trained"] = self._row.get("tokens/trained", 0) / wall_s
         self._row = {}
         self._note_altered(row)
+        self._note_infra(row)
         self._log.append(row)
         self._trackers.log(report.version.step, numbers_of(row))
         self._progress.step(StepView.of(row))
@@ -387,7 +404,7 @@ class RunMetrics:
                 "engine/servers_serving": engine.num_serving,
                 "engine/servers_out": engine.num_out,
                 "engine/moved_requests": engine.num_moves,
-                **{f"statuses/{status}": number for status, number in now.statuses.items()},
+                **{f"{STATUSES}{status}": number for status, number in now.statuses.items()},
                 **{f"drops/{reason}": number for reason, number in now.drops.items()},
                 **self._peak_memory(),
             },

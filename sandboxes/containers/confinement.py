@@ -14,8 +14,8 @@ from typing import Any
 
 from areal_agent.errors import SandboxError
 from sandboxes.cell import User, fresh_user
-from sandboxes.cgroups import AGENT_BYTES, Bounds
-from sandboxes.jail import DEFAULT_DISK_BYTES, DEFAULT_INODES
+from sandboxes.cgroups import AGENT_BYTES, DEFAULT_DISK_BYTES, Bounds
+from sandboxes.jail import DEFAULT_INODES
 from sandboxes.owner import own_tag
 from sandboxes.spec import Access, CellSpec
 

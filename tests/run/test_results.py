@@ -4,6 +4,7 @@
 - Where the time went, and the advice, are in the lines and in summary.json, with the last evaluations' mean rewards.
 - Evaluations beside training are in the curve; success is compared only with what was graded before training.
 - What was dropped or masked is in the steps' lines and at the end; the remedy of altered tokens is noted once.
+- More than 1% of rollouts that infrastructure failed are noted once.
 - The proof of an online run names its gateway's ledger.
 - A weight for a part of the reward that no rollout named is reported once; skipped updates at each step.
 """
@@ -174,9 +175,10 @@ class Dropping(SlowSource):
     def __init__(self) -> None:
         super().__init__()
         self.drops: dict[str, int] = {}
+        self.statuses: dict[str, int] = {}
 
     def counts(self) -> SourceCounts:
-        return SourceCounts(running=0, finished=0, statuses={}, drops=dict(self.drops))
+        return SourceCounts(running=0, finished=0, statuses=dict(self.statuses), drops=dict(self.drops))
 
 
 async def test_drops_and_altered_tokens_are_in_the_steps_line_with_the_remedy_once(tmp_path: Path) -> None:
@@ -186,11 +188,14 @@ async def test_drops_and_altered_tokens_are_in_the_steps_line_with_the_remedy_on
     metrics = RunMetrics(Progress(total_steps=2, mode="plain", stream=stream), 1.0)
     metrics.open(tmp_path / "metrics.jsonl")
     await metrics.connect(source, {})
-    for step in (1, 2):
+    for step in (1, 2, 3):
         source.drops = {"stale": 5 * step}
+        source.statuses = {"completed": 500 - step, "infra": 2 * step + 1}  # above 1% at the third step
         metrics.trained(batch_of([one], [record("a", [0])]), StepReport(step=step, metrics={}, seconds=1.0))
         seconds = dict.fromkeys(("send_s", "pause_s", "transfer_s", "resume_s", "stall_s"), 0.0)
         await metrics.pushed(PushReport(version=WeightVersion(step=step), **seconds), held_s=0.0)
     await metrics.aclose()
-    assert stream.getvalue().count("dropped 5 stale; masked 2 tokens altered") == 2
+    assert stream.getvalue().count("dropped 5 stale; masked 2 tokens altered") == 3
     assert stream.getvalue().count("rollout.sampling_override=true") == 1
+    assert stream.getvalue().count("5 of 503 rollouts failed because of a sandbox or engine") == 0
+    assert stream.getvalue().count("7 of 504 rollouts failed because of a sandbox or engine") == 1

@@ -7,16 +7,18 @@ cell is handed out once; 3. who waits is served in the order of asking; 4. one t
 is kept; 9. closing closes what stands ready and fails who waits; 10. `warm` has as many ready as asked; 11. a
 cell that comes for a sandbox whose closing was cancelled meanwhile is closed; 12. `warm` waits for those that others
 have begun to start, and starts others for those that fail; 13. the next is not started in the moment in which one is
-handed out.
+handed out; 14. programs that sandboxes failed are counted, and above one per cent the pool warns at its end.
 """
 
 import asyncio
+import logging
+from collections import Counter
 
 import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes import Limits, Sandbox, SandboxSpec
-from sandboxes.pool import Stock
+from sandboxes.pool import Stock, log_counts
 from sandboxes.spec import CellSpec
 
 ONE, OTHER = CellSpec(limits=Limits()), CellSpec(limits=Limits(), image="other")
@@ -172,7 +174,7 @@ async def test_a_cell_for_a_closed_sandbox_is_closed() -> None:
     async def take(_spec: CellSpec) -> StubCell:
         return await coming
 
-    box = Sandbox(take, SandboxSpec(), Limits(), asyncio.Semaphore(1))
+    box = Sandbox(take, SandboxSpec(), Limits(), asyncio.Semaphore(1), Counter())
     use, closing = asyncio.create_task(box.read("file")), asyncio.create_task(box.close())
     await turns()
     closing.cancel()
@@ -182,6 +184,22 @@ async def test_a_cell_for_a_closed_sandbox_is_closed() -> None:
     with pytest.raises(SandboxError, match="closed"):
         await use
     assert cell.is_closed
+
+
+async def test_what_sandboxes_fail_is_counted_and_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def take(_spec: CellSpec) -> StubCell:
+        raise SandboxError("no more cells")
+
+    counts = Counter({"ok": 98, "nonzero": 1})
+    box = Sandbox(take, SandboxSpec(), Limits(), asyncio.Semaphore(1), counts)
+    for _ in range(2):
+        with pytest.raises(SandboxError):
+            await box.exec(["true"])
+        log_counts(counts)
+    assert [record.levelno for record in caplog.records if record.levelno > logging.INFO] == [logging.WARNING]
+    assert caplog.messages[-1] == "of 101 programs 98 succeeded, 1 failed by themselves, and 2 because of their sandbox"
 
 
 async def test_warm_waits_for_those_that_are_being_started(stock: Stock, provider: StubProvider) -> None:
