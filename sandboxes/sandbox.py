@@ -19,9 +19,9 @@ from sandboxes.sessions import SESSION_SOURCE, PythonSession, ShellSession
 from sandboxes.spec import CellSpec, ExecResult, Limits, SandboxSpec, relative_parts
 
 MAX_DOWNLOAD_BYTES = 64 * 2**20
-SANDBOX_FAILED = "sandbox_failed"
 IN_SILENCE = ("sh", "-c", 'exec "$@" < /dev/null > /dev/null 2>&1', "sh")
 READY_PAUSE_S = 0.2
+SANDBOX_FAILED = "sandbox_failed"
 
 
 class Sandbox:
