@@ -2,8 +2,9 @@
 
 1. A LiveCodeBench record of texts, with private tests as pickles and as JSON, and one of calls, become cases; 2. so do
 APPS and TACO records, whose results may stand in lists of one; 3. a pickle that would run code is refused, and so is
-one that is damaged, or unfolds without end; 4. what is missing or of another type is named; 5. an answer stands behind what its site has
-imported; 6. an answer to HumanEval may go on where the prompt ends, or be whole, and is judged where it is not.
+one that is damaged, or unfolds without end; 4. what is missing or of another type is named; 5. an answer stands behind
+what its site has imported; 6. an answer to HumanEval may go on where the prompt ends, or be whole, and is judged where
+it is not.
 """
 
 import base64
