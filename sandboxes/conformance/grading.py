@@ -249,7 +249,7 @@ PAIRS: tuple[tuple[str, str, str], ...] = (  # the body of a test, a right progr
     (INHERITED, ONE, TWO),
     ("assert use(make().count) == 1", "class make: count = 1\nuse = int", "make = str\nuse = int"),
     ("assert make() == []", "make = list", "make = lambda: [[]] * 3_000_000"),
-    ("assert num() == 1", ONE, "num = lambda: len(bytearray(200 * 2**20)) // (200 * 2**20)"),
+    ("assert num() == 1", ONE, "num = lambda: len(bytearray(300 * 2**20)) // (300 * 2**20)"),
 )
 HALF_OF_USUAL = Limits(wall_s=20.0, memory_bytes=128 * 2**20)
 ONE_CPU_SECOND = Limits(wall_s=20.0, cpu_s=1.0)

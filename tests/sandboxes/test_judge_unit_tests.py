@@ -463,7 +463,7 @@ async def test_a_program_cannot_have_its_tests_refused(pool: Pool, definition: s
 @pytest.mark.parametrize(
     ("body", "outcomes"),
     [
-        ("bytearray(2**26)", (Outcome.MEMORY, Outcome.WRONG)),  # by the kernel, or by MemoryError
+        ("bytearray(2**28)", (Outcome.MEMORY, Outcome.WRONG)),  # by the kernel, or by MemoryError
         ("os.write(2, b'x' * 2**15)", (Outcome.OUTPUT_LIMIT,)),
         ("open('big', 'wb').write(bytes(2**22))", (Outcome.DISK,)),
     ],

@@ -60,7 +60,7 @@ def test_error_is_raised_where_the_call_was() -> None:
 @pytest.mark.parametrize(
     ("asynchronous", "plain", "left_out"),
     [
-        (Sandbox, sync.Sandbox, {"prepare", "limits"}),
+        (Sandbox, sync.Sandbox, {"archives", "prepare", "limits"}),
         (Pool, sync.Pool, {"check", "close"}),
         (Process, sync.Process, set()),
         (ShellSession, sync.ShellSession, set()),
