@@ -370,8 +370,10 @@ class Zygote:
                         return
                     except BlockingIOError:  # hundreds of requests wait already
                         await asyncio.sleep(FULL_PAUSE_S)
+        except ConnectionError as error:
+            raise ZygoteDiedError(f"the process that starts jails has died: {error}") from error
         except OSError as error:
-            raise ZygoteDiedError(f"the process that starts jails could not be asked: {error}") from error
+            raise SandboxError(f"a jail could not be asked for: {error}") from error
 
 
 async def receive_answer(control: socket.socket) -> list[int]:
