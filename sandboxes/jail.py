@@ -86,11 +86,8 @@ class JailProvider:
 
     def capabilities(self) -> Capabilities:
         has_groups = self._groups is not None
-        together = (
-            "memory and processes of all programs of a sandbox together"
-            if has_groups
-            else "address space of each process"
-        )
+        shared = "memory and processes of all programs of a sandbox together"
+        together = shared if has_groups else "address space of each process"
         return Capabilities(
             backend="jail",
             isolation=Isolation.NAMESPACES,
