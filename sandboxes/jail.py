@@ -251,7 +251,7 @@ class Jail:
         self.listener = socket.socket(fileno=listeners[0]) if listeners else None
 
     async def open_folder(self) -> int:
-        self.link.check_alive()
+        await self.link.check_alive()
         return os.dup(self._folder)
 
     async def aclose(self) -> None:
