@@ -37,6 +37,7 @@ END_PATIENCE_S = 5.0
 """An agent ends with its stream, within milliseconds; otherwise it has to be killed."""
 CHUNK_BYTES = 65_536
 MAX_DIAGNOSIS_BYTES = 4096
+GONE = "the sandbox is gone, and its files with it; acquire another"
 Outcome = TypeVar("Outcome")
 
 
@@ -347,9 +348,6 @@ class AgentLink:
             error = SandboxError(f"the sandbox is gone, and its files with it: {reason}; acquire another")
             self._settle(run, OUT_OF_MEMORY if self._is_out_of_memory else error)
         settle(self._ready, SandboxError(f"the sandbox did not start: {reason}"))
-
-
-GONE = "the sandbox is gone, and its files with it; acquire another"
 
 
 def settle(future: asyncio.Future[Outcome], outcome: Outcome | SandboxError) -> None:

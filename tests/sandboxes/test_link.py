@@ -4,8 +4,8 @@
 of the container; 3. its stderr is told at its end; 4. more output than was asked for is the end; 5. what is packed is
 unpacked, and nothing else is; 6. an agent that never starts a program, or never ends one after its deadline, is given
 up, also when it goes on to talk of others; 7. so many are on their way at once and no more; 8. closing returns when the
-stream has ended; 9. an agent that was given up may live on, and is said to; 10. one that dies of its programs' memory is
-their failure.
+stream has ended; 9. an agent that was given up may live on, and is said to; 10. one that dies of its programs' memory
+is their failure.
 """
 
 import asyncio
