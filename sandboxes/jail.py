@@ -86,11 +86,8 @@ class JailProvider:
 
     def capabilities(self) -> Capabilities:
         has_groups = self._groups is not None
-        together = (
-            "memory and processes of all programs of a sandbox together"
-            if has_groups
-            else "address space of each process"
-        )
+        shared = "memory and processes of all programs of a sandbox together"
+        together = shared if has_groups else "address space of each process"
         return Capabilities(
             backend="jail",
             isolation=Isolation.NAMESPACES,
@@ -254,7 +251,7 @@ class Jail:
         self.listener = socket.socket(fileno=listeners[0]) if listeners else None
 
     async def open_folder(self) -> int:
-        self.link.check_alive()
+        await self.link.check_alive()
         return os.dup(self._folder)
 
     async def aclose(self) -> None:
@@ -370,8 +367,10 @@ class Zygote:
                         return
                     except BlockingIOError:  # hundreds of requests wait already
                         await asyncio.sleep(FULL_PAUSE_S)
+        except ConnectionError as error:
+            raise ZygoteDiedError(f"the process that starts jails has died: {error}") from error
         except OSError as error:
-            raise ZygoteDiedError(f"the process that starts jails could not be asked: {error}") from error
+            raise SandboxError(f"a jail could not be asked for: {error}") from error
 
 
 async def receive_answer(control: socket.socket) -> list[int]:

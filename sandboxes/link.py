@@ -37,6 +37,7 @@ END_PATIENCE_S = 5.0
 """An agent ends with its stream, within milliseconds; otherwise it has to be killed."""
 CHUNK_BYTES = 65_536
 MAX_DIAGNOSIS_BYTES = 4096
+GONE = "the sandbox is gone, and its files with it; acquire another"
 Outcome = TypeVar("Outcome")
 
 
@@ -149,12 +150,14 @@ class AgentLink:
     async def itself(self) -> Self:
         return self
 
-    def check_alive(self) -> None:
+    async def check_alive(self) -> None:
         """Raise SandboxError when the sandbox is gone; OSError when its programs brought that about."""
+        if self.is_alive:
+            return
+        await asyncio.wait([self._reading])  # then it is known why
         if self._is_out_of_memory:
             raise OSError(errno.ENOMEM, f"its programs used up all memory: {GONE}")
-        if not self.is_alive:
-            raise SandboxError(GONE)
+        raise SandboxError(GONE)
 
     async def answers(self) -> bool:
         """Return whether the agent answers."""
@@ -176,9 +179,9 @@ class AgentLink:
         await self._room.acquire()
         if not self.is_alive:
             self._room.release()
-            if not self._is_out_of_memory:
-                raise SandboxError(GONE)
-            run.ended.set_result(OUT_OF_MEMORY)
+            with contextlib.suppress(OSError):
+                await self.check_alive()
+            settle(run.ended, OUT_OF_MEMORY)
             return
         run.number = self._next_number
         self._next_number += 1
@@ -291,9 +294,11 @@ class AgentLink:
         self._writer.transport.abort()  # whoever waits to send more would wait for ever
         if self.is_alive:
             self.is_alive = False
-            self._is_out_of_memory = await self._has_run_out()
             told = diagnosis.decode(errors="replace").strip()
-            self._end(f"it ended by itself{': ' + told if told else ''}")
+            try:
+                self._is_out_of_memory = await self._has_run_out()
+            finally:
+                self._end(f"it ended by itself{': ' + told if told else ''}")
 
     def _on_data(self, data: bytes) -> None:
         self._received += data
@@ -343,9 +348,6 @@ class AgentLink:
             error = SandboxError(f"the sandbox is gone, and its files with it: {reason}; acquire another")
             self._settle(run, OUT_OF_MEMORY if self._is_out_of_memory else error)
         settle(self._ready, SandboxError(f"the sandbox did not start: {reason}"))
-
-
-GONE = "the sandbox is gone, and its files with it; acquire another"
 
 
 def settle(future: asyncio.Future[Outcome], outcome: Outcome | SandboxError) -> None:

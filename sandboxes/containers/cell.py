@@ -47,7 +47,7 @@ class ContainerCell(AgentCell):
         request = request_of(operation, self.user, bounds, home, b".", {}, [name, b"%d" % max_bytes], is_timed=False)
         limits = Limits(wall_s=FILES_TIMEOUT_S, output_bytes=max_bytes * 2 + PACKING_BYTES)
         link = await self.reach()
-        link.check_alive()
+        await link.check_alive()
         async with self.slots():
             result = await self.run(link, request, data, limits)
         if result.exit_code:

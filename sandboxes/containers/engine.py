@@ -35,6 +35,7 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 NUM_THREADS = 4
 """The number of concurrent calls: the daemon makes only a few containers a second, however many callers there are."""
 CALL_TIMEOUT_S = 60
+DEATH_PATIENCE_S = 5
 SIGNS_OF_NO_PROGRAM = ("executable file not found", "no such file or directory")
 NOT_FOUND, CONFLICT = 404, 409
 CHUNK_BYTES = 2**20
@@ -197,12 +198,16 @@ class Engine:
         await self._call(lambda: self._client.put_archive(container, folder, tar))
 
     async def has_run_out_of_memory(self, container: str) -> bool:
-        """Return whether a process of a container that has ended was killed because memory ran out."""
+        """Return whether a process of a container, whose stream has ended, was killed because memory ran out."""
+
+        def look() -> bool:
+            self._client.wait(container, timeout=DEATH_PATIENCE_S)
+            return self._client.inspect_container(container)["State"]["OOMKilled"]
+
         try:
-            found = await self.find_container(container)
-        except SandboxError:
+            return await self._call(look)
+        except SandboxError:  # it was removed, or lives on without its stream
             return False
-        return found is not None and bool(found["State"]["OOMKilled"])
 
     async def limit(self, container: str, limits: Mapping[str, Any]) -> None:
         """Change the bounds on all of a running container."""

@@ -4,7 +4,8 @@
 of the container; 3. its stderr is told at its end; 4. more output than was asked for is the end; 5. what is packed is
 unpacked, and nothing else is; 6. an agent that never starts a program, or never ends one after its deadline, is given
 up, also when it goes on to talk of others; 7. so many are on their way at once and no more; 8. closing returns when the
-stream has ended; 9. an agent that was given up may live on, and is said to.
+stream has ended; 9. an agent that was given up may live on, and is said to; 10. one that dies of its programs' memory
+is their failure.
 """
 
 import asyncio
@@ -167,6 +168,25 @@ async def test_agent_that_talks_of_others(tmp_path: Path) -> None:
     async with engine_that(tmp_path, act) as path:
         with pytest.raises(SandboxError, match="did not start a program within"):
             await run_on(path, silence_s=0.05)
+
+
+@pytest.mark.parametrize("has_run_out", [False, True])
+async def test_agent_that_dies(tmp_path: Path, has_run_out: bool) -> None:
+    """What ran when memory ran out, and what comes later, is the programs' failure."""
+
+    async def act(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(HEADER.size)
+
+    async with engine_that(tmp_path, act) as path:
+        link = await link_to(path, has_run_out=has_run_out)
+        for _ in range(2):
+            run = AgentRun(0, lambda *_: None)
+            with contextlib.nullcontext() if has_run_out else pytest.raises(SandboxError, match="gone"):
+                await link.start(run, b"", output_bytes=-1, is_paced=False)
+                assert (await run.ended).oom_kills == 1
+        with pytest.raises(OSError if has_run_out else SandboxError):
+            await link.check_alive()
+        await link.aclose()
 
 
 async def test_so_many_are_on_their_way(tmp_path: Path) -> None:
