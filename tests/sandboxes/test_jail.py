@@ -315,8 +315,9 @@ async def test_cancelling_a_call_kills_its_program(pool: Pool) -> None:
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-        # The launcher takes requests in order: it has killed the program before it starts the one that looks.
-        assert await processes_left(box) == ""
+        async with asyncio.timeout(PATIENCE_S):  # the agent has sent the signal before it starts what looks
+            while await processes_left(box):
+                pass
 
 
 async def test_files_are_shared_within_a_sandbox_alone(pool: Pool) -> None:
