@@ -38,6 +38,7 @@ MAX_SWEEPS = 1000
 """After this many rounds the forker stops chasing a program that forks faster than it is killed (see README.md)."""
 FIRST_PROCESS = 1
 FOR_ROOT, AGENT_UID = "for-root", 65532
+ALL_SIGNALS = [int(number) for number in signal.valid_signals()]
 
 
 class Forker:
@@ -100,7 +101,7 @@ class Forker:
         return True
 
     def _start(self, run_id: int, uid: int, descriptors: list[int]) -> None:
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ALL_SIGNALS)
         try:
             pid = os.fork()
             if pid == 0:

@@ -122,8 +122,10 @@ def _confine(uid: int, gid: int, limits: list[int]) -> None:
     os.nice(NICENESS)
     _limit(*limits)
     _be_open_to_itself()
-    with contextlib.suppress(FileNotFoundError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # when memory is short, a program is killed, never the agent
+    with contextlib.suppress(FileNotFoundError):
+        adjustment = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(adjustment, b"1000")  # when memory is short, a program is killed, never the agent
+        os.close(adjustment)
     if uid != os.getuid():
         os.setgroups([])
         os.setresgid(gid, gid, gid)
