@@ -201,6 +201,8 @@ class AgentProcess:
     async def write(self, data: bytes) -> None:
         async with self._writing:
             if data and not await self._link.offer(self.run, data):
+                if self.run.ended.done():
+                    self.run.ended.result()  # a sandbox that is gone is not the program's failure
                 raise BrokenPipeError("the program no longer reads its stdin")
 
     async def close_stdin(self) -> None:
