@@ -9,7 +9,8 @@ with its reason; 9. the disk is as large as asked; 10. more isolation than there
 takes a jail where there is one; 11. a share of the CPUs slows a program down; 12. no descriptor stays open, neither
 when a process may have no more; 13. jails of one zygote do not reach each other, nor use up the processes of each other
 where a user without root has no control groups; 14. old names of the backend work, with a warning; 15. the umask of the
-host does not matter; 16. a process on its way to be a program holds nothing of the agent's once others can look in.
+host does not matter; 16. a process on its way to be a program holds nothing of the agent's once others can look in;
+17. connections that nobody accepts are few, and hold little.
 """
 
 import asyncio
@@ -329,6 +330,28 @@ async def test_files_are_shared_within_a_sandbox_alone(pool: Pool) -> None:
         for place in ("/work/a/b", "/tmp/x", "/dev/shm/x"):
             await one.exec(["sh", "-c", f"echo x > {place}"])
             assert (await other.exec(["cat", place])).status is Status.NONZERO
+
+
+NOBODY_ACCEPTS = """
+import contextlib, socket
+listener = socket.socket()
+listener.bind(("127.0.0.1", 0))
+listener.listen(4096)
+held = []
+with contextlib.suppress(TimeoutError):
+    while len(held) < 200:
+        held.append(socket.create_connection(listener.getsockname(), timeout=1.0))
+        held[-1].setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True: held[-1].send(bytes(1000))
+waiting = [int(line.split()[4].split(":")[1], 16) for line in open("/proc/net/tcp").readlines()[2:]]
+print(len(held), max(waiting) < 2**13)
+"""
+
+
+async def test_connections_that_nobody_accepts(pool: Pool) -> None:
+    async with pool.acquire(SandboxSpec(limits=Limits(wall_s=PATIENCE_S, open_files=512))) as box:
+        assert (await box.exec_python(NOBODY_ACCEPTS)).stdout == b"129 True\n"
 
 
 LOOKER = """
