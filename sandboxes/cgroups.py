@@ -58,8 +58,9 @@ class SharedBounds:
     """
 
     def __init__(self, bounds: Bounds, change: Callable[[Bounds], Awaitable[None]]) -> None:
-        self._bounds = bounds
+        self._bounds: Bounds | None = bounds  # not known while they change, nor if that fails
         self._change = change
+        self._changing: asyncio.Task[None] | None = None  # goes on if its caller is cancelled
         self._turn = asyncio.Lock()
         self.slots = asyncio.Semaphore(bounds.pids)  # to hold while a process is needed
         self._num_timed = 0
@@ -81,8 +82,12 @@ class SharedBounds:
         """Hold the bounds for one program until `release`; ValueError when an endless one runs within other bounds."""
         bounds = Bounds.of(limits)
         async with self._turn:
+            if self._changing is not None:
+                await asyncio.wait([self._changing])
             if bounds != self._bounds:
-                await self._change_to(bounds)
+                await self._wait_for_idleness(bounds)
+                self._changing = asyncio.create_task(self._change_to(bounds))
+                await asyncio.shield(self._changing)
             self._num_timed += is_timed
             self._num_endless += not is_timed
             if is_timed:
@@ -95,7 +100,7 @@ class SharedBounds:
         if not self._num_timed:
             self._is_idle.set()
 
-    async def _change_to(self, bounds: Bounds) -> None:
+    async def _wait_for_idleness(self, bounds: Bounds) -> None:
         if not self._num_endless:
             await self._is_idle.wait()
         if self._num_endless:
@@ -103,6 +108,9 @@ class SharedBounds:
                 f"a program asks for {bounds} while one without a deadline runs within {self._bounds}, and programs of "
                 "a sandbox share memory, processes and CPUs; give them in SandboxSpec.limits, or run it alone"
             )
+
+    async def _change_to(self, bounds: Bounds) -> None:
+        self._bounds = None
         await self._change(bounds)
         self._bounds = bounds
         self.slots = asyncio.Semaphore(bounds.pids)

@@ -312,9 +312,9 @@ class Zygote:
         }
         self._num_forking += 1
         try:
-            with theirs:
-                await self._send(json.dumps(settings).encode(), theirs, group)
             async with asyncio.timeout(START_TIMEOUT_S):
+                with theirs:
+                    await self._send(json.dumps(settings).encode(), theirs, group)
                 descriptors = await receive_answer(ours)
         except BaseException as error:
             ours.close()

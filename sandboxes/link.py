@@ -72,7 +72,9 @@ class Ended:
 
 
 OUT_OF_MEMORY = Ended(wait_status=signal.SIGKILL, oom_kills=1)
-"""The end of a program in a sandbox that had no memory left for the agent itself: programs took it."""
+OUT_OF_DISK = Ended(wait_status=signal.SIGKILL, reason=End.DISK)
+"""The end of every program in a sandbox that its programs brought to an end: they left no memory for the agent itself,
+or wrote more than they may."""
 
 
 class AgentRun:
@@ -106,7 +108,8 @@ class AgentLink:
     """The connection to one agent, over the stream of its sandbox. End it with `aclose`; the sandbox ends too.
 
     `chunks` yields what comes, each piece with whether it is a diagnosis rather than a part of frames. When the agent
-    ends by itself, `has_run_out` tells whether the sandbox's memory had run out: then its programs did that.
+    ends by itself, `has_run_out` tells whether the sandbox's memory had run out. `blamed` is the end of all programs,
+    once they have ended their sandbox.
     """
 
     def __init__(
@@ -125,7 +128,7 @@ class AgentLink:
         self.is_given_up = False  # its stream was closed from here, so it may still live
         self._loop = asyncio.get_running_loop()
         self.is_alive = True
-        self._is_out_of_memory = False
+        self.blamed: Ended | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._pong: asyncio.Future[None] | None = None
         self._runs: dict[int, AgentRun] = {}
@@ -155,8 +158,9 @@ class AgentLink:
         if self.is_alive:
             return
         await asyncio.wait([self._reading])  # then it is known why
-        if self._is_out_of_memory:
-            raise OSError(errno.ENOMEM, f"its programs used up all memory: {GONE}")
+        if self.blamed is not None:
+            what = "memory" if self.blamed.oom_kills else "disk"
+            raise OSError(errno.ENOSPC, f"its programs used up all {what}: {GONE}")
         raise SandboxError(GONE)
 
     async def answers(self) -> bool:
@@ -181,7 +185,7 @@ class AgentLink:
             self._room.release()
             with contextlib.suppress(OSError):
                 await self.check_alive()
-            settle(run.ended, OUT_OF_MEMORY)
+            settle(run.ended, self.blamed or SandboxError(GONE))
             return
         run.number = self._next_number
         self._next_number += 1
@@ -296,7 +300,8 @@ class AgentLink:
             self.is_alive = False
             told = diagnosis.decode(errors="replace").strip()
             try:
-                self._is_out_of_memory = await self._has_run_out()
+                if self.blamed is None and await self._has_run_out():
+                    self.blamed = OUT_OF_MEMORY
             finally:
                 self._end(f"it ended by itself{': ' + told if told else ''}")
 
@@ -346,7 +351,7 @@ class AgentLink:
         runs, self._runs = list(self._runs.values()), {}
         for run in runs:
             error = SandboxError(f"the sandbox is gone, and its files with it: {reason}; acquire another")
-            self._settle(run, OUT_OF_MEMORY if self._is_out_of_memory else error)
+            self._settle(run, self.blamed or error)
         settle(self._ready, SandboxError(f"the sandbox did not start: {reason}"))
 
 

@@ -32,6 +32,8 @@ from sandboxes.agent.wire import (
 )
 
 CHUNK_BYTES = 65_536
+CHUNKS_OF_PIPE = 16
+"""As many as a pipe can hold. A program that was handed the pipe of another may go on filling it."""
 PAUSE_S = 0.01
 """How long a program's start and output may wait to be sent with its end, as each message wakes four processes."""
 COUNTERS = (b"oom_kill", b"max")
@@ -308,8 +310,9 @@ class Relay:
                 return
             value = signal.SIGKILL  # other programs had taken all processes: not the sandbox's fault
         for descriptor in list(run.outputs):  # drain the pipes without waiting for anybody
-            while not run.is_cut and self._pass_on(run, descriptor):
-                pass
+            for _ in range(CHUNKS_OF_PIPE):
+                if run.is_cut or not self._pass_on(run, descriptor):
+                    break
         self._close(run)
         wall_us = 0 if run.started_s is None else int((time.monotonic() - run.started_s) * 1e6)
         told = ENDED.pack(value, wall_us, cpu_us, peak_bytes, *counted, run.end, run.is_cut)

@@ -65,6 +65,9 @@ MNT_DETACH = 2
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 SIOCSIFFLAGS, IFF_UP_AND_RUNNING = 0x8914, 0x41
+NETWORK_SETTINGS = {"net.core.somaxconn": "128", "net.ipv4.tcp_rmem": "4096 8192 6291456"}
+"""Of a sandbox's own network. Until a connection is accepted, the kernel counts what it holds for nobody: so there may be
+few for each listener, and each has a small buffer, which grows once somebody reads."""
 
 
 def main() -> None:
@@ -213,6 +216,8 @@ def leave_the_others() -> None:
     keep_mounts_here()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:  # start loopback, the only network interface
         fcntl.ioctl(channel, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP_AND_RUNNING))
+    for name, value in NETWORK_SETTINGS.items():
+        write(f"/proc/sys/{name.replace('.', '/')}", value)
 
 
 def make_disk(num_bytes: int, num_inodes: int, uid: int, workdir: str) -> None:
