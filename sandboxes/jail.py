@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -140,13 +141,6 @@ async def start_jail(
         if cells is not None and cell is not None:
             cells.discard(cell)
 
-    async def change(bounds: Bounds) -> None:
-        assert group is not None
-        try:
-            await asyncio.to_thread(group.limit, bounds)
-        except OSError as error:
-            raise SandboxError(f"the bounds of a jail could not be changed: {error}") from error
-
     def process_bounds(limits: Limits) -> tuple[int, int]:
         return (0, 0) if group else (limits.memory_bytes, NUM_FORKERS + (limits.pids or DEFAULT_PIDS))
 
@@ -164,7 +158,7 @@ async def start_jail(
         env={**base_environment(kind.home), **(proxy_environment() if proxy else {})},
         user=user,
         limits=spec.limits,
-        bounds=SharedBounds(Bounds.of(spec.limits), change) if group else None,
+        bounds=SharedBounds(Bounds.of(spec.limits), partial(groups.limit, group)) if groups and group else None,
         process_bounds=process_bounds,
         remove=remove,
         open_folder=jail.open_folder,

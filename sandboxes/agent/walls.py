@@ -66,8 +66,8 @@ PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 SIOCSIFFLAGS, IFF_UP_AND_RUNNING = 0x8914, 0x41
 NETWORK_SETTINGS = {"net.core.somaxconn": "128", "net.ipv4.tcp_rmem": "4096 8192 6291456"}
-"""Of a sandbox's own network. Until a connection is accepted, the kernel counts what it holds for nobody: so there may be
-few for each listener, and each has a small buffer, which grows once somebody reads."""
+"""Of a sandbox's own network. Until a connection is accepted, the kernel counts what it holds for nobody: there may be
+few for each listener, each with a small buffer, which grows once somebody reads."""
 
 
 def main() -> None:
