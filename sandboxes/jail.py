@@ -224,7 +224,6 @@ class JailKind:
             "devices": DEVICES,
             "links": links,
             "workdir": self.home,
-            "env": {**base_environment(self.home), **(proxy_environment() if self.has_proxy else {})},
             "proxy_port": PROXY_PORT if self.has_proxy else None,
         }
         return json.dumps(config)

@@ -119,7 +119,7 @@ def show(path: str, *, is_read_only: bool) -> None:
 
 def serve_zygote(control: socket.socket, config: dict[str, Any]) -> NoReturn:
     """Fork jails until the host is gone."""
-    interpreter = Interpreter(config["env"])
+    interpreter = Interpreter()
     forget_package()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps
     answer(control, 0)
