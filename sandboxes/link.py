@@ -41,9 +41,9 @@ GONE = "the sandbox is gone, and its files with it; acquire another"
 Outcome = TypeVar("Outcome")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a program, as the kernel and its agent account for it."""
+    """The end of a program, as the kernel and its agent account for it; in the order of `wire.ENDED`."""
 
     wait_status: int
     wall_s: float = 0.0  # as the agent measured it: the host hears of a start late
@@ -59,16 +59,8 @@ class Ended:
         """Read what an agent tells; ValueError or struct.error for what no agent would."""
         status, wall_us, cpu_us, peak_bytes, oom_kills, refused_forks, reason, is_cut = ENDED.unpack(body)
         os.waitstatus_to_exitcode(status)  # ValueError for an invalid one
-        return cls(
-            wait_status=status,
-            wall_s=wall_us / 1e6,
-            cpu_s=cpu_us / 1e6,
-            peak_memory_bytes=peak_bytes,
-            oom_kills=oom_kills,
-            refused_forks=refused_forks,
-            reason=End(reason),
-            is_cut=is_cut,
-        )
+        wall_s, cpu_s = wall_us / 1e6, cpu_us / 1e6
+        return cls(status, wall_s, cpu_s, peak_bytes, oom_kills, refused_forks, End(reason), is_cut)
 
 
 OUT_OF_MEMORY = Ended(wait_status=signal.SIGKILL, oom_kills=1)

@@ -211,7 +211,7 @@ def main(system_call_filter: bytes) -> NoReturn:
         os.dup2(nothing, descriptor)
     if FOR_ROOT in sys.argv and kernel is not None:
         kernel.change_user(AGENT_UID, kernel.OF_AGENT_OF_ROOT)
-    Forker(for_forker, None if interpreter is None else interpreter.Interpreter({}), relay_pid).serve()
+    Forker(for_forker, None if interpreter is None else interpreter.Interpreter(), relay_pid).serve()
     os._exit(0)
 
 
@@ -231,7 +231,7 @@ def main_without_walls() -> None:
     for_relay.close()
     control.close()
     forget_package()
-    forker = Forker(for_forker, interpreter.Interpreter({}), relay_pid, has_walls=False)
+    forker = Forker(for_forker, interpreter.Interpreter(), relay_pid, has_walls=False)
     forker.serve()
     forker.kill_all()
     with contextlib.suppress(OSError):  # the host tries again, or `reap`

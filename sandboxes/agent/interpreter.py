@@ -26,14 +26,12 @@ is no longer found."""
 class Interpreter:
     """The part of a program's Python that is made before the fork, since each page that a child changes costs a copy.
 
-    It holds what a bare interpreter has, and `json`. `env` is the environment of most programs; another costs more.
+    It holds what a bare interpreter has, and `json`.
     """
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self) -> None:
         site.setquit()  # `exit()` and `quit()`, which -S leaves out and programs use
         compile("", PROGRAM_FILE, "exec")  # the first compilation sets the compiler up: 1 ms
-        self._env = dict(env)
-        set_environment(self._env)
         self._stdin = open_stdin()
         with pipe_in_place_of(1), pipe_in_place_of(2):  # streams remember what kind of file they were opened on
             self._stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
@@ -44,8 +42,8 @@ class Interpreter:
     def prepare(self, source: str, env: Mapping[str, str]) -> None:
         """Finish the interpreter in the child, whose standard descriptors are the program's."""
         gc.enable()
-        if env != self._env:
-            set_environment(env)
+        os.environ.clear()
+        os.environ.update(env)
         sys.argv = [PROGRAM_FILE]
         sys.path.insert(0, "")  # modules in the working directory, as for any script
         sys.excepthook = print_traceback
@@ -53,11 +51,6 @@ class Interpreter:
         sys.stdout, sys.stderr = self._stdout, self._stderr
         lines = [f"{line}\n" for line in source.split("\n")]
         linecache.cache[PROGRAM_FILE] = (len(source), None, lines, PROGRAM_FILE)  # for tracebacks
-
-
-def set_environment(env: Mapping[str, str]) -> None:
-    os.environ.clear()
-    os.environ.update(env)
 
 
 def open_stdin() -> TextIO:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_agent.errors import SandboxError
+from sandboxes.agent.walls import NETWORK_SETTINGS
 from sandboxes.cell import User, fresh_user
 from sandboxes.cgroups import AGENT_BYTES, DEFAULT_DISK_BYTES, TCP_LIMIT, Bounds, buffer_bytes
 from sandboxes.jail import DEFAULT_INODES
@@ -143,6 +144,7 @@ def container_config(
             "ReadonlyRootfs": not spec.is_writable,
             "Runtime": spec.runtime or "",
             "SecurityOpt": ["no-new-privileges"],
+            "Sysctls": NETWORK_SETTINGS,
             "Tmpfs": disks(spec, user),
             "Ulimits": [
                 {"Name": "core", "Soft": 1, "Hard": 1},

@@ -33,7 +33,7 @@ from sandboxes.spec import CellSpec, Limits, Network
 RUNTIMES = frozenset({"runc"})
 DANGEROUS = (
     "Privileged", "Binds", "Mounts", "Devices", "DeviceRequests", "VolumesFrom", "PidMode", "UTSMode", "UsernsMode",
-    "ExtraHosts", "PublishAllPorts", "PortBindings", "MaskedPaths", "ReadonlyPaths", "Sysctls", "GroupAdd", "Links",
+    "ExtraHosts", "PublishAllPorts", "PortBindings", "MaskedPaths", "ReadonlyPaths", "GroupAdd", "Links",
 )  # fmt: skip
 
 
