@@ -25,7 +25,7 @@ import marshal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Process
@@ -144,7 +144,11 @@ class RemoteProgram:
             return None
         names = names_of(hello)
         if names is None:
-            await self.stop(detail=told(hello.get("raised")))
+            match hello.get("raised"):
+                case {"names": [str(name), *_], "message": str(message)}:
+                    await self.stop(detail=f"{name}: {message}"[:MAX_TEXT])
+                case _:
+                    await self.stop()
         return names
 
     async def ask(self, request: bytes) -> bytes:
@@ -179,29 +183,10 @@ class RemoteProgram:
 
 def names_of(hello: Mapping[str, Any]) -> Names | None:
     """Return the names that a program reports, or None if they are malformed."""
-    names = hello.get("names")
-    if not isinstance(names, dict):
+    try:
+        return {str(name): (str(kind), [str(base) for base in bases]) for name, (kind, bases) in hello["names"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return None
-    for kind in cast(dict[str, Any], names).values():
-        match kind:
-            case [str(), [*bases]] if all(isinstance(base, str) for base in bases):
-                continue
-            case _:
-                return None
-    return cast(Names, names)
-
-
-def told(raised: Any) -> str:
-    """Return an exception, as `serve_program.py` describes it, in one line; empty if it is not one.
-
-    >>> told({"names": ["KeyError", "LookupError"], "message": "'x'"})
-    "KeyError: 'x'"
-    """
-    match raised:
-        case {"names": [str(name), *_], "message": str(message)}:
-            return f"{name}: {message}"[:MAX_TEXT]
-        case _:
-            return ""
 
 
 def line_of(message: Any) -> bytes:

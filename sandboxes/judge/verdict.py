@@ -193,15 +193,8 @@ class UnitTests:
     r"""Files of tests that import the program as `module`, for pytest: its own kind and unittest's, `async` too.
 
     The tests run in a sandbox where the program never comes. There `module` is a stand-in, which sends each call to
-    the program's sandbox and brings its result back, both as plain data. So a test may
-
-    - call functions of the program, make objects of its classes, call their methods, read their attributes, use `len`,
-      `in`, `[...]`, iteration, `str`, `with` and `await` on them, and arithmetic with another object of the program;
-    - pass and get None, booleans, numbers, text, bytes, lists, tuples, sets and dicts of these, and objects that the
-      program made. Arguments are copies: a change that the program makes to one does not show in the test;
-    - expect exceptions, built-in ones and those of the program, and what it prints (`capsys`).
-
-    A test that has the program judge itself fails: see "Code rewards" in sandboxes/README.md.
+    the program's sandbox and brings its result back as plain data. "Code rewards" in sandboxes/README.md says what a
+    test may do with the program's objects; one that has the program judge itself fails.
 
     >>> UnitTests(files={"test_it.py": "from solution import add\ndef test_add(): assert add(1, 2) == 3"}).module
     'solution'

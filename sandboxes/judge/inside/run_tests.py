@@ -1,12 +1,11 @@
 """Runs the unit tests of a program that is in another sandbox with pytest, and reports how each ends, a message a line.
 
-    ◀─ {"python": [3, 11], "bytecode": ...}
+    ◀─ {"bytecode": the version of it that this Python runs}
     ─▶ {"module": ..., "files": [...], "names": {...}, "pytest": length}, and pytest, in so many bytes
     ◀─ {"tests": [name, ...]}, or {"broken": why, "is_ours": whether the program had no part in it}
     ◀─ {"start": index}
     ◀─ {"do": ...}  ─▶ {"value": ...} | {"raised": ...} | {"gone": why}        any number of times
     ◀─ {"end": index, "is_passed": ..., "detail": ...}
-    ◀─ {"done": true}
 
 A test passes only if its set-up, call and tear-down ran and passed: one that is skipped, expected to fail, or returns
 something that nothing reads has failed, whatever the reason. An error in the tear-down of a class, a module or the
@@ -58,11 +57,11 @@ class Wire:
         return self._inbound.read(num_bytes) if num_bytes else json.loads(self._inbound.readline())
 
     def ask(self, request: "dict[str, Any]") -> "dict[str, Any]":
-        with self._asking, contextlib.suppress(ValueError, RecursionError):
+        with self._asking:
             self.tell(request)
-            reply = self.hear()
-            if isinstance(reply, dict):
-                return reply
+            with contextlib.suppress(ValueError, RecursionError):
+                reply = self.hear()
+                return reply if isinstance(reply, dict) else {}
         return {}
 
 
@@ -103,9 +102,7 @@ class Reporter:
         self.was_bad = False
 
     def pytest_pycollect_makeitem(self, collector: Any, name: str, obj: Any) -> Any:
-        if isinstance(obj, (RemoteObject, RemoteClass)):
-            return []  # of the program, however it is named
-        return None
+        return [] if isinstance(obj, (RemoteObject, RemoteClass)) else None  # of the program, however it is named
 
     def pytest_exception_interact(self, call: Any, report: Any) -> None:
         if not self.is_listed and self.error is None:
@@ -128,7 +125,7 @@ class Reporter:
         if self.is_listed:
             self.wire.tell({"tests": [item.name[:MAX_NAME] for item in self.items]})
         if unittest := sys.modules.get("unittest"):
-            unittest.TestCase._callTestMethod = lambda _, method: require_none(method())
+            unittest.TestCase._callTestMethod = call_method
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.program.is_gone, self.program.unjudged = False, ""
@@ -176,10 +173,15 @@ def require_none(result: Any) -> None:
         raise TypeError(f"the test returns a {type(result).__name__}, which nothing reads or runs; use assert")
 
 
+def call_method(_: Any, method: Any) -> None:
+    """Call a test of a plain TestCase, which would throw away whatever it returns."""
+    require_none(method())
+
+
 def main() -> None:
     wire = Wire()
     sys.path.insert(0, "")
-    wire.tell({"python": list(sys.version_info[:2]), "bytecode": importlib.util.MAGIC_NUMBER.hex()})
+    wire.tell({"bytecode": importlib.util.MAGIC_NUMBER.hex()})
     order = wire.hear()
     modules = marshal.loads(wire.hear(order["pytest"]))
     if sys.version_info >= OLDEST_PYTHON:
@@ -194,14 +196,13 @@ def main() -> None:
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     reporter = Reporter(wire, program)
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
-        code = pytest.main([*OPTIONS, *order["files"]], plugins=[reporter])
+        pytest.main([*OPTIONS, *order["files"]], plugins=[reporter])
     if not reporter.is_listed:
         error = reporter.error
         why = "".join(traceback.format_exception_only(type(error), error) if error else said.getvalue()[-MAX_DETAIL:])
         # A missing module is the tests' own fault; an assertion may fail because of a value that the program gave.
         is_independent = not program.has_answered or isinstance(error, (ImportError, SyntaxError))
         wire.tell({"broken": program.unjudged or why.strip(), "is_ours": is_independent and not program.has_failed})
-    wire.tell({"done": int(code)})
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class Program:
         if isinstance(value, BaseException) and self._has_too(type(value)):
             value = self.do("call", type(value).__name__, value.args, {})
         if isinstance(value, RemoteObject):
-            return {"object": [value._remote[1]]}
+            return {"object": [object.__getattribute__(value, "_remote")[1]]}
         raise self.cannot(f"a test hands an object of type {type(value).__name__!r} to the program: no plain data")
 
     def _has_too(self, value: Any) -> bool:
