@@ -235,6 +235,12 @@ class Base:
     def test_base(self): assert self.n == 1
 class TestIt(Base): pass
 """
+IN_A_THREAD = "import threading; t = threading.Thread(target=lambda: 1 / num()); t.start(); t.join()"
+SKIPPED = """pass
+import pytest, solution
+@pytest.mark.skipif(hasattr(solution, "fast"), reason="it is fast")
+def test_num(): assert num() == 1
+"""
 PAIRS: tuple[tuple[str, str, str], ...] = (  # the body of a test, a right program, a wrong one
     ("sum, three = Money(1) + Money(2), Money(3); assert sum.n == 3 and Money(4).n == 4", MONEY, ONE_OBJECT),
     ("assert abs(half(3) - 1.5) < 1e-6", HALF, f"{ONE_OBJECT}half = Money"),
@@ -246,6 +252,9 @@ PAIRS: tuple[tuple[str, str, str], ...] = (  # the body of a test, a right progr
         "async def num(): pass",
     ),
     ("pass\ndef teardown_module(): assert num() == 1", ONE, TWO),
+    ("assert all(map(lambda n: num() == n, [1]))", ONE, "def num(): raise StopIteration"),
+    (IN_A_THREAD, ONE, "def num(): raise SystemExit"),
+    (SKIPPED, ONE, "num = fast = int"),
     (INHERITED, ONE, TWO),
     ("assert use(make().count) == 1", "class make: count = 1\nuse = int", "make = str\nuse = int"),
     ("assert make() == []", "make = list", "make = lambda: [[]] * 3_000_000"),

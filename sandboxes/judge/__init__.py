@@ -7,7 +7,6 @@
     checkers.py     when an output is right: exact, by lines, close numbers, or a checker of the task's own
     languages.py    how programs of a language are built and run; bundles of files of inside/
     unit_tests.py   unit tests, which pytest runs in one sandbox while the program runs in another
-    refusals.py     why unit tests cannot be judged, as far as their source shows it
     records.py      records of published data sets as problems
     inside/         code that runs inside the sandboxes, beside a program or its tests
 

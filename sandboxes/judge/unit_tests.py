@@ -25,7 +25,7 @@ import marshal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from areal_agent.errors import SandboxError
 from sandboxes.base import Process
@@ -57,6 +57,8 @@ WHOLE_S = 86_400.0
 MAX_NAMES_BYTES = 256 * 1024
 """The most bytes of all names of a program together; more could fill the memory of the tests' sandbox."""
 MAX_LINE_BYTES = 4 * 2**20
+MAX_REQUEST_BYTES = 8 * MAX_LINE_BYTES
+"""The most bytes of a request. Tests are trusted, and may hand over much."""
 MAX_STDERR_BYTES = 4_096
 REQUEST = b'{"do":'
 """The beginning of a line for the program, as run_tests.py writes it."""
@@ -142,7 +144,11 @@ class RemoteProgram:
             return None
         names = names_of(hello)
         if names is None:
-            await self.stop(detail=told(hello.get("raised")))
+            match hello.get("raised"):
+                case {"names": [str(name), *_], "message": str(message)}:
+                    await self.stop(detail=f"{name}: {message}"[:MAX_TEXT])
+                case _:
+                    await self.stop()
         return names
 
     async def ask(self, request: bytes) -> bytes:
@@ -177,29 +183,10 @@ class RemoteProgram:
 
 def names_of(hello: Mapping[str, Any]) -> Names | None:
     """Return the names that a program reports, or None if they are malformed."""
-    names = hello.get("names")
-    if not isinstance(names, dict):
+    try:
+        return {str(name): (str(kind), [str(base) for base in bases]) for name, (kind, bases) in hello["names"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return None
-    for kind in cast(dict[str, Any], names).values():
-        match kind:
-            case [str(), [*bases]] if all(isinstance(base, str) for base in bases):
-                continue
-            case _:
-                return None
-    return cast(Names, names)
-
-
-def told(raised: Any) -> str:
-    """Return an exception, as `serve_program.py` describes it, in one line; empty if it is not one.
-
-    >>> told({"names": ["KeyError", "LookupError"], "message": "'x'"})
-    "KeyError: 'x'"
-    """
-    match raised:
-        case {"names": [str(name), *_], "message": str(message)}:
-            return f"{name}: {message}"[:MAX_TEXT]
-        case _:
-            return ""
 
 
 def line_of(message: Any) -> bytes:
@@ -309,14 +296,12 @@ class TestRun:
 
     async def _until_test_ends(self) -> bool:
         """Relay requests until a test has ended; return whether there are more tests."""
-        while (line := await self.conversation.line()) is not None:
+        while (line := await self.conversation.line(MAX_REQUEST_BYTES)) is not None:
             if line.startswith(REQUEST):
                 self._has_asked = True
                 await self.conversation.send(await self.program.ask(line))
                 continue
             match message_of(line):
-                case {"tests": []}:
-                    raise ValueError("the test files hold no test that counts; give at least one")
                 case {"tests": tests}:
                     self._tests = tests
                     return True
@@ -339,7 +324,7 @@ class TestRun:
                     self._tests = ["loading the tests"]
                     self._verdicts[0] = CaseVerdict(outcome=Outcome.CRASHED, detail=why)
                     return False
-                case {"broken": why} | {"refused": why}:
+                case {"broken": why}:
                     raise ValueError(f"the tests cannot be judged: {why}")
                 case _:
                     return False

@@ -3,6 +3,8 @@
 Cases are texts in and out, calls with JSON in and out, or files of unit tests.
 """
 
+import ast
+import builtins
 import json
 import re
 import reprlib
@@ -12,7 +14,6 @@ from enum import StrEnum
 from typing import Any
 
 from sandboxes import Limits, Status
-from sandboxes.judge.refusals import refusal_of
 from sandboxes.spec import ExecResult
 
 MAX_TEXT = 1_000
@@ -192,16 +193,8 @@ class UnitTests:
     r"""Files of tests that import the program as `module`, for pytest: its own kind and unittest's, `async` too.
 
     The tests run in a sandbox where the program never comes. There `module` is a stand-in, which sends each call to
-    the program's sandbox and brings its result back, both as plain data. So a test may
-
-    - call functions of the program, make objects of its classes, call their methods, read their attributes, use `len`,
-      `in`, `[...]`, iteration, `str`, `with` and `await` on them, and arithmetic with another object of the program;
-    - pass and get None, booleans, numbers, text, bytes, lists, tuples, sets and dicts of these, and objects that the
-      program made. Arguments are copies: a change that the program makes to one does not show in the test;
-    - expect exceptions, built-in ones and those of the program, and what it prints (`capsys`).
-
-    A test that has the program judge itself fails: see "Code rewards" in sandboxes/README.md. The constructor refuses
-    what the source shows to be impossible to judge.
+    the program's sandbox and brings its result back as plain data. "Code rewards" in sandboxes/README.md says what a
+    test may do with the program's objects; one that has the program judge itself fails.
 
     >>> UnitTests(files={"test_it.py": "from solution import add\ndef test_add(): assert add(1, 2) == 3"}).module
     'solution'
@@ -216,13 +209,43 @@ class UnitTests:
         if not self.test_files:
             raise ValueError(f"UnitTests.files are {sorted(self.files)}; name one of them test*.py or *_test.py")
         for path, source in self.files.items():
-            if path.endswith(".py") and (refusal := refusal_of(source, self.module)):
-                raise ValueError(f"UnitTests.files[{path!r}], {refusal}")
+            if path.endswith(".py") and (line := line_with_is(source)):
+                raise ValueError(
+                    f"UnitTests.files[{path!r}], line {line}: `is` cannot see whether two objects are one, as "
+                    "the program's are in another sandbox; compare by ==, or an attribute"
+                )
 
     @property
     def test_files(self) -> list[str]:
         """The files that hold tests, in order."""
         return [path for path in self.files if TEST_FILE.fullmatch(path)]
+
+
+def line_with_is(source: str) -> int:
+    r"""Return the first line with an `is` between what is neither a constant nor begins with a built-in name, or 0.
+
+    >>> line_with_is("assert f(1) is None\nassert type(2) is int\nassert f(1) is not f(2)")
+    3
+    """
+    try:
+        nodes = [*ast.walk(ast.parse(source))]
+    except (SyntaxError, ValueError, RecursionError):  # reported when the tests are loaded
+        return 0
+    lines: list[int] = []
+    for node in nodes:
+        match node:
+            case (
+                ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()], comparators=[right])
+                | ast.Call(func=ast.Attribute(attr="assertIs" | "assertIsNot"), args=[left, right, *_])
+            ) if not any(is_plain(side) for side in (left, right)):
+                lines.append(node.lineno)
+            case _:
+                pass
+    return min(lines, default=0)
+
+
+def is_plain(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) or hasattr(builtins, ast.unparse(node).partition("(")[0])
 
 
 Case = StdinCase | CallCase

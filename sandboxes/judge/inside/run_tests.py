@@ -1,16 +1,15 @@
 """Runs the unit tests of a program that is in another sandbox with pytest, and reports how each ends, a message a line.
 
-    ◀─ {"python": [3, 11], "bytecode": ...}
+    ◀─ {"bytecode": the version of it that this Python runs}
     ─▶ {"module": ..., "files": [...], "names": {...}, "pytest": length}, and pytest, in so many bytes
     ◀─ {"tests": [name, ...]}, or {"broken": why, "is_ours": whether the program had no part in it}
     ◀─ {"start": index}
     ◀─ {"do": ...}  ─▶ {"value": ...} | {"raised": ...} | {"gone": why}        any number of times
-    ◀─ {"end": index, "is_passed": ..., "detail": ...}, or {"refused": why}
-    ◀─ {"done": true}
+    ◀─ {"end": index, "is_passed": ..., "detail": ...}
 
-A test passes only if its set-up, call and tear-down did. An error in the tear-down of a class, a module or the session
-fails all tests in it. Tests that skip themselves fail; those marked to be skipped are left out, unless the program has
-told something by which that may have been decided. pytest comes from the host: see `pytest_modules` in unit_tests.py.
+A test passes only if its set-up, call and tear-down ran and passed: one that is skipped, expected to fail, or returns
+something that nothing reads has failed, whatever the reason. An error in the tear-down of a class, a module or the
+session fails all tests in it. pytest comes from the host: see `pytest_modules` in unit_tests.py.
 """
 
 import contextlib
@@ -22,6 +21,7 @@ import json
 import marshal
 import os
 import sys
+import threading
 import traceback
 from typing import Any, cast
 
@@ -32,13 +32,11 @@ MAX_NAME = 200
 OPTIONS = (
     *("-q", "--color=no", "--tb=short", "--capture=sys", "-o", "addopts="),
     *("-p", "no:cacheprovider", "-p", "no:doctest", "-p", "no:faulthandler"),
+    *("-W", "error::pytest.PytestAssertRewriteWarning"),  # a tuple is asserted, which is always true
+    *("-W", "error::pytest.PytestUnhandledThreadExceptionWarning"),
 )
 OLDEST_PYTHON = (3, 11)
 """The oldest Python for which the host's pytest is complete; below, the image needs a pytest of its own."""
-
-
-class Refused(Exception):
-    """The tests cannot be judged."""
 
 
 class Wire:
@@ -47,6 +45,7 @@ class Wire:
     def __init__(self) -> None:
         self._inbound = os.fdopen(os.dup(0), "rb")
         self._outbound = os.fdopen(os.dup(1), "w")
+        self._asking = threading.RLock()  # tests may have threads
         os.dup2(2, 1)  # what tests print must not pass for a message
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
@@ -58,11 +57,11 @@ class Wire:
         return self._inbound.read(num_bytes) if num_bytes else json.loads(self._inbound.readline())
 
     def ask(self, request: "dict[str, Any]") -> "dict[str, Any]":
-        self.tell(request)
-        with contextlib.suppress(ValueError, RecursionError):
-            reply = self.hear()
-            if isinstance(reply, dict):
-                return reply
+        with self._asking:
+            self.tell(request)
+            with contextlib.suppress(ValueError, RecursionError):
+                reply = self.hear()
+                return reply if isinstance(reply, dict) else {}
         return {}
 
 
@@ -97,19 +96,13 @@ class Reporter:
         self.program = program
         self.is_listed = False
         self.error: Any = None  # the first that kept the tests from being loaded
-        self.refused = ""
         self.items: list[Any] = []
         self.indices: dict[str, int] = {}
         self.ended: list[Any] = []  # the tests of the classes, modules and the session that the running test is last of
         self.was_bad = False
 
     def pytest_pycollect_makeitem(self, collector: Any, name: str, obj: Any) -> Any:
-        if isinstance(obj, (RemoteObject, RemoteClass)):
-            return []  # of the program, however it is named
-        is_generator = inspect.isasyncgenfunction(obj) or inspect.isgeneratorfunction(obj)
-        if is_generator and collector.istestfunction(obj, name):
-            self.refused = f"{name} is a generator, which nothing runs"
-        return None
+        return [] if isinstance(obj, (RemoteObject, RemoteClass)) else None  # of the program, however it is named
 
     def pytest_exception_interact(self, call: Any, report: Any) -> None:
         if not self.is_listed and self.error is None:
@@ -120,36 +113,19 @@ class Reporter:
         self.error = self.error or excinfo.value
 
     def pytest_collectreport(self, report: Any) -> None:
-        if report.skipped and self.program.has_told:
-            self.error = self.error or Refused("a file of tests skips itself, after the program told something")
+        if report.skipped:
+            self.error = self.error or ValueError("a file of tests skips itself; leave it out")
 
     def pytest_collection_finish(self, session: Any) -> None:
-        for item in session.items:
-            method, kinds = item.obj, [kind.__name__ for kind in getattr(item.cls, "__mro__", ())]
-            if item.get_closest_marker("xfail") or getattr(method, "__unittest_expecting_failure__", False):
-                self.refused = f"{item.name} is expected to fail; what passes it cannot be told from what does not"
-            elif inspect.iscoroutinefunction(method) and "TestCase" in kinds and "IsolatedAsyncioTestCase" not in kinds:
-                self.refused = f"{item.name} is async, which nothing runs; derive from IsolatedAsyncioTestCase"
-        if self.refused:
-            self.wire.tell({"refused": self.refused})
-        items = [item for item in session.items if self.program.has_told or not is_skipped(item)]
-        if not items and self.program.has_told:
-            self.error = self.error or Refused("there is no test, after the program told something")
+        if not session.items:
+            self.error = self.error or ValueError("the test files hold no test; give at least one")
         self.is_listed = session.testsfailed == 0 and self.error is None
-        session.items[:] = self.items = items if self.is_listed else []
+        session.items[:] = self.items = session.items if self.is_listed else []
         self.indices = {item.nodeid: index for index, item in enumerate(self.items)}
         if self.is_listed:
             self.wire.tell({"tests": [item.name[:MAX_NAME] for item in self.items]})
         if unittest := sys.modules.get("unittest"):
-            unittest.TestCase._callTestMethod = self.call_method
-
-    def call_method(self, method: Any) -> None:
-        """Call a method of a plain TestCase, whose result would be thrown away even if it is a coroutine."""
-        self.require_run(method(), method.__name__)
-
-    def require_run(self, result: Any, name: str) -> None:
-        if inspect.iscoroutine(result) or inspect.isgenerator(result) or inspect.isasyncgen(result):
-            self.wire.tell({"refused": f"{name} gives a {type(result).__name__}, which nothing runs"})
+            unittest.TestCase._callTestMethod = call_method
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.program.is_gone, self.program.unjudged = False, ""
@@ -164,14 +140,9 @@ class Reporter:
         if inspect.iscoroutine(result):
             import asyncio  # here, since few tests need it and it takes long
 
-            asyncio.run(result)
-        else:
-            self.require_run(result, pyfuncitem.name)
+            result = asyncio.run(result)
+        require_none(result)
         return True
-
-    def pytest_fixture_setup(self, fixturedef: Any) -> None:
-        if inspect.iscoroutinefunction(fixturedef.func) or inspect.isasyncgenfunction(fixturedef.func):
-            self.wire.tell({"refused": f"the fixture {fixturedef.argname} is async, which nothing runs"})
 
     def pytest_runtest_teardown(self, item: Any, nextitem: Any) -> None:
         left = set(item.listchain()) - set(nextitem.listchain() if nextitem else [])
@@ -181,7 +152,8 @@ class Reporter:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if not report.passed or hasattr(report, "wasxfail"):
             self.failed.append(report.when)
-            self.detail = self.detail or report.longreprtext[-MAX_DETAIL:] or report.outcome
+            is_expected = "it is expected to fail, so that it decides nothing" if hasattr(report, "wasxfail") else ""
+            self.detail = self.detail or is_expected or report.longreprtext[-MAX_DETAIL:] or report.outcome
         elif type(report).__name__ == "TestReport":  # not of a subtest
             self.passed.append(report.when)
 
@@ -195,18 +167,21 @@ class Reporter:
         self.wire.tell({"end": own, "is_passed": is_passed, "detail": detail})
 
 
-def is_skipped(item: Any) -> bool:
-    """Return whether a test is marked to be skipped."""
-    from _pytest.skipping import evaluate_skip_marks  # here, since pytest comes only after the program has started
+def require_none(result: Any) -> None:
+    """Fail a test that returns something: a comparison, or a generator or coroutine that nothing would run."""
+    if result is not None:
+        raise TypeError(f"the test returns a {type(result).__name__}, which nothing reads or runs; use assert")
 
-    is_marked = any(getattr(target, "__unittest_skip__", False) for target in (item.cls, item.obj))
-    return is_marked or evaluate_skip_marks(item) is not None
+
+def call_method(_: Any, method: Any) -> None:
+    """Call a test of a plain TestCase, which would throw away whatever it returns."""
+    require_none(method())
 
 
 def main() -> None:
     wire = Wire()
     sys.path.insert(0, "")
-    wire.tell({"python": list(sys.version_info[:2]), "bytecode": importlib.util.MAGIC_NUMBER.hex()})
+    wire.tell({"bytecode": importlib.util.MAGIC_NUMBER.hex()})
     order = wire.hear()
     modules = marshal.loads(wire.hear(order["pytest"]))
     if sys.version_info >= OLDEST_PYTHON:
@@ -221,14 +196,13 @@ def main() -> None:
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     reporter = Reporter(wire, program)
     with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(said):
-        code = pytest.main([*OPTIONS, *order["files"]], plugins=[reporter])
+        pytest.main([*OPTIONS, *order["files"]], plugins=[reporter])
     if not reporter.is_listed:
         error = reporter.error
         why = "".join(traceback.format_exception_only(type(error), error) if error else said.getvalue()[-MAX_DETAIL:])
         # A missing module is the tests' own fault; an assertion may fail because of a value that the program gave.
         is_independent = not program.has_answered or isinstance(error, (ImportError, SyntaxError))
         wire.tell({"broken": program.unjudged or why.strip(), "is_ours": is_independent and not program.has_failed})
-    wire.tell({"done": int(code)})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ two of them are never identical: lists of them would otherwise be equal without 
 
 import builtins
 import sys
+import threading
 import types
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -18,23 +19,12 @@ from sandboxes.judge.inside.plain import pack, unpack
 PROBED = ("__", "_mock", "_pytest", "pytest")
 """Beginnings of names that Python and pytest look for in any object. The program is not asked for them."""
 SENT = (
-    *("delattr", "delitem", "getitem", "len", "next", "repr", "setattr", "setitem", "str"),
+    *("delattr", "delitem", "getitem", "hash", "len", "next", "repr", "setattr", "setitem", "str"),
     *("abs", "float", "index", "int", "invert", "neg", "pos", "round"),
 )
 OPERATORS = (
-    "add",
-    "and_",
-    "floordiv",
-    "lshift",
-    "matmul",
-    "mod",
-    "mul",
-    "or_",
-    "pow",
-    "rshift",
-    "sub",
-    "truediv",
-    "xor",
+    *("add", "and_", "floordiv", "lshift", "matmul", "mod", "mul"),
+    *("or_", "pow", "rshift", "sub", "truediv", "xor"),
 )
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 EXACT_ITEMS, MANY_ITEMS = 64, 1024
@@ -58,7 +48,6 @@ class Program:
         self.classes: dict[str, type[Any]] = {}
         self.has_answered = False  # whether anything here may depend on its answers
         self.has_failed = False  # whether it has raised, died, or lacked a name that a test asked for
-        self.has_told = False  # whether it has given plain data, by which tests may choose what they test
         self.is_gone = False  # whether it has died since this was last set to False
         self.unjudged = ""  # the reason why the running test cannot be judged
 
@@ -71,12 +60,10 @@ class Program:
         self.has_answered = True
         sys.stdout.write(str(reply.get("printed", "")))
         if "value" in reply:
-            value = unpack(reply["value"], self._unpack)
-            self.has_told = self.has_told or not isinstance(value, RemoteObject)
-            return value
-        self.has_failed = self.has_told = True
+            return unpack(reply["value"], self._unpack)
+        self.has_failed = True
         if "raised" in reply:
-            raise self._exception(reply["raised"])
+            raise self._exception(reply["raised"], act)
         self.is_gone = True
         raise ProgramGone(reply.get("gone", "its answer is none"))
 
@@ -92,7 +79,7 @@ class Program:
         if isinstance(value, BaseException) and self._has_too(type(value)):
             value = self.do("call", type(value).__name__, value.args, {})
         if isinstance(value, RemoteObject):
-            return {"object": [vars(value)["_remote"][1]]}
+            return {"object": [object.__getattribute__(value, "_remote")[1]]}
         raise self.cannot(f"a test hands an object of type {type(value).__name__!r} to the program: no plain data")
 
     def _has_too(self, value: Any) -> bool:
@@ -104,17 +91,19 @@ class Program:
         key, class_name = parts["object"]
         kind = self.classes.get(class_name, RemoteObject)
         made = object.__new__(kind if issubclass(kind, RemoteObject) else RemoteObject)
-        vars(made)["_remote"] = (self, key)
+        object.__setattr__(made, "_remote", (self, key))
         return made
 
-    def _exception(self, raised: dict[str, Any]) -> BaseException:
-        """Return the nearest known exception; a program cannot raise one that would end or skip a test."""
+    def _exception(self, raised: dict[str, Any], act: str) -> BaseException:
+        """Return the nearest known exception; a program cannot raise one that would end a test, or a loop in it."""
         for name in raised["names"]:
             kind: Any = self.classes.get(name) or getattr(builtins, name, None)
             if isinstance(kind, type) and (kind is SystemExit or issubclass(kind, Exception)):
                 break
         else:
             kind = RuntimeError
+        if (issubclass(kind, StopIteration) and act != "next") or (kind is SystemExit and is_in_thread()):
+            return RuntimeError(f"the program raised {kind.__name__}")
         try:
             error = kind(*unpack(raised["args"], self._unpack))
         except Exception:  # an exception of another make
@@ -123,8 +112,13 @@ class Program:
         return error
 
 
+def is_in_thread() -> bool:
+    """Return whether a SystemExit would only end the thread that it is raised in."""
+    return threading.current_thread() is not threading.main_thread()
+
+
 def remote(target: Any, act: str, *args: Any) -> Any:
-    program, key = vars(target)["_remote"]
+    program, key = target._remote
     return program.do(act, key, *args)
 
 
@@ -145,9 +139,9 @@ def judges(act: str) -> Any:
             return remote(self, act, other)
         if other is None and act in ("eq", "ne"):
             return act == "ne"
-        raise vars(self)["_remote"][0].cannot(
+        raise self._remote[0].cannot(
             f"a test compares an object of the program, or takes it together with a value of its own ({act}): the "
-            "program would judge itself; compare plain data, such as attributes, results of methods, or its text"
+            "program would judge itself; compare plain data, such as vars(it), an attribute, or what a method returns"
         )
 
     return method
@@ -158,6 +152,7 @@ class RemoteObject:
 
     _remote: tuple[Program, str]
 
+    __dict__ = property(sends("vars"))  # pyright: ignore[reportAssignmentType]
     __bool__ = sends("truth")
     for _act in SENT:
         locals()[f"__{_act}__"] = sends(_act)
@@ -165,8 +160,9 @@ class RemoteObject:
         locals()[f"__{_act.strip('_')}__"] = locals()[f"__r{_act.strip('_')}__"] = judges(_act)
     del _act  # pyright: ignore[reportPossiblyUnboundVariable]
 
-    def __hash__(self) -> int:
-        return hash(vars(self)["_remote"][1])
+    def __init_subclass__(cls) -> None:
+        if "_remote" not in vars(cls):
+            raise cls._remote[0].cannot("a test derives a class from one of the program, which is in another sandbox")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(PROBED):
@@ -219,6 +215,11 @@ class RemoteClass(type):
     def __bool__(cls) -> bool:
         return True
 
+    def __setattr__(cls, name: str, value: Any) -> None:
+        if not name.startswith(PROBED):
+            raise cls._remote[0].cannot(f"a test sets {name!r} in {cls.__name__}, which is in another sandbox")
+        super().__setattr__(name, value)
+
 
 class StandIn(types.ModuleType):
     """The module. What a test sets in it would not reach the program."""
@@ -229,13 +230,15 @@ class StandIn(types.ModuleType):
         for key, (kind, ancestors) in sorted(names.items(), key=lambda item: len(item[1][1])):  # ancestors come first
             if kind != "object":
                 program.classes[key] = class_of(key, kind, ancestors, program)
-        vars(self).update(program.classes, _program=program, _names=frozenset(names))
+        vars(self).update(_program=program, _names=frozenset(names))
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__all__":
+            raise self._program.cannot("a test takes all names of the program (*), even `abs`; import them one by one")
+        self._program.has_answered = self._program.has_answered or not name.startswith(PROBED)
         if name in self._names:
-            return self._program.do("getattr", "", name)
-        if not name.startswith(PROBED):
-            self._program.has_failed = self._program.has_told = True
+            return self._program.classes.get(name) or self._program.do("getattr", "", name)
+        self._program.has_failed = self._program.has_failed or not name.startswith(PROBED)
         raise AttributeError(f"the program defines no {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
