@@ -48,6 +48,11 @@ class Bounds:
     def of(cls, limits: Limits) -> Self:
         return cls(memory_bytes=limits.memory_bytes, pids=limits.pids or DEFAULT_PIDS, cpus=limits.cpus)
 
+    @property
+    def quota_us(self) -> int:
+        """The CPU time of each `CPU_PERIOD_US`; -1 if it is not bounded."""
+        return -1 if self.cpus is None else max(1000, round(self.cpus * CPU_PERIOD_US))
+
 
 class SharedBounds:
     """The current bounds of one sandbox. `change` makes the kernel or the engine change them.
@@ -180,10 +185,8 @@ class ControlGroup:
             self._write("memory", (TCP_LIMIT, buffer_bytes(bounds.memory_bytes)))
         self._write("pids", ("pids.max", bounds.pids + NUM_FORKERS))
         if "cpu" in self._by_controller:
-            quota_us = None if bounds.cpus is None else max(1000, round(bounds.cpus * CPU_PERIOD_US))
-            self._write(
-                "cpu", ("cpu.cfs_quota_us", quota_us or -1), ("cpu.max", f"{quota_us or 'max'} {CPU_PERIOD_US}")
-            )
+            most = "max" if bounds.cpus is None else bounds.quota_us
+            self._write("cpu", ("cpu.cfs_quota_us", bounds.quota_us), ("cpu.max", f"{most} {CPU_PERIOD_US}"))
 
     @contextlib.contextmanager
     def descriptors(self) -> Generator[list[int], None, None]:

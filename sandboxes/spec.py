@@ -40,8 +40,8 @@ class Limits:
     def __post_init__(self) -> None:
         for limit in fields(self):
             name, value = limit.name, getattr(self, limit.name)
-            if value is not None and not (0 < value < math.inf):
-                raise ValueError(f"Limits.{name} is {value!r}; give a positive, finite number")
+            if value is not None and not 0 < value < 2**63:
+                raise ValueError(f"Limits.{name} is {value!r}; give a positive number below 2**63")
 
     @property
     def max_cpu_s(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 from areal_agent.errors import SandboxError
 from sandboxes.cell import User, fresh_user
-from sandboxes.cgroups import AGENT_BYTES, DEFAULT_DISK_BYTES, TCP_LIMIT, Bounds, buffer_bytes
+from sandboxes.cgroups import AGENT_BYTES, CPU_PERIOD_US, DEFAULT_DISK_BYTES, TCP_LIMIT, Bounds, buffer_bytes
 from sandboxes.jail import DEFAULT_INODES
 from sandboxes.owner import own_tag
 from sandboxes.spec import Access, CellSpec, Limits
@@ -50,7 +50,8 @@ def config_of(bounds: Bounds, spec: CellSpec) -> dict[str, Any]:
         "Memory": memory_bytes,
         "MemorySwap": memory_bytes,
         "PidsLimit": bounds.pids + AGENT_PIDS + has_way_out + SANDBOXED_PIDS * is_kernel,
-        "NanoCpus": round((bounds.cpus or 0) * 1e9),
+        "CpuPeriod": CPU_PERIOD_US,
+        "CpuQuota": bounds.quota_us,  # `NanoCpus` cannot be undone, nor be more than the machine has
     }
 
 

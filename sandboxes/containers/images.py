@@ -29,6 +29,7 @@ from typing import Any
 import aiohttp
 
 from areal_agent.errors import SandboxError
+from sandboxes.cgroups import CPU_PERIOD_US
 from sandboxes.containers.engine import Engine
 from sandboxes.folder import Entry, entries_of, pack, pack_folder
 
@@ -39,7 +40,6 @@ FILES_ONLY = f"FROM {DEFAULT_IMAGE}\nCOPY . /files\n"
 """The Dockerfile of a folder that has none."""
 DOCKERFILE_INSIDE = ".areal-agent.Dockerfile"
 """Our file in the build's folder; the folder may not hold another of that name."""
-CPU_PERIOD_US = 100_000
 SHM_BYTES = 2**26 + 7 * 2**12
 """The size of /dev/shm in containers of builds and no others, which tells them apart: a step may print any name."""
 
@@ -133,7 +133,7 @@ def images_of(text: str) -> list[str]:
     for instruction, rest in instructions_of(text):
         line, words = f"{instruction} {rest}", rest.split()
         if instruction not in ALLOWED:
-            raise refusal(line, f"only {', '.join(ALLOWED)} are allowed")
+            raise refusal(line, f"only {', '.join(ALLOWED)} are allowed, and no here-documents")
         if instruction == "LABEL" and OWN_LABELS in rest:
             raise refusal(line, f"labels of {OWN_LABELS!r} are reserved")
         # RUN's own flags come first; the rest belong to its command
@@ -173,7 +173,7 @@ def instructions_of(text: str) -> list[tuple[str, str]]:
         if line.endswith("\\"):
             continue
         if going_on.strip():
-            name, _, rest = going_on.strip().partition(" ")
+            name, rest = re.split(r"\s+|$", going_on.strip(), maxsplit=1)
             if rest.endswith("\\"):
                 raise refusal(going_on, "it ends in a backslash, and parsers differ on whether it continues")
             found.append((name.upper(), rest.strip()))
@@ -240,7 +240,9 @@ async def follow(engine: Engine, response: aiohttp.ClientResponse, bounds: Build
                 if step := RUNNING.fullmatch(said[-1]):
                     await steps.put(step[1])
                 if "error" in told:
-                    raise SandboxError(f"the image was not built: {told['error']}; {''.join(said)[-1000:]}")
+                    raise SandboxError(
+                        f"the image was not built, without network: {told['error']}; {''.join(said)[-1000:]}"
+                    )
             await steps.put(None)
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None

@@ -102,7 +102,7 @@ class HarborTask:
         if config.environment.docker_image is None and not (folder / "environment/Dockerfile").is_file():
             raise ValueError(f"{folder} names no image; add environment/Dockerfile, or set [environment] docker_image")
         if config.environment.workdir is not None:
-            config.declared_paths(config.environment.workdir)
+            config.declared_paths(config.environment.workdir, folder)
         return cls(folder, config, without_canary((folder / "instruction.md").read_text()), variables or {})
 
     async def prepare(self) -> None:
@@ -113,7 +113,9 @@ class HarborTask:
                 name = environment.docker_image
                 if name is None or (await engine.find_image(name) is None and (folder / "Dockerfile").is_file()):
                     name = await build_image(folder, bounds=BuildBounds(wall_s=environment.build_timeout_sec))
-                self._image = await engine.image(name)
+                image = await engine.image(name)
+                self.config.declared_paths(environment.workdir or image.workdir, self.folder)
+                self._image = image
 
     @property
     def image(self) -> Image:
@@ -150,7 +152,7 @@ class HarborTask:
         async with pool.acquire(self._spec(self.config.verifier)) as fresh:
             source, target = await box.archives(), await fresh.archives()
             await target.load(tar_of_folders("logs", "logs/artifacts"), "/")
-            for path in self.config.declared_paths(self.workdir):
+            for path in self.config.declared_paths(self.workdir, self.folder):
                 try:
                     await self._copy(path, source, fresh, target)
                 except OSError as error:

@@ -58,7 +58,7 @@ def test_limits() -> None:
     limits = Limits(memory_bytes=2**27, pids=7, cpus=0.5, disk_bytes=2**24, inodes=1600)
     host = config_of(CellSpec(limits=limits))["HostConfig"]
     assert host["Memory"] == host["MemorySwap"] == 2**27 + 2**24 + AGENT_BYTES  # full disks count as memory
-    assert (host["PidsLimit"], host["NanoCpus"]) == (7 + AGENT_PIDS, 500_000_000)
+    assert (host["PidsLimit"], host["CpuQuota"]) == (7 + AGENT_PIDS, 50_000)
     assert (sizes(host["Tmpfs"], "size"), sizes(host["Tmpfs"], "nr_inodes")) == (2**24, 1600)
     assert all("nosuid,nodev" in options for options in host["Tmpfs"].values())
 
