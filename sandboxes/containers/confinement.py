@@ -113,15 +113,15 @@ def has_tunnel(spec: CellSpec) -> bool:
 
 
 def container_config(
-    spec: CellSpec, user: User, *, image: str, command: Sequence[str], labels: Mapping[str, str], is_agent: bool
+    spec: CellSpec, user: User, *, image: str, command: Sequence[str], labels: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Configure a container whose first process is `command`: the agent, as root without its powers, or a bystander."""
-    capabilities = AGENT_CAPABILITIES * is_agent + ROOT_CAPABILITIES * (user.uid == 0)
+    """Configure a container whose first process is `command`: the agent, as root without its powers."""
+    capabilities = AGENT_CAPABILITIES + ROOT_CAPABILITIES * (user.uid == 0)
     return {
         "Image": image,
         "Entrypoint": list(command),
         "Cmd": [],
-        "User": "0:0" if is_agent else f"{user.uid}:{user.gid}",
+        "User": "0:0",
         "WorkingDir": workdir_of(spec),
         "Hostname": "sandbox",
         "Labels": dict(labels),

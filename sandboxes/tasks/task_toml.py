@@ -150,8 +150,8 @@ class TaskToml(Section):
         for path in paths:
             if path == "/" or any(is_within(path, other) or is_within(other, path) for other in RESERVED):
                 raise ValueError(
-                    f"{folder}: {path!r} is to be judged, and cannot be, as it holds more than the agent's work; name the "
-                    "folders that the agent may change as artifacts, or set [environment] workdir"
+                    f"{folder}: {path!r} is to be judged, and cannot be, as it holds more than the agent's work; name "
+                    "the folders that the agent may change as artifacts, or set [environment] workdir"
                 )
         return [path for path in paths if not any(path != other and is_within(path, other) for other in paths)]
 
