@@ -306,10 +306,14 @@ class Way:
             return
         if not host.startswith(REMOTE_SCHEMES):
             raise SandboxError(f"DOCKER_HOST is {host!r}; give unix:///path, tcp://host:port or ssh://user@host")
+        if shutil.which("docker") is None:
+            raise SandboxError(
+                f"DOCKER_HOST is {host!r}, and the program `docker`, which leads there, is not installed"
+            )
         self._folder = tempfile.mkdtemp(prefix="areal-agent-engine-")
         self.path = f"{self._folder}/socket"
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(WAY), host, self.path],
+            [sys.executable, "-I", "-S", str(WAY), self.path],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/", start_new_session=True,
         )  # fmt: skip
         assert self._process.stdout is not None

@@ -1,4 +1,4 @@
-"""A Python for the agent in images that have none, or not all of one: a copy of the default image's.
+"""A Python for the agent in images that have none, an old one, or not all of one: a copy of the default image's.
 
 It lies in a volume of the engine, which a container of the default image fills once, and is mounted at `PLACE`, where
 nobody may write. Its own loader and C library come along, so it runs in any image of the engine's architecture.

@@ -136,11 +136,14 @@ class DockerProvider:
         if image.id not in self._without_python:
             try:
                 return await self._create_of(image, spec, COMMAND)
-            except NoSuchProgram:
-                logger.info("image %r has no whole python3: %r lends it one", spec.image, DEFAULT_IMAGE)
-                self._without_python.add(image.id)
+            except NoSuchProgram as error:
+                logger.info(
+                    "image %r cannot start the agent (%s): %r lends it Python", spec.image, error, DEFAULT_IMAGE
+                )
         self._python = self._python or await python_volume(self._engine, self.ownership.labels)
-        return await self._create_of(image, spec, (*PYTHON, *COMMAND[1:]), mount_of(self._python))
+        cell = await self._create_of(image, spec, (*PYTHON, *COMMAND[1:]), mount_of(self._python))
+        self._without_python.add(image.id)
+        return cell
 
     async def _create_of(
         self, image: Image, spec: CellSpec, command: Sequence[str], *mounts: Mapping[str, Any]
@@ -182,14 +185,16 @@ class DockerProvider:
         link = AgentLink(frames(reader), writer, partial(self._engine.has_run_out_of_memory, container))
         try:
             await self._engine.start(container)
-            await link.boot(self._boot_data)
+            try:
+                await link.boot(self._boot_data)
+            except SandboxError as error:  # Python is older than 3.10, for example
+                raise NoSuchProgram(str(error)) from error
+            if not link.has_filter:
+                raise NoSuchProgram("its python3 has no ctypes")
             tunnel = await open_tunnel(link, spec)
         except BaseException:
             link.fail("its start was given up")
             raise
-        if not link.has_filter:
-            link.fail("its Python is given up")
-            raise NoSuchProgram("the image's python3 has no ctypes")
 
         async def remove() -> None:
             await link.aclose()

@@ -1,6 +1,6 @@
 """Images that have less than the default one: the agent has a Python of its own there.
 
-1. where Python lacks `ctypes`, and where there is neither Python nor anything else: programs, Python source, streams,
+1. where Python lacks `ctypes`, and where it is broken or there is none: programs, Python source, streams,
 limits, files and tars as ever, with all walls; 2. root in an image that can be written to; 3. nobody may change the
 agent's Python, and it is copied once.
 """
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PATIENT = Limits(wall_s=60.0)
 IMAGES = {
     "minimal": f"FROM {DEFAULT_IMAGE}\nRUN rm -r /usr/lib/python3.*/ctypes /usr/lib/python3.*/lib-dynload/_ctypes.*\n",
+    "old": f"FROM {DEFAULT_IMAGE}\nRUN ln -sf /bin/false /usr/bin/python3\n",
     "bare": f"FROM {DEFAULT_IMAGE}\nRUN rm -rf /usr/bin/python3* /usr/lib/python3* /lib/*/libffi* /lib/*/libz.*\n",
 }
 
