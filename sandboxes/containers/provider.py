@@ -266,7 +266,8 @@ class DockerProvider:
         with contextlib.suppress(SandboxError):  # there is no daemon, or the keeper has more patience than we
             left = await self._engine.containers(self.ownership.filter)
             await asyncio.gather(*(self._discard(container["Id"]) for container in left))
-        self._keeper.kill()
+        with contextlib.suppress(ProcessLookupError):  # somebody else killed it
+            self._keeper.kill()
         await self._keeper.wait()
         await self._engine.aclose()
 
