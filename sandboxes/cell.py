@@ -24,7 +24,7 @@ from sandboxes.link import CHUNK_BYTES, AgentLink, AgentRun, Ended
 from sandboxes.spec import ExecResult, Limits, Status, folder_parts
 
 Answer = TypeVar("Answer")
-STATUS_OF_END = {End.DEADLINE: Status.TIMEOUT, End.OUTPUT: Status.OUTPUT_LIMIT}
+STATUS_OF_END = {End.DEADLINE: Status.TIMEOUT, End.OUTPUT: Status.OUTPUT_LIMIT, End.DISK: Status.DISK}
 MAX_WAITING_BYTES = 4 * 2**20
 """An honest agent has less in flight: it sends a chunk once the last was taken, and at the end what pipes hold."""
 NEARLY_ALL_MEMORY = 0.9
@@ -201,6 +201,8 @@ class AgentProcess:
     async def write(self, data: bytes) -> None:
         async with self._writing:
             if data and not await self._link.offer(self.run, data):
+                if self.run.ended.done():
+                    self.run.ended.result()  # a sandbox that is gone is not the program's failure
                 raise BrokenPipeError("the program no longer reads its stdin")
 
     async def close_stdin(self) -> None:

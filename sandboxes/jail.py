@@ -15,24 +15,17 @@ import signal
 import socket
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
 
 from areal_agent.errors import SandboxError
+from sandboxes import cgroups
 from sandboxes.agent.forker import children_of
 from sandboxes.agent.walls import ANSWER, MAX_DESCRIPTORS
 from sandboxes.base import ENFORCED_BY_WALLS, Capabilities, Program
 from sandboxes.cell import Cells, FolderCell, User, base_environment, fresh_user
-from sandboxes.cgroups import (
-    DEFAULT_DISK_BYTES,
-    DEFAULT_PIDS,
-    NUM_FORKERS,
-    Bounds,
-    ControlGroup,
-    GroupTree,
-    SharedBounds,
-    reap_groups,
-)
+from sandboxes.cgroups import ControlGroup, GroupTree
 from sandboxes.link import AgentLink, chunks_of, socket_pair, start_process
 from sandboxes.proxy import PROXY_PORT, FilteringProxy, proxy_environment
 from sandboxes.seccomp import allowing_filter
@@ -77,7 +70,7 @@ class JailProvider:
         await try_jail()
         groups: GroupTree | None = None
         try:
-            await asyncio.to_thread(reap_groups)
+            await asyncio.to_thread(cgroups.reap_groups)
             groups = await GroupTree.open()
         except (SandboxError, OSError) as error:
             logger.warning("programs are bounded one process at a time, not together: %s", error)
@@ -109,7 +102,7 @@ class JailProvider:
         return cell
 
     async def reap(self) -> int:
-        return await asyncio.to_thread(reap_groups)
+        return await asyncio.to_thread(cgroups.reap_groups)
 
     async def close(self) -> None:
         await self._cells.close()
@@ -140,15 +133,8 @@ async def start_jail(
         if cells is not None and cell is not None:
             cells.discard(cell)
 
-    async def change(bounds: Bounds) -> None:
-        assert group is not None
-        try:
-            await asyncio.to_thread(group.limit, bounds)
-        except OSError as error:
-            raise SandboxError(f"the bounds of a jail could not be changed: {error}") from error
-
     def process_bounds(limits: Limits) -> tuple[int, int]:
-        return (0, 0) if group else (limits.memory_bytes, NUM_FORKERS + (limits.pids or DEFAULT_PIDS))
+        return (0, 0) if group else (limits.memory_bytes, cgroups.NUM_FORKERS + (limits.pids or cgroups.DEFAULT_PIDS))
 
     try:
         jail = await zygotes.fork(kind, spec.limits, user, group)
@@ -164,7 +150,9 @@ async def start_jail(
         env={**base_environment(kind.home), **(proxy_environment() if proxy else {})},
         user=user,
         limits=spec.limits,
-        bounds=SharedBounds(Bounds.of(spec.limits), change) if group else None,
+        bounds=cgroups.SharedBounds(cgroups.Bounds.of(spec.limits), partial(groups.limit, group))
+        if groups and group
+        else None,
         process_bounds=process_bounds,
         remove=remove,
         open_folder=jail.open_folder,
@@ -306,15 +294,15 @@ class Zygote:
         """Return a new jail; SandboxError when it cannot be started."""
         ours, theirs = socket_pair(socket.SOCK_STREAM)
         settings = {
-            "disk_bytes": limits.disk_bytes or DEFAULT_DISK_BYTES,
+            "disk_bytes": limits.disk_bytes or cgroups.DEFAULT_DISK_BYTES,
             "inodes": limits.inodes or DEFAULT_INODES,
             "uid": user.uid,
         }
         self._num_forking += 1
         try:
-            with theirs:
-                await self._send(json.dumps(settings).encode(), theirs, group)
             async with asyncio.timeout(START_TIMEOUT_S):
+                with theirs:
+                    await self._send(json.dumps(settings).encode(), theirs, group)
                 descriptors = await receive_answer(ours)
         except BaseException as error:
             ours.close()

@@ -41,9 +41,9 @@ GONE = "the sandbox is gone, and its files with it; acquire another"
 Outcome = TypeVar("Outcome")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Ended:
-    """The end of a program, as the kernel and its agent account for it."""
+    """The end of a program, as the kernel and its agent account for it; in the order of `wire.ENDED`."""
 
     wait_status: int
     wall_s: float = 0.0  # as the agent measured it: the host hears of a start late
@@ -59,20 +59,14 @@ class Ended:
         """Read what an agent tells; ValueError or struct.error for what no agent would."""
         status, wall_us, cpu_us, peak_bytes, oom_kills, refused_forks, reason, is_cut = ENDED.unpack(body)
         os.waitstatus_to_exitcode(status)  # ValueError for an invalid one
-        return cls(
-            wait_status=status,
-            wall_s=wall_us / 1e6,
-            cpu_s=cpu_us / 1e6,
-            peak_memory_bytes=peak_bytes,
-            oom_kills=oom_kills,
-            refused_forks=refused_forks,
-            reason=End(reason),
-            is_cut=is_cut,
-        )
+        wall_s, cpu_s = wall_us / 1e6, cpu_us / 1e6
+        return cls(status, wall_s, cpu_s, peak_bytes, oom_kills, refused_forks, End(reason), is_cut)
 
 
 OUT_OF_MEMORY = Ended(wait_status=signal.SIGKILL, oom_kills=1)
-"""The end of a program in a sandbox that had no memory left for the agent itself: programs took it."""
+OUT_OF_DISK = Ended(wait_status=signal.SIGKILL, reason=End.DISK)
+"""The end of every program in a sandbox that its programs brought to an end: they left no memory for the agent itself,
+or wrote more than they may."""
 
 
 class AgentRun:
@@ -106,7 +100,8 @@ class AgentLink:
     """The connection to one agent, over the stream of its sandbox. End it with `aclose`; the sandbox ends too.
 
     `chunks` yields what comes, each piece with whether it is a diagnosis rather than a part of frames. When the agent
-    ends by itself, `has_run_out` tells whether the sandbox's memory had run out: then its programs did that.
+    ends by itself, `has_run_out` tells whether the sandbox's memory had run out. `blamed` is the end of all programs,
+    once they have ended their sandbox.
     """
 
     def __init__(
@@ -125,7 +120,7 @@ class AgentLink:
         self.is_given_up = False  # its stream was closed from here, so it may still live
         self._loop = asyncio.get_running_loop()
         self.is_alive = True
-        self._is_out_of_memory = False
+        self.blamed: Ended | None = None
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._pong: asyncio.Future[None] | None = None
         self._runs: dict[int, AgentRun] = {}
@@ -155,8 +150,9 @@ class AgentLink:
         if self.is_alive:
             return
         await asyncio.wait([self._reading])  # then it is known why
-        if self._is_out_of_memory:
-            raise OSError(errno.ENOMEM, f"its programs used up all memory: {GONE}")
+        if self.blamed is not None:
+            what = "memory" if self.blamed.oom_kills else "disk"
+            raise OSError(errno.ENOSPC, f"its programs used up all {what}: {GONE}")
         raise SandboxError(GONE)
 
     async def answers(self) -> bool:
@@ -181,7 +177,7 @@ class AgentLink:
             self._room.release()
             with contextlib.suppress(OSError):
                 await self.check_alive()
-            settle(run.ended, OUT_OF_MEMORY)
+            settle(run.ended, self.blamed or SandboxError(GONE))
             return
         run.number = self._next_number
         self._next_number += 1
@@ -296,7 +292,8 @@ class AgentLink:
             self.is_alive = False
             told = diagnosis.decode(errors="replace").strip()
             try:
-                self._is_out_of_memory = await self._has_run_out()
+                if self.blamed is None and await self._has_run_out():
+                    self.blamed = OUT_OF_MEMORY
             finally:
                 self._end(f"it ended by itself{': ' + told if told else ''}")
 
@@ -346,7 +343,7 @@ class AgentLink:
         runs, self._runs = list(self._runs.values()), {}
         for run in runs:
             error = SandboxError(f"the sandbox is gone, and its files with it: {reason}; acquire another")
-            self._settle(run, OUT_OF_MEMORY if self._is_out_of_memory else error)
+            self._settle(run, self.blamed or error)
         settle(self._ready, SandboxError(f"the sandbox did not start: {reason}"))
 
 

@@ -53,15 +53,17 @@ def become_program(
     """
     operation, uid, gid, *limits = REQUEST.unpack_from(request)
     home, cwd, env, *arguments = unpack(request[REQUEST.size :])
-    _confine(uid, gid, limits)
     for target, descriptor in enumerate(standard):
         os.dup2(descriptor, target)
-    if unwalled_parent is None:
-        _enter(home, home)
-    else:
-        _enter_fenced(home, unwalled_parent)
+    _confine(uid, gid, limits)
+    if unwalled_parent is not None:
+        _open_up()
+        _fence_in(home, unwalled_parent)
     os.closerange(3, MAX_DESCRIPTORS)
-    _enter(cwd, home)
+    if unwalled_parent is None:
+        _open_up()
+    for folder in (home, cwd):
+        _enter(folder, home)
     variables = dict(text.split(b"=", 1) for text in unpack(env))
     if operation == Operation.EXECUTABLE:
         run_executable(arguments, variables)
@@ -121,9 +123,6 @@ def _confine(uid: int, gid: int, limits: list[int]) -> None:
     """Set the limits, then the user; after that there is no way back."""
     os.nice(NICENESS)
     _limit(*limits)
-    _be_open_to_itself()
-    with contextlib.suppress(FileNotFoundError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # when memory is short, a program is killed, never the agent
     if uid != os.getuid():
         os.setgroups([])
         os.setresgid(gid, gid, gid)
@@ -132,19 +131,23 @@ def _confine(uid: int, gid: int, limits: list[int]) -> None:
             kernel.drop_privileges(kernel.OF_ROOT if uid == 0 else 0)
         elif uid == 0:
             raise OSError(errno.EPERM, "root would keep what lets it become the agent's user")
-        _be_open_to_itself()
 
 
-def _be_open_to_itself() -> None:
-    """Let the program open its own streams by name; the forker may not be looked into, and a change of user counts."""
+def _open_up() -> None:
+    """Let the program open its own streams by name, and so let others of its user look in and change what it does.
+
+    Behind walls the kernel did not until now, since this came of a process that nobody may look into, or has changed
+    its user: the others could stop it at any time, and it held the forker's socket.
+    """
     if kernel is not None and kernel.IS_LINUX:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
+    with contextlib.suppress(FileNotFoundError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # when memory is short, a program is killed, never the agent
 
 
-def _enter_fenced(home: bytes, parent: int) -> None:
+def _fence_in(home: bytes, parent: int) -> None:
     """Change folder, give up what the kernel lets a plain process give up, and die with the parent."""
     if kernel is None or not kernel.IS_LINUX:
-        _enter(home, home)
         return
     kernel.drop_privileges()  # first: root with its privileges enters a locked folder, but cannot do anything in it
     _enter(home, home)

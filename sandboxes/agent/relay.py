@@ -16,22 +16,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from sandboxes.agent.wire import (
-    ENDED,
-    HEADER,
-    ORDER,
-    REPORT,
-    REQUEST,
-    START,
-    Ask,
-    End,
-    Order,
-    Report,
-    Tell,
-    whole_frames,
-)
+from sandboxes.agent import wire
+from sandboxes.agent.wire import Ask, End, Order, Report, Tell
 
 CHUNK_BYTES = 65_536
+CHUNKS_OF_PIPE = 16
+"""As many as a pipe can hold. A program that was handed the pipe of another may go on filling it."""
 PAUSE_S = 0.01
 """How long a program's start and output may wait to be sent with its end, as each message wakes four processes."""
 COUNTERS = (b"oom_kill", b"max")
@@ -124,7 +114,7 @@ class Relay:
     def _hear(self) -> bool:
         data = os.read(self._source, CHUNK_BYTES)
         self._received += data
-        for frame in whole_frames(self._received):
+        for frame in wire.whole_frames(self._received):
             self._obey(*frame)
         return bool(data)
 
@@ -150,10 +140,10 @@ class Relay:
                     self._poll.register(descriptor, READABLE)
 
     def _start(self, number: int, body: bytes) -> None:
-        *told, num_stdin = START.unpack_from(body)
-        end_of_stdin = START.size + max(0, num_stdin)
+        *told, num_stdin = wire.START.unpack_from(body)
+        end_of_stdin = wire.START.size + max(0, num_stdin)
         request = body[end_of_stdin:]
-        _, uid, gid, *_ = REQUEST.unpack_from(request)
+        _, uid, gid, *_ = wire.REQUEST.unpack_from(request)
         run = Run(number, uid, *told)
         run.counted = self._count()
         descriptors: list[int] = []
@@ -161,7 +151,7 @@ class Relay:
             descriptors.append(file_of(request))
             with acting_as(uid, gid):
                 if num_stdin >= 0:
-                    stdin = file_of(body[START.size : end_of_stdin])
+                    stdin = file_of(body[wire.START.size : end_of_stdin])
                 else:
                     stdin, run.stdin = os.pipe()
                 descriptors.append(stdin)
@@ -191,7 +181,7 @@ class Relay:
     # ── to the forker ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _order(self, kind: int, run: Run, descriptors: list[int]) -> None:
-        self._orders.append((ORDER.pack(kind, run.number, run.uid), run, descriptors))
+        self._orders.append((wire.ORDER.pack(kind, run.number, run.uid), run, descriptors))
         self._send_orders()
 
     def _send_orders(self) -> None:
@@ -284,8 +274,8 @@ class Relay:
     def _hear_reports(self) -> bool:
         """Hear what the forker reports; return False when it is gone."""
         with contextlib.suppress(BlockingIOError):
-            while report := self._forker.recv(REPORT.size):
-                self._on_report(*REPORT.unpack(report))
+            while report := self._forker.recv(wire.REPORT.size):
+                self._on_report(*wire.REPORT.unpack(report))
             return False
         return True
 
@@ -308,11 +298,12 @@ class Relay:
                 return
             value = signal.SIGKILL  # other programs had taken all processes: not the sandbox's fault
         for descriptor in list(run.outputs):  # drain the pipes without waiting for anybody
-            while not run.is_cut and self._pass_on(run, descriptor):
-                pass
+            for _ in range(CHUNKS_OF_PIPE):
+                if run.is_cut or not self._pass_on(run, descriptor):
+                    break
         self._close(run)
         wall_us = 0 if run.started_s is None else int((time.monotonic() - run.started_s) * 1e6)
-        told = ENDED.pack(value, wall_us, cpu_us, peak_bytes, *counted, run.end, run.is_cut)
+        told = wire.ENDED.pack(value, wall_us, cpu_us, peak_bytes, *counted, run.end, run.is_cut)
         self._tell(Tell.ENDED, number, told)
 
     def _count(self) -> list[int]:
@@ -340,7 +331,7 @@ class Relay:
             self._poll.unregister(descriptor)
 
     def _tell(self, kind: int, number: int, body: bytes, within_s: float = 0.0) -> None:
-        self._untold += HEADER.pack(kind, number, len(body)) + body
+        self._untold += wire.HEADER.pack(kind, number, len(body)) + body
         self._tell_at_s = min(self._tell_at_s, time.monotonic() + within_s)
         if len(self._untold) >= CHUNK_BYTES:
             self._tell_all()

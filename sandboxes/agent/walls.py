@@ -31,21 +31,9 @@ import sys
 from collections.abc import Generator, Sequence
 from typing import Any, NoReturn
 
+from sandboxes.agent import kernel
 from sandboxes.agent.forker import Forker, agent_sockets, forget_package, low_socket
 from sandboxes.agent.interpreter import Interpreter
-from sandboxes.agent.kernel import (
-    KILL,
-    LIBC,
-    PR_SET_DUMPABLE,
-    PR_SET_PDEATHSIG,
-    SETGID,
-    SETUID,
-    check,
-    drop_privileges,
-    load_filter,
-    prctl,
-    syscall,
-)
 from sandboxes.agent.relay import COUNTERS, Relay
 
 ANSWER = struct.Struct("=i")
@@ -65,11 +53,14 @@ MNT_DETACH = 2
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE = 442, -100, 0x8000
 SIOCSIFFLAGS, IFF_UP_AND_RUNNING = 0x8914, 0x41
+NETWORK_SETTINGS = {"net.core.somaxconn": "128", "net.ipv4.tcp_rmem": "4096 8192 6291456"}
+"""Of a sandbox's own network. Until a connection is accepted, the kernel counts what it holds for nobody: there may be
+few for each listener, each with a small buffer, which grows once somebody reads."""
 
 
 def main() -> None:
     control, config = low_socket(int(sys.argv[1])), json.loads(sys.argv[2])
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     os.umask(0o022)  # the programs' user must reach what is made here, whatever the host's mask
     with telling_the_host(control):
         if os.getuid() != 0:
@@ -80,7 +71,7 @@ def main() -> None:
         control.close()
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     with telling_the_host(control):
         socket.sethostname("sandbox")
         build_root(config["shown"], config["devices"], config["links"], config["workdir"])
@@ -107,7 +98,7 @@ def build_root(shown: list[str], devices: list[str], links: dict[str, str], work
     mount("none", "/jail", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
     os.chdir("/jail")
     pivot_root(".", ".")  # the old root now lies over the new one
-    check(LIBC.umount2(b".", MNT_DETACH))
+    kernel.check(kernel.LIBC.umount2(b".", MNT_DETACH))
     os.chdir("/")
 
 
@@ -123,7 +114,7 @@ def show(path: str, *, is_read_only: bool) -> None:
     if is_read_only:
         read_only, no_setuid, no_devices = 1, 2, 4
         attributes = struct.pack("=QQQQ", read_only | no_setuid | no_devices, 0, 0, 0)
-        syscall(MOUNT_SETATTR, AT_FDCWD, place.encode(), AT_RECURSIVE, attributes, len(attributes))
+        kernel.syscall(MOUNT_SETATTR, AT_FDCWD, place.encode(), AT_RECURSIVE, attributes, len(attributes))
 
 
 def serve_zygote(control: socket.socket, config: dict[str, Any]) -> NoReturn:
@@ -175,7 +166,7 @@ def serve_jail(
         serve_forker(for_forker, interpreter, config, joining)
     for_forker.close()
     with telling_the_host(stream):
-        become_agent(SETUID | SETGID | KILL, config["filter"])
+        become_agent(config["filter"])
         (error,) = ANSWER.unpack(for_relay.recv(ANSWER.size) or ANSWER.pack(errno.EIO))  # nothing if it has died
         answer(stream, error, () if error else handed)
     for descriptor in (*handed, *joining):
@@ -192,15 +183,15 @@ def serve_forker(
 ) -> NoReturn:
     """Finish the jail as its first process, and fork programs until the relay is gone."""
     with telling_the_host(relay):
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         for descriptor in joining:
             os.write(descriptor, b"0")  # this process, and all its descendants with it
             os.close(descriptor)
         mount_processes("/proc")
-        if os.getuid() != 0:
+        if os.getuid() != 0:  # for root, control groups count processes, and the filter forbids namespaces
             own_users(config["uid"])
             write("/proc/sys/user/max_user_namespaces", "0")
-        become_agent(SETUID | SETGID | KILL, config["filter"])
+        become_agent(config["filter"])
     answer(relay, 0)
     Forker(relay, interpreter).serve()
     os._exit(0)
@@ -213,6 +204,8 @@ def leave_the_others() -> None:
     keep_mounts_here()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as channel:  # start loopback, the only network interface
         fcntl.ioctl(channel, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP_AND_RUNNING))
+    for name, value in NETWORK_SETTINGS.items():
+        write(f"/proc/sys/{name.replace('.', '/')}", value)
 
 
 def make_disk(num_bytes: int, num_inodes: int, uid: int, workdir: str) -> None:
@@ -227,18 +220,15 @@ def make_disk(num_bytes: int, num_inodes: int, uid: int, workdir: str) -> None:
         mount(folder, place, None, MS_BIND)
 
 
-def become_agent(capabilities: int, system_call_filter: str) -> None:
-    """Give up every privilege for good but these capabilities, and those too if the host is not root.
-
-    A user without root enters a user namespace, in which the kernel counts this jail's processes alone, and forbids
-    further ones. As root, control groups count, and the filter forbids.
-    """
-    is_root = os.getuid() == 0
-    if is_root:
+def become_agent(system_call_filter: str) -> None:
+    """Give up every privilege for good but those that an agent needs, and these too if the host is not root."""
+    if os.getuid() == 0:
         os.setgroups([])
-    drop_privileges(capabilities if is_root else 0)
-    prctl(PR_SET_DUMPABLE, 0)  # no program may look into this process, though it may have the same user
-    load_filter(bytes.fromhex(system_call_filter))
+        kernel.drop_privileges(kernel.SETUID | kernel.SETGID | kernel.KILL)
+    else:
+        kernel.drop_privileges()
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # no program may look into this process, though it may have the same user
+    kernel.load_filter(bytes.fromhex(system_call_filter))
 
 
 def answer(control: socket.socket, error: int, descriptors: Sequence[int] = ()) -> None:
@@ -258,7 +248,7 @@ def telling_the_host(control: socket.socket) -> Generator[None, None, None]:
 
 
 def unshare(flags: int) -> None:
-    check(LIBC.unshare(ctypes.c_int(flags)))
+    kernel.check(kernel.LIBC.unshare(ctypes.c_int(flags)))
 
 
 def own_users(uid: int) -> None:
@@ -282,11 +272,11 @@ def mount_processes(target: str) -> None:
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     encoded = [None if text is None else text.encode() for text in (source, target, kind, options)]
-    check(LIBC.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]))
+    kernel.check(kernel.LIBC.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]))
 
 
 def pivot_root(new: str, old: str) -> None:
-    syscall(PIVOT_ROOT[os.uname().machine], new.encode(), old.encode())
+    kernel.syscall(PIVOT_ROOT[os.uname().machine], new.encode(), old.encode())
 
 
 def write(path: str, text: str) -> None:

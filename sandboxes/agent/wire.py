@@ -69,6 +69,7 @@ class End(IntEnum):
     ITSELF = 0
     DEADLINE = 1
     OUTPUT = 2
+    DISK = 3  # the host says so, of all programs of a sandbox that wrote too much
 
 
 ORDER = struct.Struct("=BQI")

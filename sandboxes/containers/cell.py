@@ -4,7 +4,6 @@ import asyncio
 import os
 from dataclasses import dataclass
 
-from areal_agent.errors import SandboxError
 from sandboxes.agent.wire import EXECUTABLE, FILE, FOLDER, Operation, pack, unpack
 from sandboxes.base import Archives
 from sandboxes.cell import AgentCell, encoded, folder_of, request_of
@@ -62,7 +61,7 @@ def file_of(path: str) -> bytes:
 
 
 def tar_of(packed: bytes) -> bytes:
-    """Make a tar of what an agent lists; SandboxError when the list is malformed."""
+    """Make a tar of what the programs' user lists; OSError when the list is malformed."""
     try:
         texts = unpack(packed)
         entries = [
@@ -71,4 +70,4 @@ def tar_of(packed: bytes) -> bytes:
         ]
         return checked(pack_tar(entries))
     except ValueError as error:
-        raise SandboxError(f"the container sent a malformed list of files: {error}") from error
+        raise OSError(f"the files of this sandbox cannot be listed: {error}") from error

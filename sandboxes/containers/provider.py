@@ -36,7 +36,7 @@ from sandboxes.containers.engine import Engine, EngineSilent, Image, NoSuchProgr
 from sandboxes.containers.images import DEFAULT_IMAGE
 from sandboxes.containers.own_python import PYTHON, mount_of, python_volume
 from sandboxes.containers.tunnel_host import TUNNEL_SOURCE, NetworkTunnel
-from sandboxes.link import COMMAND, AgentLink, boot_data
+from sandboxes.link import COMMAND, OUT_OF_DISK, AgentLink, boot_data
 from sandboxes.owner import is_abandoned
 from sandboxes.proxy import proxy_environment
 from sandboxes.seccomp import allowing_filter
@@ -246,6 +246,8 @@ class DockerProvider:
                     for container, num_bytes in await self._engine.layers(self.ownership.filter):
                         if num_bytes > (max_bytes := self._layers.get(container, num_bytes)):
                             logger.warning("a sandbox wrote %d bytes, may %d, and is removed", num_bytes, max_bytes)
+                            if cell := self._cells.get(container):
+                                (await cell.reach()).blamed = OUT_OF_DISK
                             await self._discard(container)
 
     async def _remove_left(self) -> None:

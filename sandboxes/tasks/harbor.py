@@ -147,8 +147,9 @@ class HarborTask:
         if not self.trusted:
             await box.exec(["rm", "-rf", "/tests", "/logs/verifier"])
             return await self._judge(box)
-        if (await box.exec(["true"])).status is Status.MEMORY:  # or it is gone for another reason: SandboxError
-            return self._failed("the agent's sandbox has ended, since its programs used up all memory")
+        status = (await box.exec(["true"])).status  # or it is gone for another reason: SandboxError
+        if status in (Status.MEMORY, Status.DISK):
+            return self._failed(f"the agent's sandbox has ended, since its programs used up all {status.value}")
         async with pool.acquire(self._spec(self.config.verifier)) as fresh:
             source, target = await box.archives(), await fresh.archives()
             await target.load(tar_of_folders("logs", "logs/artifacts"), "/")

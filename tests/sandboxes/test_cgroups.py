@@ -163,3 +163,25 @@ async def test_who_asks_for_other_bounds_waits() -> None:
     await bounds.hold(ONE, is_timed=False)
     with pytest.raises(ValueError, match="without a deadline"):
         await bounds.hold(OTHER, is_timed=True)
+
+
+async def test_change_whose_caller_is_cancelled_is_known() -> None:
+    changes: list[int] = []
+    gate = asyncio.Event()
+
+    async def change(bounds: Bounds) -> None:
+        await gate.wait()
+        changes.append(bounds.pids)
+
+    bounds = SharedBounds(Bounds.of(ONE), change)
+    call = asyncio.create_task(bounds.hold(OTHER, is_timed=True))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    next_call = asyncio.create_task(bounds.hold(ONE, is_timed=True))
+    await asyncio.sleep(0)
+    gate.set()
+    await next_call
+    assert changes == [2, 1]

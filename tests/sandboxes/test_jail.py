@@ -9,7 +9,8 @@ with its reason; 9. the disk is as large as asked; 10. more isolation than there
 takes a jail where there is one; 11. a share of the CPUs slows a program down; 12. no descriptor stays open, neither
 when a process may have no more; 13. jails of one zygote do not reach each other, nor use up the processes of each other
 where a user without root has no control groups; 14. old names of the backend work, with a warning; 15. the umask of the
-host does not matter.
+host does not matter; 16. a process on its way to be a program holds nothing of the agent's once others can look in;
+17. connections that nobody accepts are few, and hold little.
 """
 
 import asyncio
@@ -150,11 +151,14 @@ async def test_killed_jail_fails_its_calls_and_is_gone_and_no_other(pool: Pool, 
         await box.write("file", b"x")
         [zygote] = children() - before
         [relay] = relays(zygote)
+        cat = await box.spawn(["cat"])
         await other.write("file", b"y")
         [first] = children_of(relay)
         os.kill(first if is_first_process else relay, signal.SIGKILL)
         with pytest.raises(SandboxError, match=GONE):
             await box.exec_python("import time; time.sleep(1000)")
+        with pytest.raises(SandboxError, match=GONE):
+            await cat.write(b"x")
         with pytest.raises(SandboxError, match="and its files with it; acquire another"):
             await box.read("file")
         assert await other.read("file") == b"y"
@@ -326,6 +330,52 @@ async def test_files_are_shared_within_a_sandbox_alone(pool: Pool) -> None:
         for place in ("/work/a/b", "/tmp/x", "/dev/shm/x"):
             await one.exec(["sh", "-c", f"echo x > {place}"])
             assert (await other.exec(["cat", place])).status is Status.NONZERO
+
+
+NOBODY_ACCEPTS = """
+import contextlib, socket
+listener = socket.socket()
+listener.bind(("127.0.0.1", 0))
+listener.listen(4096)
+held = []
+with contextlib.suppress(TimeoutError):
+    while len(held) < 200:
+        held.append(socket.create_connection(listener.getsockname(), timeout=1.0))
+        held[-1].setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True: held[-1].send(bytes(1000))
+waiting = [int(line.split()[4].split(":")[1], 16) for line in open("/proc/net/tcp").readlines()[2:]]
+print(len(held), max(waiting) < 2**13)
+"""
+
+
+async def test_connections_that_nobody_accepts(pool: Pool) -> None:
+    async with pool.acquire(SandboxSpec(limits=Limits(wall_s=PATIENCE_S, open_files=512))) as box:
+        assert (await box.exec_python(NOBODY_ACCEPTS)).stdout == b"129 True\n"
+
+
+LOOKER = """
+import contextlib, os, signal, sys
+print("ready", flush=True)
+os.set_blocking(0, False)
+while sys.stdin.buffer.read(1) is None:
+    with contextlib.suppress(OSError): os.kill(-1, signal.SIGSTOP)
+    for pid in set(filter(str.isdigit, os.listdir("/proc"))) - {"1", str(os.getpid())}:
+        with contextlib.suppress(OSError):
+            held = [os.readlink(f"/proc/{pid}/fd/{file}") for file in os.listdir(f"/proc/{pid}/fd")]
+            if any(name.startswith("socket") for name in held): print(held, flush=True)
+        with contextlib.suppress(OSError): os.kill(int(pid), signal.SIGCONT)
+"""
+
+
+async def test_newcomer_holds_nothing_of_the_agent_when_others_can_look_in(pool: Pool) -> None:
+    async with pool.acquire() as box:
+        looker = await box.spawn_python(LOOKER)
+        assert await anext(looker.stdout) == b"ready\n"
+        for _ in range(40):
+            assert (await box.exec(["true"])).is_ok
+        await looker.write(b"x")
+        assert [chunk async for chunk in looker.stdout] == []
 
 
 async def test_what_the_host_writes_is_the_programs_to_change(pool: Pool) -> None:

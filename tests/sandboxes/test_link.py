@@ -5,7 +5,7 @@ of the container; 3. its stderr is told at its end; 4. more output than was aske
 unpacked, and nothing else is; 6. an agent that never starts a program, or never ends one after its deadline, is given
 up, also when it goes on to talk of others; 7. so many are on their way at once and no more; 8. closing returns when the
 stream has ended; 9. an agent that was given up may live on, and is said to; 10. one that dies of its programs' memory
-is their failure.
+or disk is their failure.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from sandboxes.base import Program
 from sandboxes.cell import AgentCell, User
 from sandboxes.cgroups import Bounds, SharedBounds
 from sandboxes.containers.engine import frames
-from sandboxes.link import MAX_ON_THE_WAY, AgentLink, AgentRun, Ended
+from sandboxes.link import MAX_ON_THE_WAY, OUT_OF_DISK, OUT_OF_MEMORY, AgentLink, AgentRun, Ended
 from sandboxes.spec import Limits
 
 LIMITS = Limits(wall_s=60.0, output_bytes=10)
@@ -170,21 +170,22 @@ async def test_agent_that_talks_of_others(tmp_path: Path) -> None:
             await run_on(path, silence_s=0.05)
 
 
-@pytest.mark.parametrize("has_run_out", [False, True])
-async def test_agent_that_dies(tmp_path: Path, has_run_out: bool) -> None:
-    """What ran when memory ran out, and what comes later, is the programs' failure."""
+@pytest.mark.parametrize(("has_run_out", "blamed"), [(False, None), (True, OUT_OF_MEMORY), (False, OUT_OF_DISK)])
+async def test_agent_that_dies(tmp_path: Path, has_run_out: bool, blamed: Ended | None) -> None:
+    """What ran when memory or disk ran out, and what comes later, is the programs' failure."""
 
     async def act(reader: asyncio.StreamReader, _writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(HEADER.size)
 
     async with engine_that(tmp_path, act) as path:
         link = await link_to(path, has_run_out=has_run_out)
+        link.blamed = blamed if blamed is OUT_OF_DISK else None
         for _ in range(2):
             run = AgentRun(0, lambda *_: None)
-            with contextlib.nullcontext() if has_run_out else pytest.raises(SandboxError, match="gone"):
+            with contextlib.nullcontext() if blamed else pytest.raises(SandboxError, match="gone"):
                 await link.start(run, b"", output_bytes=-1, is_paced=False)
-                assert (await run.ended).oom_kills == 1
-        with pytest.raises(OSError if has_run_out else SandboxError):
+                assert await run.ended is blamed
+        with pytest.raises(OSError if blamed else SandboxError):
             await link.check_alive()
         await link.aclose()
 

@@ -1,10 +1,12 @@
 """The relay alone, between a host and a forker that are played here, step by step.
 
 1. it serves its host though the forker takes no order, and loses none; 2. the time of a program begins with its start,
-however late that comes; 3. a program that could not be set up after all is told of once.
+however late that comes; 3. a program that could not be set up after all is told of once; 4. no more than a pipe holds
+is told after a program's end, though others, which were handed its pipe, go on filling it.
 """
 
 import errno
+import fcntl
 import os
 import socket
 import subprocess
@@ -36,16 +38,19 @@ class Stage:
     def ask(self, kind: Ask, number: int, body: bytes = b"") -> None:
         self._host.sendall(HEADER.pack(kind, number, len(body)) + body)
 
-    def start(self, number: int, wall_s: float = 0.0) -> None:
+    def start(self, number: int, wall_s: float = 0.0, *, is_paced: bool = False) -> None:
         request = wire.REQUEST.pack(wire.Operation.EXECUTABLE, os.getuid(), os.getgid(), 0, 0, 0, 0, 0)
-        self.ask(Ask.START, number, wire.START.pack(wall_s, -1, False, -1) + request)
+        self.ask(Ask.START, number, wire.START.pack(wall_s, -1, is_paced, -1) + request)
 
     def told(self) -> tuple[Tell, int, bytes]:
         kind, number, size = HEADER.unpack(self._read(HEADER.size))
         return Tell(kind), number, self._read(size)
 
-    def order(self) -> tuple[int, int]:
+    def order(self, stdout: int | None = None) -> tuple[int, int]:
+        """Take an order; the program's stdout becomes the descriptor `stdout`."""
         order, descriptors, _, _ = socket.recv_fds(self._forker, ORDER.size, NUM_DESCRIPTORS)
+        if stdout is not None:
+            os.dup2(descriptors[2], stdout)
         for descriptor in descriptors:
             os.close(descriptor)
         kind, number, _ = ORDER.unpack(order)
@@ -113,3 +118,25 @@ def test_program_that_could_not_be_set_up(stage: Stage) -> None:
     stage.report(Report.ENDED, 1)
     stage.report(Report.STARTED, 2)
     assert [stage.told() for _ in range(2)] == [(Tell.FAILED, 1, bytes([errno.EACCES])), (Tell.STARTED, 2, b"")]
+
+
+def test_pipe_that_others_fill_after_the_end(stage: Stage) -> None:
+    stage.start(1, is_paced=True)
+    stdout = os.open(os.devnull, os.O_WRONLY)
+    stage.order(stdout)
+    stage.report(Report.STARTED, 1)
+    fcntl.fcntl(stdout, fcntl.F_SETPIPE_SZ, 2**20)
+    others = [subprocess.Popen(["cat", "/dev/zero"], stdout=stdout) for _ in range(4)]
+    try:
+        while stage.told()[0] is not Tell.STDOUT:  # one chunk; no more is asked for
+            pass
+        stage.report(Report.ENDED, 1)
+        num_bytes = 0
+        while (frame := stage.told())[0] is not Tell.ENDED:
+            num_bytes += len(frame[2])
+        assert num_bytes <= 2**20 + 1  # and a byte that says that stderr is closed
+    finally:
+        os.close(stdout)
+        for other in others:
+            other.kill()
+            other.wait()

@@ -2,8 +2,8 @@
 
 1. closing a cell ends its programs, and its container is removed; 2. closing the provider removes all, also one that is
 just being made, or whose caller is cancelled; 3. a closed one makes no more; 4. a container, forker or
-relay that is killed from outside fails its calls, and the cell is known to be dead; a keeper may be killed; 5. after a `kill -9` of its process nothing is left, though nobody reaps; 6.
-reaping takes what dead owners left, and nothing else.
+relay that is killed from outside fails its calls, and the cell is known to be dead; a keeper may be killed; 5. after a
+`kill -9` of its process nothing is left, though nobody reaps; 6. reaping takes what dead owners left, and nothing else.
 """
 
 import asyncio
@@ -109,8 +109,7 @@ async def test_what_is_killed_from_outside(engine: Engine, provider: DockerProvi
         details = await engine.find_container(container["Id"])
         assert details is not None
         forker = details["State"]["Pid"]
-        relay = Path(f"/proc/{forker}/task/{forker}/children").read_text().split()[0]
-        os.kill(forker if killed == "forker" else int(relay), signal.SIGKILL)
+        os.kill(forker if killed == "forker" else child_of(forker), signal.SIGKILL)
     with pytest.raises(SandboxError, match="gone"):
         await call
     assert not await cell.answers()
@@ -148,6 +147,10 @@ async def test_reaping_takes_what_dead_owners_left(engine: Engine, provider: Doc
     assert [found["Id"] for found in await engine.containers(ours.filter)] == [living]
     for container in (dead, unknown, living):  # removing what is gone is harmless
         await engine.remove(container)
+
+
+def child_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
 def unstarted(labels: dict[str, str]) -> dict[str, object]:
