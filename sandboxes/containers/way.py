@@ -25,7 +25,7 @@ def serve(listener: socket.socket) -> None:
         if listener in readable:
             connection, _ = listener.accept()
             with connection:
-                subprocess.Popen(DIAL, stdin=connection, stdout=connection)
+                subprocess.Popen(DIAL, stdin=connection.fileno(), stdout=connection.fileno())
         if sys.stdin in readable:
             sources, end_s = [listener], time.monotonic() + PATIENCE_S
 
