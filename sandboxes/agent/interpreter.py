@@ -1,4 +1,4 @@
-"""The warm interpreter: a Python that is ready before the fork, so that a source costs a fork, not a start of Python."""
+"""The warm interpreter: a Python that is ready before the fork, so a source costs a fork and no start of Python."""
 
 import atexit
 import contextlib
