@@ -321,15 +321,14 @@ async def judge_solution(task: HarborTask, pool: Pool, *, is_empty: bool) -> Tas
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sandboxes.tasks.harbor", allow_abbrev=False)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="that holds task.toml")
     work = parser.add_mutually_exclusive_group()
     work.add_argument("--solution", action="store_true", help="run the task's solution (the default)")
     work.add_argument("--empty", action="store_true", help="do nothing")
-    parser.add_argument("--backend", choices=("docker", "auto"), default="docker")
     options = parser.parse_args(arguments)
 
     async def judge() -> TaskVerdict:
-        async with open_pool(backend=options.backend) as pool:
+        async with open_pool(backend="docker") as pool:
             return await judge_solution(HarborTask.load(options.folder), pool, is_empty=options.empty)
 
     try:
@@ -338,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{verdict.reward:g}" + ("" if verdict.trusted else " (not trusted)"))
-    print(verdict.detail.rstrip(), file=sys.stderr)
+    print(verdict.detail.rstrip(), end="\n" * bool(verdict.detail), file=sys.stderr)
     return 0
 
 
