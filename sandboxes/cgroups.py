@@ -48,6 +48,11 @@ class Bounds:
     def of(cls, limits: Limits) -> Self:
         return cls(memory_bytes=limits.memory_bytes, pids=limits.pids or DEFAULT_PIDS, cpus=limits.cpus)
 
+    @property
+    def quota_us(self) -> int:
+        """The CPU time of each `CPU_PERIOD_US`; -1 if it is not bounded."""
+        return -1 if self.cpus is None else max(1000, round(self.cpus * CPU_PERIOD_US))
+
 
 class SharedBounds:
     """The current bounds of one sandbox. `change` makes the kernel or the engine change them.
@@ -175,7 +180,6 @@ class ControlGroup:
     def limit(self, bounds: Bounds) -> None:
         """Set the kernel's bounds in folders that exist. Memory includes swap, where the kernel counts that."""
         memory_bytes, pids = bounds.memory_bytes + self._own_bytes, bounds.pids + NUM_FORKERS
-        quota_us = None if bounds.cpus is None else max(1000, round(bounds.cpus * CPU_PERIOD_US))
         files = {
             1: [
                 ("memory.memsw.limit_in_bytes", -1),  # the next may not pass it
@@ -183,13 +187,13 @@ class ControlGroup:
                 ("memory.memsw.limit_in_bytes", memory_bytes),
                 (TCP_LIMIT, buffer_bytes(bounds.memory_bytes)),
                 ("pids.max", pids),
-                ("cpu.cfs_quota_us", quota_us or -1),
+                ("cpu.cfs_quota_us", bounds.quota_us),
             ],
             2: [
                 ("memory.max", memory_bytes),
                 ("memory.swap.max", 0),
                 ("pids.max", pids),
-                ("cpu.max", f"{quota_us or 'max'} {CPU_PERIOD_US}"),
+                ("cpu.max", f"{'max' if bounds.cpus is None else bounds.quota_us} {CPU_PERIOD_US}"),
             ],
         }
         for folder in self._folders:

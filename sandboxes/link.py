@@ -3,7 +3,7 @@
 What comes out of a sandbox is not trusted: a malformed frame, or more output than was allowed, ends the sandbox.
 
 The agent gets into a container through a command line (`COMMAND`) that reads modules from its standard input
-(`boot_data`). So an image needs a python3 and nothing of ours, and a container always has its host's agent. On the host
+(`boot_data`). So an image needs nothing of ours, and a container always has its host's agent. On the host
 itself `start_process` starts one of its modules.
 """
 
@@ -115,7 +115,6 @@ class AgentLink:
         self._writer = writer
         self._has_run_out = has_run_out
         self._silence_s = silence_s
-        self.has_filter = False  # of system calls, that the agent loaded itself
         self.landlock_version = 0
         self.is_given_up = False  # its stream was closed from here, so it may still live
         self._loop = asyncio.get_running_loop()
@@ -309,7 +308,7 @@ class AgentLink:
         self._num_heard += 1
         run = self._runs.get(number)
         if kind is Tell.READY:
-            self.has_filter, self.landlock_version = bool(body[0]), body[1]
+            self.landlock_version = body[0]
             settle(self._ready, None)
         elif kind is Tell.PONG:
             if self._pong is not None:
@@ -368,7 +367,7 @@ def end_of_unstarted(number: int) -> Ended | SandboxError:
 
 PACKAGE = Path(__file__).parent
 MODULES = ("wire", "files", "kernel", "interpreter", "program", "relay", "forker")
-"""In the order of their imports. Where Python lacks `ctypes`, the agent does without `kernel` and `interpreter`."""
+"""In the order of their imports."""
 READER = """
 import os, sys, types
 def take(size):
@@ -388,8 +387,7 @@ for name, source in zip(texts[::2], texts[1::2]):
     name = name.decode()
     module = sys.modules[name] = types.ModuleType(name)
     module.__path__, module.__file__ = [], name
-    try: exec(compile(source, name, "exec"), module.__dict__)
-    except ImportError: del sys.modules[name]
+    exec(compile(source, name, "exec"), module.__dict__)
 sys.modules["sandboxes.agent.forker"].main(system_call_filter)
 """
 COMMAND = ("python3", "-I", "-S", "-X", "utf8", "-c", READER)

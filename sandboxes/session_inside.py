@@ -22,8 +22,8 @@ import sys
 import traceback
 import types
 
-FRAME = struct.Struct("=BI")
-"""The kind, and the length of what follows: the source of RUN, the data of a report."""
+FRAME = struct.Struct("=BQI")  # as `wire.HEADER`
+"""The kind, 0, and the length of what follows: the source of RUN, the data of a report."""
 RUN, INTERRUPT = 1, 2
 STDOUT, STDERR, DONE = 1, 2, 3
 ENDING = struct.Struct("=BdQ")
@@ -120,7 +120,7 @@ class Relay:
         if not header:
             os.kill(self.worker, signal.SIGKILL)
             os._exit(0)
-        kind, length = FRAME.unpack(header)
+        kind, _, length = FRAME.unpack(header)
         if kind == INTERRUPT and self.ticket:
             os.killpg(0, signal.SIGINT)  # also the processes that the program waits for
         elif kind == RUN:
@@ -166,7 +166,7 @@ class Relay:
             os._exit(code)
 
     def report(self, kind: int, data: bytes) -> None:
-        write_whole(1, FRAME.pack(kind, len(data)) + data)
+        write_whole(1, FRAME.pack(kind, 0, len(data)) + data)
 
 
 def usage_of(pid: int) -> tuple[float, int]:

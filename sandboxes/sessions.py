@@ -20,6 +20,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Self
 
+from sandboxes.agent.wire import whole_frames
 from sandboxes.base import Process
 from sandboxes.session_inside import DONE, ENDING, FRAME, INTERRUPT, RUN, STDERR, STDOUT
 from sandboxes.spec import ExecResult, Limits, Status
@@ -90,7 +91,7 @@ class Interpreter:
 
     def __init__(self, process: Process) -> None:
         self.process = process
-        self._received = b""
+        self._received = bytearray()
         self._printed: dict[int, list[bytes]] = {}  # by the current run, by kind
         self._room = 0
         self._is_truncated = False
@@ -137,7 +138,7 @@ class Interpreter:
 
     async def _send(self, kind: int, data: bytes = b"") -> None:
         with contextlib.suppress(BrokenPipeError):  # it is dead, and the end of its output says so
-            await self.process.write(FRAME.pack(kind, len(data)) + data)
+            await self.process.write(FRAME.pack(kind, 0, len(data)) + data)
 
     async def _interrupt(self) -> bytes | None:
         """Interrupt a run and return its ending; None if it did not end in time and the interpreter was killed."""
@@ -152,8 +153,7 @@ class Interpreter:
     async def _until_done(self, *, is_bounded: bool) -> bytes | None:
         """Return a run's ending; None if the interpreter died first, or printed too much and `is_bounded`."""
         while True:
-            while (report := self._next_report()) is not None:
-                kind, data = report
+            for kind, _, data in whole_frames(self._received):
                 if kind == DONE:
                     return data
                 self._is_truncated = self._is_truncated or len(data) > self._room
@@ -165,16 +165,6 @@ class Interpreter:
             if not chunk:
                 return None
             self._received += chunk
-
-    def _next_report(self) -> tuple[int, bytes] | None:
-        if len(self._received) < FRAME.size:
-            return None
-        kind, length = FRAME.unpack_from(self._received)
-        end = FRAME.size + length
-        if len(self._received) < end:
-            return None
-        data, self._received = self._received[FRAME.size : end], self._received[end:]
-        return kind, data
 
 
 MAX_COMMAND_BYTES = 100_000

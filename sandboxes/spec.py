@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import PurePosixPath
-from typing import Self
+from typing import Any, Self
 
 from areal_agent.errors import SandboxError
 
@@ -40,8 +40,8 @@ class Limits:
     def __post_init__(self) -> None:
         for limit in fields(self):
             name, value = limit.name, getattr(self, limit.name)
-            if value is not None and not (0 < value < math.inf):
-                raise ValueError(f"Limits.{name} is {value!r}; give a positive, finite number")
+            if value is not None and not 0 < value < 2**63:
+                raise ValueError(f"Limits.{name} is {value!r}; give a positive number below 2**63")
 
     @property
     def max_cpu_s(self) -> int:
@@ -164,15 +164,8 @@ class SandboxSpec:
 
     def cell(self, limits: Limits) -> "CellSpec":
         """Return what the cell starts with; `limits` apply when the spec names none."""
-        return CellSpec(
-            image=self.image,
-            user=self.user,
-            workdir=self.workdir,
-            is_writable=self.is_writable,
-            limits=self.limits or limits,
-            network=self.network,
-            runtime=self.runtime,
-        )
+        shared: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(CellSpec)}
+        return CellSpec(**shared | {"limits": self.limits or limits})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,5 @@ streams, or a socket. files.py handles files that are not trusted, and kernel.py
 A container with a network has a third process, tunnel.py: a program like the others, but with its own user.
 
 The package uses only the standard library and nothing else of ours, since nothing of the host may be in these
-processes. A container gets its source, so no image contains it; there it uses only modules that Debian's
-`python3-minimal` has. Where an image has more (`ctypes`, `json`, `resource`), programs get more: a warm interpreter for
-Python, a second filter of system calls.
+processes. A container gets its source, so no image contains it.
 """

@@ -17,20 +17,14 @@ import signal
 import socket
 import sys
 from collections.abc import Container, Iterator
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
+from sandboxes.agent import kernel
 from sandboxes.agent.files import remove_tree
-from sandboxes.agent.program import become_program, interpreter, kernel
+from sandboxes.agent.interpreter import Interpreter
+from sandboxes.agent.program import become_program
 from sandboxes.agent.relay import Relay, files_of_counters
 from sandboxes.agent.wire import NUM_DESCRIPTORS, ORDER, REPORT, Order, Report
-
-if TYPE_CHECKING:
-    from sandboxes.agent.interpreter import Interpreter
-
-try:
-    import resource
-except ImportError:
-    resource = None
 
 MANY_SWEEPS = 4
 """Processes that survive this many sweeps fork faster than they can be killed one by one."""
@@ -48,7 +42,7 @@ class Forker:
     """
 
     def __init__(
-        self, relay: socket.socket, warm: "Interpreter | None", relay_pid: int | None = None, *, has_walls: bool = True
+        self, relay: socket.socket, warm: Interpreter, relay_pid: int | None = None, *, has_walls: bool = True
     ) -> None:
         self._relay = relay
         self._warm = warm
@@ -174,13 +168,13 @@ class Forker:
         own_uid = os.getuid()
         if uid != own_uid:
             os.setresuid(uid, uid, own_uid)  # a user who may signal these processes and no others
-        if own_uid == AGENT_UID and kernel is not None:  # of others the kernel takes KILL away with the user
+        if own_uid == AGENT_UID:  # of others the kernel takes KILL away with the user
             kernel.set_capabilities(0, kernel.OF_AGENT_OF_ROOT)
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         if uid != own_uid:
             os.setresuid(own_uid, own_uid, own_uid)
-        if own_uid == AGENT_UID and kernel is not None:
+        if own_uid == AGENT_UID:
             kernel.set_capabilities(kernel.OF_AGENT_OF_ROOT, kernel.OF_AGENT_OF_ROOT)
 
     def _report(self, kind: int, run_id: int, value: int, cpu_us: int = 0, peak_bytes: int = 0) -> None:
@@ -192,10 +186,8 @@ def main(system_call_filter: bytes) -> NoReturn:
 
     The filter holds for everything from here on.
     """
-    has_filter = False
-    if kernel is not None and system_call_filter:
+    if system_call_filter:
         kernel.load_filter(system_call_filter)
-        has_filter = True
     forget_package()
     for_forker, for_relay = agent_sockets()
     if (relay_pid := os.fork()) == 0:
@@ -203,22 +195,20 @@ def main(system_call_filter: bytes) -> NoReturn:
         relay = Relay(0, 1, for_relay, files_of_counters())
         if FOR_ROOT in sys.argv:
             os.setresuid(AGENT_UID, AGENT_UID, AGENT_UID)
-        relay.serve(bytes([has_filter, 0]))
+        relay.serve(bytes([0]))
         os._exit(0)
     for_relay.close()
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):  # the stream belongs to the relay alone
         os.dup2(nothing, descriptor)
-    if FOR_ROOT in sys.argv and kernel is not None:
+    if FOR_ROOT in sys.argv:
         kernel.change_user(AGENT_UID, kernel.OF_AGENT_OF_ROOT)
-    Forker(for_forker, None if interpreter is None else interpreter.Interpreter(), relay_pid).serve()
+    Forker(for_forker, Interpreter(), relay_pid).serve()
     os._exit(0)
 
 
 def main_without_walls() -> None:
     """Run the agent beside the host, and remove a folder when the host is gone: arguments are the stream and it."""
-    assert kernel is not None
-    assert interpreter is not None
     control, root = low_socket(int(sys.argv[1])), sys.argv[2]
     if kernel.IS_LINUX:
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
@@ -226,12 +216,12 @@ def main_without_walls() -> None:
     if (relay_pid := os.fork()) == 0:
         for_forker.close()
         relay = Relay(control.fileno(), control.fileno(), for_relay, has_walls=False)
-        relay.serve(bytes([0, kernel.landlock_version()]))
+        relay.serve(bytes([kernel.landlock_version()]))
         os._exit(0)
     for_relay.close()
     control.close()
     forget_package()
-    forker = Forker(for_forker, interpreter.Interpreter(), relay_pid, has_walls=False)
+    forker = Forker(for_forker, Interpreter(), relay_pid, has_walls=False)
     forker.serve()
     forker.kill_all()
     with contextlib.suppress(OSError):  # the host tries again, or `reap`
@@ -269,15 +259,9 @@ def exited_children() -> Iterator[tuple[int, int, int, int]]:
 
 
 def _wait_for_one() -> tuple[int, int, int, int]:
-    if resource is not None:  # without it os.wait4 does not work either
-        pid, status, usage = os.wait4(-1, os.WNOHANG)
-        peak_bytes = usage.ru_maxrss * (1024 if sys.platform == "linux" else 1)
-        return pid, status, int((usage.ru_utime + usage.ru_stime) * 1e6), peak_bytes
-    before = os.times()
-    pid, status = os.waitpid(-1, os.WNOHANG)
-    after = os.times()
-    cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
-    return pid, status, int(cpu_s * 1e6), 0
+    pid, status, usage = os.wait4(-1, os.WNOHANG)
+    peak_bytes = usage.ru_maxrss * (1024 if sys.platform == "linux" else 1)
+    return pid, status, int((usage.ru_utime + usage.ru_stime) * 1e6), peak_bytes
 
 
 def kill_group(pid: int) -> None:

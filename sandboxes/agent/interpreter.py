@@ -1,7 +1,4 @@
-"""The warm interpreter: a Python that is ready before the fork, so that a source costs a fork and no start of Python.
-
-Where an image's Python lacks a module that this needs, a source gets a fresh interpreter instead.
-"""
+"""The warm interpreter: a Python that is ready before the fork, so a source costs a fork and no start of Python."""
 
 import atexit
 import contextlib

@@ -10,28 +10,14 @@ packed by `wire.py`: a file or folder is a triple of kind, path and data.
 import contextlib
 import errno
 import os
+import resource
 import signal
-import sys
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
+from sandboxes.agent import kernel
 from sandboxes.agent.files import FOLDER_FLAGS, entries_below, open_folder, read_file, write_all, write_file
+from sandboxes.agent.interpreter import Interpreter, run_source
 from sandboxes.agent.wire import EXECUTABLE, FILE, FOLDER, REQUEST, Operation, pack, unpack
-
-try:
-    import resource
-
-    subprocess = None  # importing it would take longer than everything else here
-except ImportError:  # python3-minimal: a program of util-linux sets limits there
-    import subprocess
-
-    resource = None
-try:
-    from sandboxes.agent import interpreter, kernel
-except ImportError:  # no ctypes: a Python program gets an interpreter of its own
-    interpreter = kernel = None
-
-if TYPE_CHECKING:
-    from sandboxes.agent.interpreter import Interpreter
 
 NICENESS = 10
 """Lets the agent get its turn among many programs on few CPUs."""
@@ -43,10 +29,8 @@ CANNOT_RUN, NOT_FOUND = 126, 127
 """The exit codes of a shell for a program that cannot be run."""
 
 
-def become_program(
-    warm: "Interpreter | None", request: bytes, standard: list[int], unwalled_parent: int | None
-) -> NoReturn:
-    """Become the program; without a warm interpreter, Python starts afresh.
+def become_program(warm: Interpreter, request: bytes, standard: list[int], unwalled_parent: int | None) -> NoReturn:
+    """Become the program.
 
     OSError when the process cannot be confined. What the programs before it may have spoiled, such as its folder, is
     its own failure: a message on stderr and an exit code. `unwalled_parent` is the forker where there are no walls.
@@ -87,12 +71,10 @@ def run_executable(argv: list[bytes], env: dict[bytes, bytes]) -> NoReturn:
         )
 
 
-def run_python(warm: "Interpreter | None", source: bytes, env: dict[bytes, bytes]) -> NoReturn:
-    if interpreter is None or warm is None:
-        run_executable([os.fsencode(sys.executable), b"-X", b"utf8", b"-c", source], env)
+def run_python(warm: Interpreter, source: bytes, env: dict[bytes, bytes]) -> NoReturn:
     variables = {os.fsdecode(name): os.fsdecode(value) for name, value in env.items()}
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    interpreter.run_source(warm, source.decode(errors="surrogatepass"), variables, take_signals)
+    run_source(warm, source.decode(errors="surrogatepass"), variables, take_signals)
 
 
 def take_signals() -> None:
@@ -127,10 +109,7 @@ def _confine(uid: int, gid: int, limits: list[int]) -> None:
         os.setgroups([])
         os.setresgid(gid, gid, gid)
         os.setresuid(uid, uid, uid)
-        if kernel is not None:
-            kernel.drop_privileges(kernel.OF_ROOT if uid == 0 else 0)
-        elif uid == 0:
-            raise OSError(errno.EPERM, "root would keep what lets it become the agent's user")
+        kernel.drop_privileges(kernel.OF_ROOT if uid == 0 else 0)
 
 
 def _open_up() -> None:
@@ -139,7 +118,7 @@ def _open_up() -> None:
     Behind walls the kernel did not until now, since this came of a process that nobody may look into, or has changed
     its user: the others could stop it at any time, and it held the forker's socket.
     """
-    if kernel is not None and kernel.IS_LINUX:
+    if kernel.IS_LINUX:
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
     with contextlib.suppress(FileNotFoundError):
         adjustment = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
@@ -149,7 +128,7 @@ def _open_up() -> None:
 
 def _fence_in(home: bytes, parent: int) -> None:
     """Change folder, give up what the kernel lets a plain process give up, and die with the parent."""
-    if kernel is None or not kernel.IS_LINUX:
+    if not kernel.IS_LINUX:
         return
     kernel.drop_privileges()  # first: root with its privileges enters a locked folder, but cannot do anything in it
     _enter(home, home)
@@ -169,15 +148,11 @@ def _limit(cpu_s: int, file_bytes: int, open_files: int, address_space: int, num
         limits["as"] = (address_space, address_space)
     if num_processes:
         limits["nproc"] = (num_processes, num_processes)
-    if resource is not None:
-        for name, (soft, hard) in limits.items():
-            number = getattr(resource, f"RLIMIT_{name.upper()}")
-            ceiling = resource.getrlimit(number)[1]  # a stricter limit of the host's stays
-            hard = hard if ceiling == resource.RLIM_INFINITY else min(hard, ceiling)
-            resource.setrlimit(number, (min(soft, hard), hard))
-    elif subprocess is not None:
-        options = [f"--{name}={soft}:{hard}" for name, (soft, hard) in limits.items()]
-        subprocess.run(["prlimit", f"--pid={os.getpid()}", *options], check=True, env={"PATH": "/usr/bin:/bin"})
+    for name, (soft, hard) in limits.items():
+        number = getattr(resource, f"RLIMIT_{name.upper()}")
+        ceiling = resource.getrlimit(number)[1]  # a stricter limit of the host's stays
+        hard = hard if ceiling == resource.RLIM_INFINITY else min(hard, ceiling)
+        resource.setrlimit(number, (min(soft, hard), hard))
 
 
 def serve_files(operation: int, path: bytes, max_bytes: int) -> NoReturn:

@@ -9,8 +9,8 @@ import select
 import socket
 import struct
 
-FRAME = struct.Struct("=BII")
-"""Kind, number of the connection, length of the data that follows; for TAKEN, the number of bytes taken."""
+FRAME = struct.Struct("=BQI")  # as `wire.HEADER`
+"""Kind, number of the connection, length of the data that follows; that of TAKEN is the number of bytes taken."""
 OPEN, DATA, END, TAKEN, GONE = 1, 2, 3, 4, 5
 PORT = 3128
 CHUNK_BYTES = 32_768
@@ -101,7 +101,7 @@ class Tunnel:
             while one.pending:
                 sent = one.channel.send(one.pending[:CHUNK_BYTES])
                 del one.pending[:sent]
-                self._tell(TAKEN, one.number, num_taken=sent)
+                self._tell(TAKEN, one.number, b"%d" % sent)
             if one.is_ending:
                 one.channel.shutdown(socket.SHUT_WR)
                 self._drop_when_done(one)
@@ -119,8 +119,8 @@ class Tunnel:
         if self._connections.pop(one.number, None) is not None:
             self._tell(GONE, one.number)
 
-    def _tell(self, kind: int, number: int, body: bytes = b"", *, num_taken: int = 0) -> None:
-        view = memoryview(FRAME.pack(kind, number, num_taken or len(body)) + body)
+    def _tell(self, kind: int, number: int, body: bytes = b"") -> None:
+        view = memoryview(FRAME.pack(kind, number, len(body)) + body)
         while view:
             view = view[os.write(self._out, view) :]
 

@@ -171,7 +171,7 @@ def serve_jail(
         answer(stream, error, () if error else handed)
     for descriptor in (*handed, *joining):
         os.close(descriptor)
-    Relay(stream.fileno(), stream.fileno(), for_relay, counters).serve(bytes([1, 0]))
+    Relay(stream.fileno(), stream.fileno(), for_relay, counters).serve(bytes([0]))
     with contextlib.suppress(ProcessLookupError):
         os.kill(forker, signal.SIGKILL)
     os.waitpid(forker, 0)  # it ends when all in its jail have; the stream ends after that

@@ -38,7 +38,7 @@ class Ask(IntEnum):
 class Tell(IntEnum):
     """The kinds of frames that the agent sends."""
 
-    READY = 1  # run 0: two bytes, whether a filter of system calls was loaded, and the version of Landlock in use
+    READY = 1  # run 0: one byte, the version of Landlock in use
     STDOUT = 2
     STDERR = 3
     TAKEN = 4  # stdin so far has been written; a byte of 1 if nobody will read it

@@ -17,7 +17,7 @@ from typing import Any
 from areal_agent.errors import SandboxError
 from sandboxes.agent.walls import NETWORK_SETTINGS
 from sandboxes.cell import User, fresh_user
-from sandboxes.cgroups import AGENT_BYTES, DEFAULT_DISK_BYTES, TCP_LIMIT, Bounds, buffer_bytes
+from sandboxes.cgroups import AGENT_BYTES, CPU_PERIOD_US, DEFAULT_DISK_BYTES, TCP_LIMIT, Bounds, buffer_bytes
 from sandboxes.jail import DEFAULT_INODES
 from sandboxes.owner import own_tag
 from sandboxes.spec import Access, CellSpec, Limits
@@ -51,7 +51,8 @@ def config_of(bounds: Bounds, spec: CellSpec) -> dict[str, Any]:
         "Memory": memory_bytes,
         "MemorySwap": memory_bytes,
         "PidsLimit": bounds.pids + AGENT_PIDS + has_way_out + SANDBOXED_PIDS * is_kernel,
-        "NanoCpus": round((bounds.cpus or 0) * 1e9),
+        "CpuPeriod": CPU_PERIOD_US,
+        "CpuQuota": bounds.quota_us,  # `NanoCpus` cannot be undone, nor be more than the machine has
     }
 
 
@@ -113,15 +114,15 @@ def has_tunnel(spec: CellSpec) -> bool:
 
 
 def container_config(
-    spec: CellSpec, user: User, *, image: str, command: Sequence[str], labels: Mapping[str, str], is_agent: bool
+    spec: CellSpec, user: User, *, image: str, command: Sequence[str], labels: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Configure a container whose first process is `command`: the agent, as root without its powers, or a bystander."""
-    capabilities = AGENT_CAPABILITIES * is_agent + ROOT_CAPABILITIES * (user.uid == 0)
+    """Configure a container whose first process is `command`: the agent, as root without its powers."""
+    capabilities = AGENT_CAPABILITIES + ROOT_CAPABILITIES * (user.uid == 0)
     return {
         "Image": image,
         "Entrypoint": list(command),
         "Cmd": [],
-        "User": "0:0" if is_agent else f"{user.uid}:{user.gid}",
+        "User": "0:0",
         "WorkingDir": workdir_of(spec),
         "Hostname": "sandbox",
         "Labels": dict(labels),

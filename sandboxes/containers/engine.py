@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +43,7 @@ UNIX_SCHEME = "unix://"
 REMOTE_SCHEMES = ("tcp://", "ssh://")
 WAY = Path(__file__).with_name("way.py")
 DEFAULT_HOST = f"{UNIX_SCHEME}/var/run/docker.sock"
+STREAMS = ("stdin", "stdout", "stderr", "stream")
 FRAME_HEADER_BYTES = 8  # stream number, three zero bytes, length of what follows
 STDERR = 2
 
@@ -165,6 +166,15 @@ class Engine:
                 raise NoSuchProgram(str(error)) from error
             raise
 
+    async def run(self, config: Mapping[str, Any]) -> int:
+        """Run a container to its end, remove it, and return its exit code."""
+        container = await self.create(config)
+        try:
+            await self.start(container)
+            return (await self._call(lambda: self._client.wait(container, timeout=CALL_TIMEOUT_S)))["StatusCode"]
+        finally:
+            await asyncio.shield(self.remove(container))
+
     async def find_container(self, container: str) -> Mapping[str, Any] | None:
         """Return the engine's description of a container; None when it is gone."""
         return await self._find(lambda: self._client.inspect_container(container))
@@ -182,8 +192,7 @@ class Engine:
             with self._client.get(self._url(container, "archive"), **asked) as response:
                 if response.status_code == NOT_FOUND and "No such container" not in response.text:
                     raise FileNotFoundError(errno.ENOENT, "not in the sandbox", path)
-                if not response.ok:
-                    raise SandboxError(f"the container engine refused: {response.text.strip()}")
+                self._client._raise_for_status(response)
                 if decode_json_header(response.headers["X-Docker-Container-Path-Stat"])["linkTarget"]:
                     raise OSError(errno.ELOOP, "a link, not a file or folder", path)
                 for chunk in response.iter_content(CHUNK_BYTES):
@@ -212,25 +221,24 @@ class Engine:
     async def limit(self, container: str, limits: Mapping[str, Any]) -> None:
         """Change the bounds on all of a running container."""
         url = self._url(container, "update")
-        response = await self._call(lambda: self._client.post(url, json=dict(limits), timeout=CALL_TIMEOUT_S))
-        if not response.ok:
-            raise SandboxError(f"the container engine refused to change the limits: {response.text.strip()}")
+        await self._call(lambda: self._client._raise_for_status(self._client.post(url, json=dict(limits))))
 
     async def attach(self, container: str) -> Stream:
         """Open the stream of the first process of a container, which may not have started yet."""
-        wanted = dict.fromkeys(("stdin", "stdout", "stderr", "stream"), 1)
-        return await self._open_stream(lambda: self._client.attach_socket(container, params=wanted))
 
-    async def exec(self, container: str, argv: Sequence[str], env: Mapping[str, str], cwd: str) -> tuple[str, Stream]:
-        """Start an exec and return its id and stream. What it prints before it has read any stdin may be lost."""
-        made = await self._call(
-            lambda: self._client.exec_create(container, list(argv), stdin=True, environment=dict(env), workdir=cwd)
-        )
-        return made["Id"], await self._open_stream(lambda: self._client.exec_start(made["Id"], socket=True))
+        def take_socket() -> socket.socket:
+            channel = self._client.attach_socket(container, params=dict.fromkeys(STREAMS, 1))
+            with channel, contextlib.closing(channel._response):  # which would close the socket when it is collected
+                return socket.socket(fileno=os.dup(channel.fileno()))
 
-    async def exit_code(self, number: str) -> int | None:
-        """Return the exit code of an exec; None while it runs."""
-        return (await self._call(lambda: self._client.exec_inspect(number)))["ExitCode"]
+        taking = asyncio.ensure_future(self._call(take_socket))
+        try:
+            return await asyncio.open_unix_connection(sock=await asyncio.shield(taking))
+        except asyncio.CancelledError:
+            taking.add_done_callback(lambda taken: taken.cancelled() or taken.exception() or taken.result().close())
+            raise
+        except OSError as error:
+            raise SandboxError(f"a container's stream could not be opened: {error}") from error
 
     async def remove(self, container: str) -> None:
         """Kill and remove a container; returns when it is gone. Harmless when it is."""
@@ -257,21 +265,6 @@ class Engine:
 
     def _url(self, container: str, action: str) -> str:
         return f"{self._client.base_url}/v{self._client.api_version}/containers/{container}/{action}"
-
-    async def _open_stream(self, ask: Callable[[], Any]) -> Stream:
-        def take_socket() -> socket.socket:
-            channel = ask()
-            with channel, contextlib.closing(channel._response):  # which would close the socket when it is collected
-                return socket.socket(fileno=os.dup(channel.fileno()))
-
-        taking = asyncio.ensure_future(self._call(take_socket))
-        try:
-            return await asyncio.open_unix_connection(sock=await asyncio.shield(taking))
-        except asyncio.CancelledError:
-            taking.add_done_callback(lambda taken: taken.cancelled() or taken.exception() or taken.result().close())
-            raise
-        except OSError as error:
-            raise SandboxError(f"a container's stream could not be opened: {error}") from error
 
     async def _find(self, look: Callable[[], Answer]) -> Answer | None:
         """Run `look` in a thread; None where the engine has no such thing."""
@@ -313,10 +306,14 @@ class Way:
             return
         if not host.startswith(REMOTE_SCHEMES):
             raise SandboxError(f"DOCKER_HOST is {host!r}; give unix:///path, tcp://host:port or ssh://user@host")
+        if shutil.which("docker") is None:
+            raise SandboxError(
+                f"DOCKER_HOST is {host!r}, and the program `docker`, which leads there, is not installed"
+            )
         self._folder = tempfile.mkdtemp(prefix="areal-agent-engine-")
         self.path = f"{self._folder}/socket"
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(WAY), host, self.path],
+            [sys.executable, "-I", "-S", str(WAY), self.path],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/", start_new_session=True,
         )  # fmt: skip
         assert self._process.stdout is not None

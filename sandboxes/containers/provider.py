@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -34,7 +34,7 @@ from sandboxes.containers.confinement import (
 )
 from sandboxes.containers.engine import Engine, EngineSilent, Image, NoSuchProgram, frames
 from sandboxes.containers.images import DEFAULT_IMAGE
-from sandboxes.containers.plain_cell import PLAIN_COMMAND, PlainCell
+from sandboxes.containers.own_python import PYTHON, mount_of, python_volume
 from sandboxes.containers.tunnel_host import TUNNEL_SOURCE, NetworkTunnel
 from sandboxes.link import COMMAND, OUT_OF_DISK, AgentLink, boot_data
 from sandboxes.owner import is_abandoned
@@ -52,7 +52,6 @@ RESTART_PAUSE_S = 1.0
 LAYER_PAUSE_S = 5.0
 DEFAULT_LAYER_BYTES = 10 * 2**30
 
-AnyCell = ContainerCell | PlainCell
 Answer = TypeVar("Answer")
 
 
@@ -66,8 +65,9 @@ class DockerProvider:
         self._keeper = keeper
         self.ownership = ownership
         self._boot_data = boot_data(call_filter)
-        self._cells: dict[str, AnyCell] = {}  # by container
+        self._cells: dict[str, ContainerCell] = {}  # by container
         self._without_python: set[str] = set()  # image ids
+        self._python = ""  # a volume with Python for these
         self._layers: dict[str, int] = {}  # bytes that containers with a writable image may write there
         self._watch: asyncio.Task[None] | None = None  # of these
         self._left: set[str] = set()  # containers that could not be removed because the daemon was down
@@ -96,7 +96,7 @@ class DockerProvider:
     def check(self, spec: CellSpec) -> None:
         check(spec, self._engine.runtimes)
 
-    async def create(self, spec: CellSpec) -> AnyCell:
+    async def create(self, spec: CellSpec) -> ContainerCell:
         """Make a cell. While the daemon restarts, wait for it and try again. A cancelled caller's cell is closed."""
         self.check(spec)
         making = self._own(self._create_patiently(spec))
@@ -106,7 +106,7 @@ class DockerProvider:
             self._own(give_up(making))
             raise
 
-    async def _create_patiently(self, spec: CellSpec) -> AnyCell:
+    async def _create_patiently(self, spec: CellSpec) -> ContainerCell:
         deadline_s = asyncio.get_running_loop().time() + RESTART_PATIENCE_S
         while True:
             self._check_open()
@@ -130,25 +130,29 @@ class DockerProvider:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
-    async def _create(self, spec: CellSpec) -> AnyCell:
+    async def _create(self, spec: CellSpec) -> ContainerCell:
         image = await self._engine.image(spec.image or DEFAULT_IMAGE)
         refuse_volumes(spec, image.volumes)
         if image.id not in self._without_python:
             try:
-                return await self._create_of(image, spec, has_agent=True)
-            except NoSuchProgram:
-                logger.warning("image %r has no whole python3: its programs are slow, one at a time", spec.image)
-                self._without_python.add(image.id)
-        if has_tunnel(spec):
-            raise SandboxError("an image without python3 cannot have a network; leave SandboxSpec.network out")
-        return await self._create_of(image, spec, has_agent=False)
+                return await self._create_of(image, spec, COMMAND)
+            except NoSuchProgram as error:
+                logger.info(
+                    "image %r cannot start the agent (%s): %r lends it Python", spec.image, error, DEFAULT_IMAGE
+                )
+        self._python = self._python or await python_volume(self._engine, self.ownership.labels)
+        cell = await self._create_of(image, spec, (*PYTHON, *COMMAND[1:]), mount_of(self._python))
+        self._without_python.add(image.id)
+        return cell
 
-    async def _create_of(self, image: Image, spec: CellSpec, *, has_agent: bool) -> AnyCell:
-        command, labels = COMMAND if has_agent else PLAIN_COMMAND, self.ownership.labels
-        user = user_of(spec)
-        if has_agent and user.uid == 0:
-            command = (*COMMAND, FOR_ROOT)
-        config = container_config(spec, user, image=image.id, command=command, labels=labels, is_agent=has_agent)
+    async def _create_of(
+        self, image: Image, spec: CellSpec, command: Sequence[str], *mounts: Mapping[str, Any]
+    ) -> ContainerCell:
+        user, labels = user_of(spec), self.ownership.labels
+        if user.uid == 0:
+            command = (*command, FOR_ROOT)
+        config = container_config(spec, user, image=image.id, command=command, labels=labels)
+        config["HostConfig"]["Mounts"] = list(mounts)
         container = await self._engine.create(config)
 
         async def change(bounds: Bounds) -> None:
@@ -157,12 +161,7 @@ class DockerProvider:
         bounds = SharedBounds(Bounds.of(spec.limits), change)
         env = environment_of(spec, user, image)
         try:
-            if has_agent:
-                cell = await self._start_agent(container, spec, user, bounds, env)
-            else:
-                remove = partial(self._discard, container)
-                workdir = workdir_of(spec)
-                cell = await PlainCell(self._engine, container, bounds, spec.limits, env, workdir, remove).start()
+            cell = await self._start_agent(container, spec, user, bounds, env)
             bound_buffers(container, spec.limits)
         except BaseException:
             await asyncio.shield(self._discard(container))
@@ -186,16 +185,14 @@ class DockerProvider:
         link = AgentLink(frames(reader), writer, partial(self._engine.has_run_out_of_memory, container))
         try:
             await self._engine.start(container)
-            await link.boot(self._boot_data)
+            try:
+                await link.boot(self._boot_data)
+            except SandboxError as error:  # Python is older than 3.10, for example, or lacks ctypes
+                raise NoSuchProgram(str(error)) from error
             tunnel = await open_tunnel(link, spec)
         except BaseException:
             link.fail("its start was given up")
             raise
-        if not link.has_filter and user.uid == 0:
-            link.fail("it cannot run programs as root")
-            raise NoSuchProgram("the image's python3 has no ctypes")
-        if not link.has_filter:
-            logger.info("the image's Python has no ctypes: the engine's filter of system calls stands alone")
 
         async def remove() -> None:
             await link.aclose()
@@ -247,7 +244,7 @@ class DockerProvider:
                     for container, num_bytes in await self._engine.layers(self.ownership.filter):
                         if num_bytes > (max_bytes := self._layers.get(container, num_bytes)):
                             logger.warning("a sandbox wrote %d bytes, may %d, and is removed", num_bytes, max_bytes)
-                            if isinstance(cell := self._cells.get(container), ContainerCell):
+                            if cell := self._cells.get(container):
                                 (await cell.reach()).blamed = OUT_OF_DISK
                             await self._discard(container)
 
@@ -269,12 +266,13 @@ class DockerProvider:
         with contextlib.suppress(SandboxError):  # there is no daemon, or the keeper has more patience than we
             left = await self._engine.containers(self.ownership.filter)
             await asyncio.gather(*(self._discard(container["Id"]) for container in left))
-        self._keeper.kill()
+        with contextlib.suppress(ProcessLookupError):  # somebody else killed it
+            self._keeper.kill()
         await self._keeper.wait()
         await self._engine.aclose()
 
 
-async def give_up(making: asyncio.Task[AnyCell]) -> None:
+async def give_up(making: asyncio.Task[ContainerCell]) -> None:
     """Close a cell, once it is made, whose caller no longer wants it."""
     with contextlib.suppress(SandboxError):
         await (await making).close()

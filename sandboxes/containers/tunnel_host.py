@@ -12,6 +12,7 @@ from typing import Self
 
 from areal_agent.errors import SandboxError
 from sandboxes.agent.tunnel import CHUNK_BYTES, DATA, END, FRAME, GONE, MAX_CONNECTIONS, OPEN, TAKEN
+from sandboxes.agent.wire import whole_frames
 from sandboxes.cell import AgentProcess
 from sandboxes.proxy import FilteringProxy
 from sandboxes.spec import Network
@@ -62,22 +63,15 @@ class NetworkTunnel:
         await self._proxy.aclose()
 
     async def _serve(self) -> None:
-        """Read frames from the container until it ends."""
+        """Read frames from the container until it ends, or sends what our tunnel would not."""
         received = bytearray()
-        async for chunk in self._process.stdout:
-            received += chunk
-            while len(received) >= FRAME.size:
-                kind, number, size = FRAME.unpack_from(received)
-                length = FRAME.size + (size if kind == DATA else 0)
-                if kind == DATA and size > CHUNK_BYTES:
-                    return  # not a frame of our tunnel: carry nothing more
-                if len(received) < length:
-                    break
-                body = bytes(received[FRAME.size : length])
-                del received[:length]
-                await self._on_frame(kind, number, size, body)
+        with contextlib.suppress(ValueError):
+            async for chunk in self._process.stdout:
+                received += chunk
+                for frame in whole_frames(received, CHUNK_BYTES):
+                    await self._on_frame(*frame)
 
-    async def _on_frame(self, kind: int, number: int, size: int, body: bytes) -> None:
+    async def _on_frame(self, kind: int, number: int, body: bytes) -> None:
         connection = self._connections.get(number)
         if kind == OPEN and number == 0:
             if not self._ready.done():
@@ -96,7 +90,7 @@ class NetworkTunnel:
         elif kind == GONE:
             self._end(self._connections.pop(number))
         elif kind == TAKEN:
-            connection.num_ahead = max(0, connection.num_ahead - size)
+            connection.num_ahead = max(0, connection.num_ahead - int(body))
             connection.has_room.set()
 
     async def _open(self, number: int) -> None:

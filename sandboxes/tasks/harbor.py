@@ -102,7 +102,7 @@ class HarborTask:
         if config.environment.docker_image is None and not (folder / "environment/Dockerfile").is_file():
             raise ValueError(f"{folder} names no image; add environment/Dockerfile, or set [environment] docker_image")
         if config.environment.workdir is not None:
-            config.declared_paths(config.environment.workdir)
+            config.declared_paths(config.environment.workdir, folder)
         return cls(folder, config, without_canary((folder / "instruction.md").read_text()), variables or {})
 
     async def prepare(self) -> None:
@@ -113,7 +113,9 @@ class HarborTask:
                 name = environment.docker_image
                 if name is None or (await engine.find_image(name) is None and (folder / "Dockerfile").is_file()):
                     name = await build_image(folder, bounds=BuildBounds(wall_s=environment.build_timeout_sec))
-                self._image = await engine.image(name)
+                image = await engine.image(name)
+                self.config.declared_paths(environment.workdir or image.workdir, self.folder)
+                self._image = image
 
     @property
     def image(self) -> Image:
@@ -151,7 +153,7 @@ class HarborTask:
         async with pool.acquire(self._spec(self.config.verifier)) as fresh:
             source, target = await box.archives(), await fresh.archives()
             await target.load(tar_of_folders("logs", "logs/artifacts"), "/")
-            for path in self.config.declared_paths(self.workdir):
+            for path in self.config.declared_paths(self.workdir, self.folder):
                 try:
                     await self._copy(path, source, fresh, target)
                 except OSError as error:
@@ -319,15 +321,14 @@ async def judge_solution(task: HarborTask, pool: Pool, *, is_empty: bool) -> Tas
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sandboxes.tasks.harbor", allow_abbrev=False)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="that holds task.toml")
     work = parser.add_mutually_exclusive_group()
     work.add_argument("--solution", action="store_true", help="run the task's solution (the default)")
     work.add_argument("--empty", action="store_true", help="do nothing")
-    parser.add_argument("--backend", choices=("docker", "auto"), default="docker")
     options = parser.parse_args(arguments)
 
     async def judge() -> TaskVerdict:
-        async with open_pool(backend=options.backend) as pool:
+        async with open_pool(backend="docker") as pool:
             return await judge_solution(HarborTask.load(options.folder), pool, is_empty=options.empty)
 
     try:
@@ -336,7 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(f"{verdict.reward:g}" + ("" if verdict.trusted else " (not trusted)"))
-    print(verdict.detail.rstrip(), file=sys.stderr)
+    print(verdict.detail.rstrip(), end="\n" * bool(verdict.detail), file=sys.stderr)
     return 0
 
 

@@ -138,7 +138,7 @@ class TaskToml(Section):
     def name_sources(cls, value: list[Any]) -> list[Any]:
         return [{"source": one} if isinstance(one, str) else one for one in value]
 
-    def declared_paths(self, workdir: str) -> list[str]:
+    def declared_paths(self, workdir: str, folder: Path) -> list[str]:
         """Return the paths that are judged, none within another: the artifacts and, mostly, the working directory.
 
         Only a task that asks for a separate verifier and names artifacts was written for these alone.
@@ -150,8 +150,8 @@ class TaskToml(Section):
         for path in paths:
             if path == "/" or any(is_within(path, other) or is_within(other, path) for other in RESERVED):
                 raise ValueError(
-                    f"{path!r} is to be judged, and cannot be, as it holds more than the agent's work; name the "
-                    "folders that the agent may change as artifacts, or set [environment] workdir"
+                    f"{folder}: {path!r} is to be judged, and cannot be, as it holds more than the agent's work; name "
+                    "the folders that the agent may change as artifacts, or set [environment] workdir"
                 )
         return [path for path in paths if not any(path != other and is_within(path, other) for other in paths)]
 
@@ -174,7 +174,7 @@ def told(problem: Mapping[str, Any]) -> str:
     key = ".".join(map(str, problem["loc"]))
     if problem["type"] == "extra_forbidden":
         return f"{key} is {problem['input']!r}, and there is no such key, or it is not supported here; leave it out"
-    return f"{key} is {problem['input']!r}: {problem['msg']}"
+    return f"{key} is {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def filled(env: Mapping[str, str], variables: Mapping[str, str], where: str) -> dict[str, str]:

@@ -34,9 +34,9 @@ def test_status(code: int, cpu_s: float, peak_memory_bytes: int, stderr: bytes, 
     assert status_of(code, ended, stderr, LIMITS) is status
 
 
-@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
+@pytest.mark.parametrize("value", [0, -1, 1e300, float("inf"), float("nan")])
 def test_limits_are_positive_and_finite(value: float) -> None:
-    with pytest.raises(ValueError, match=r"Limits\.wall_s is .*; give a positive, finite number"):
+    with pytest.raises(ValueError, match=r"Limits\.wall_s is .*; give a positive number"):
         Limits(wall_s=value)
 
 

@@ -87,7 +87,7 @@ def test_defaults_and_older_keys(tmp_path: Path) -> None:
     ],
 )
 def test_paths_that_are_judged(tmp_path: Path, settings: str, paths: list[str]) -> None:
-    assert toml(tmp_path, settings).declared_paths("/app") == paths
+    assert toml(tmp_path, settings).declared_paths("/app", tmp_path) == paths
 
 
 def test_variables_do_not_come_from_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

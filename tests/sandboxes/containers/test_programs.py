@@ -47,6 +47,12 @@ async def test_stdin_that_is_not_read(cell: ContainerCell) -> None:
     assert (await run(cell, "true", stdin=bytes(2**20))).is_ok
 
 
+async def test_bound_on_cpus_may_be_the_machines_and_is_undone(cell: ContainerCell) -> None:
+    show = "cat /sys/fs/cgroup/cpu/cpu.cfs_quota_us /sys/fs/cgroup/cpu.max 2> /dev/null; true"
+    shown = [(await run(cell, "sh", "-c", show, limits=replace(PATIENT, cpus=cpus))).stdout for cpus in (100.0, None)]
+    assert shown[0].startswith(b"10000000") and shown[1].startswith((b"-1", b"max"))
+
+
 async def test_python_runs_in_a_warm_interpreter_that_is_nobodys_copy(cell: ContainerCell) -> None:
     await run_python(cell, "held = 'needle'", stdin=b"needle-in-stdin")
     source = r"""

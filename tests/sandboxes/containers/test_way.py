@@ -6,6 +6,9 @@ not answer, and one of another kind, are one line.
 
 import asyncio
 import os
+import socketserver
+import subprocess
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -15,9 +18,9 @@ import pytest_asyncio
 from areal_agent.errors import SandboxError
 from sandboxes import open_pool
 from sandboxes.__main__ import print_findings
-from sandboxes.containers.engine import UNIX_SCHEME, Engine
+from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE, build_image
-from sandboxes.containers.way import pump
+from sandboxes.containers.way import DIAL
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -35,18 +38,19 @@ async def host(
         monkeypatch.setenv("DOCKER_HOST", "ssh://me@far.example:2222")
         yield "ssh://me@far.example:2222"
         asked = (tmp_path / "asked").read_text().splitlines()[0]
-        assert asked == "-o BatchMode=yes -p 2222 -- me@far.example docker system dial-stdio"
+        assert asked.endswith("-l me -p 2222 -- far.example docker system dial-stdio")
         return
 
-    async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_unix_connection(engine.host.removeprefix(UNIX_SCHEME))
-        await asyncio.gather(pump(reader, far_writer), pump(far_reader, writer))
-        far_writer.close()
-        writer.close()
+    class Lead(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            environ = {**os.environ, "DOCKER_HOST": engine.host}
+            subprocess.run(DIAL, stdin=self.request, stdout=self.request, env=environ, check=False)
 
-    async with await asyncio.start_server(lead, "127.0.0.1", 0) as server:
-        monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Lead) as server:
+        threading.Thread(target=server.serve_forever).start()
+        monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{server.server_address[1]}")
         yield os.environ["DOCKER_HOST"]
+        await asyncio.to_thread(server.shutdown)
 
 
 async def test_engine_elsewhere(host: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
