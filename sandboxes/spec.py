@@ -165,7 +165,8 @@ class SandboxSpec:
     def cell(self, limits: Limits) -> "CellSpec":
         """Return what the cell starts with; `limits` apply when the spec names none."""
         shared: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(CellSpec)}
-        return CellSpec(**shared | {"limits": self.limits or limits})
+        shared["limits"] = self.limits or limits
+        return CellSpec(**shared)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
