@@ -181,6 +181,11 @@ class CellSpec:
     network: Network | None = None
     runtime: str | None = None
 
+    @property
+    def has_network(self) -> bool:
+        """Whether programs reach a network. `Network.none()` asks that they do not, which not all backends can give."""
+        return self.network is not None and self.network.access is not Access.NONE
+
     def refuse(self, backend: str, *names: str) -> None:
         """Raise SandboxError when the spec asks for any of the fields `names`."""
         for name in names:

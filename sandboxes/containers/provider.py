@@ -27,7 +27,6 @@ from sandboxes.containers.confinement import (
     check,
     config_of,
     container_config,
-    has_tunnel,
     refuse_volumes,
     user_of,
     workdir_of,
@@ -288,7 +287,7 @@ def environment_of(spec: CellSpec, user: User, image: Image) -> dict[str, str]:
 
 async def open_tunnel(link: AgentLink, spec: CellSpec) -> NetworkTunnel | None:
     """Open a container's way to the network, if its spec asks for one."""
-    if spec.network is None or not has_tunnel(spec):
+    if spec.network is None or not spec.has_network:
         return None
     limits = Limits(open_files=TUNNEL_OPEN_FILES)
     source = TUNNEL_SOURCE.encode()
