@@ -16,7 +16,7 @@ from typing import NamedTuple, Self, TypeVar
 
 from areal_agent.errors import SandboxError
 from sandboxes.agent.wire import REQUEST, Ask, End, Operation, Tell, pack
-from sandboxes.base import Cell, Process, Program
+from sandboxes.base import Process, Program
 from sandboxes.cgroups import SharedBounds
 from sandboxes.folder import OpenFolder, entries_of
 from sandboxes.folder import pack as pack_tar
@@ -102,6 +102,10 @@ class AgentCell:
         if self._closing is None:
             self._closing = asyncio.ensure_future(self.remove())
         await asyncio.shield(self._closing)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closing is not None and self._closing.done()
 
     async def run(self, link: AgentLink, request: bytes, stdin: bytes, limits: Limits) -> ExecResult:
         """Run what is requested to its end."""
@@ -264,27 +268,28 @@ class FolderCell(AgentCell):
             os.close(descriptor)
 
 
+AnyCell = TypeVar("AnyCell", bound=AgentCell)
+
+
 class Cells:
     """The open cells of one provider. `release` gives up what the provider holds, once all cells are closed."""
 
     def __init__(self, release: Callable[[], Awaitable[None]]) -> None:
         self._release = release
-        self._open: set[Cell] = set()
+        self._open: set[AgentCell] = set()
         self._closing: asyncio.Task[None] | None = None
 
     def check_open(self) -> None:
         if self._closing is not None:
             raise SandboxError("the sandbox pool is closed; open another")
 
-    async def add(self, cell: Cell) -> None:
+    async def add(self, cell: AnyCell) -> AnyCell:
         """Take a cell on; SandboxError when all were closed meanwhile, and then it is closed too."""
         if self._closing is not None:
             await cell.close()
         self.check_open()
-        self._open.add(cell)
-
-    def discard(self, cell: Cell) -> None:
-        self._open.discard(cell)
+        self._open = {cell, *(other for other in self._open if not other.is_closed)}
+        return cell
 
     async def close(self) -> None:
         """Close every cell, then the provider. Harmless when both are closed already."""

@@ -96,9 +96,7 @@ class JailProvider:
     async def create(self, spec: CellSpec) -> FolderCell:
         self.check(spec)
         self._cells.check_open()
-        cell = await start_jail(self._zygotes, spec, self._groups, self._cells)
-        await self._cells.add(cell)
-        return cell
+        return await self._cells.add(await start_jail(self._zygotes, spec, self._groups))
 
     async def reap(self) -> int:
         return await asyncio.to_thread(cgroups.reap_groups)
@@ -112,52 +110,41 @@ class JailProvider:
             await self._groups.aclose()
 
 
-async def start_jail(
-    zygotes: "Zygotes", spec: CellSpec, groups: GroupTree | None, cells: Cells | None = None
-) -> FolderCell:
+async def start_jail(zygotes: "Zygotes", spec: CellSpec, groups: GroupTree | None) -> FolderCell:
     """Return the cell of a new jail; SandboxError when it cannot be started."""
     home, user = spec.workdir or DEFAULT_WORKDIR, fresh_user() if os.getuid() == 0 else NOBODY
     group = None if groups is None else await groups.take(spec.limits)
-    jail: Jail | None = None
-    proxy: FilteringProxy | None = None
-    cell: FolderCell | None = None
-
-    async def remove() -> None:
-        if jail is not None:
-            await jail.aclose()
-        if proxy is not None:
-            await proxy.aclose()
-        if groups is not None and group is not None:
-            groups.drop(group)
-        if cells is not None and cell is not None:
-            cells.discard(cell)
+    env = base_environment(home)
+    parts = contextlib.AsyncExitStack()
 
     def process_bounds(limits: Limits) -> tuple[int, int]:
         return (0, 0) if group else (limits.memory_bytes, cgroups.NUM_FORKERS + (limits.pids or cgroups.DEFAULT_PIDS))
 
     try:
+        if groups is not None and group is not None:
+            parts.callback(groups.drop, group)
         jail = await zygotes.fork(spec, user, group)
+        parts.push_async_callback(jail.aclose)
         if jail.listener is not None and spec.network is not None:
-            listener, jail.listener = jail.listener, None
-            proxy = await FilteringProxy.start(listener, spec.network)
+            parts.push_async_callback((await FilteringProxy.start(jail.listener, spec.network)).aclose)
+            env |= proxy_environment()
     except BaseException:
-        await asyncio.shield(remove())
+        await asyncio.shield(parts.aclose())
         raise
-    cell = FolderCell(
+    return FolderCell(
         reach=jail.link.itself,
         home=home,
-        env={**base_environment(home), **(proxy_environment() if proxy else {})},
+        env=env,
         user=user,
         limits=spec.limits,
         bounds=cgroups.SharedBounds(cgroups.Bounds.of(spec.limits), partial(groups.limit, group))
         if groups and group
         else None,
         process_bounds=process_bounds,
-        remove=remove,
+        remove=parts.aclose,
         open_folder=jail.open_folder,
         owner=user.uid if os.getuid() == 0 else None,
     )
-    return cell
 
 
 async def try_jail() -> None:

@@ -151,8 +151,7 @@ class SubprocessProvider:
             open_folder=open_folder,
             owner=None,
         )
-        await self._cells.add(cell)
-        return cell
+        return await self._cells.add(cell)
 
     async def reap(self) -> int:
         return await asyncio.to_thread(reap_folders)
@@ -189,7 +188,6 @@ class SubprocessProvider:
             await asyncio.to_thread(remove_tree, cell.home)
         except OSError as error:  # a process that could not be stopped may still write there; the provider tries again
             logger.warning("the files of a sandbox were not removed: %s", error)
-        self._cells.discard(cell)
 
 
 def make_folder(folder: Path) -> None:
