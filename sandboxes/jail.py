@@ -20,12 +20,11 @@ from typing import Self
 
 from areal_agent.errors import SandboxError
 from sandboxes import cgroups
-from sandboxes.agent.forker import children_of
 from sandboxes.agent.walls import ANSWER, DEFAULT_WORKDIR, MAX_DESCRIPTORS
 from sandboxes.base import ENFORCED_BY_WALLS, Capabilities, Program
 from sandboxes.cell import Cells, FolderCell, User, base_environment, fresh_user
 from sandboxes.cgroups import ControlGroup, GroupTree
-from sandboxes.link import AgentLink, chunks_of, socket_pair, start_process
+from sandboxes.link import AgentLink, chunks_of, end_process, socket_pair, start_process
 from sandboxes.proxy import PROXY_PORT, FilteringProxy, proxy_environment
 from sandboxes.seccomp import allowing_filter
 from sandboxes.spec import CellSpec, Isolation, Limits
@@ -293,15 +292,7 @@ class Zygote:
 
     async def aclose(self) -> None:
         self._control.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
-        except TimeoutError:
-            for child in children_of(self._process.pid):  # the first process behind the walls
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+        await end_process(self._process, STOP_TIMEOUT_S)
 
     async def _send(self, settings: bytes, stream: socket.socket, group: ControlGroup | None) -> None:
         """Ask for a jail whose end of its stream is `stream`."""
@@ -343,34 +334,26 @@ async def receive_answer(control: socket.socket) -> list[int]:
 
 
 class Zygotes:
-    """A provider's zygote, which is started when the first jail is asked for, and again after it has died."""
+    """A provider's zygotes: the last forks jails, and the next is started once it has died or does not answer."""
 
     def __init__(self) -> None:
-        self._usable: Zygote | None = None
-        self._stuck: list[Zygote] = []  # they start no more jails, but their jails may live
+        self._zygotes: list[Zygote] = []  # jails of those before the last may still live
         self._starting = asyncio.Lock()
 
     async def aclose(self) -> None:
         async with self._starting:
-            zygotes, self._usable = [*self._stuck, *filter(None, [self._usable])], None
-            self._stuck.clear()
-            await asyncio.gather(*(zygote.aclose() for zygote in zygotes))
+            await asyncio.gather(*(zygote.aclose() for zygote in self._zygotes))
+            self._zygotes.clear()
 
     async def fork(self, spec: CellSpec, user: User, group: ControlGroup | None) -> Jail:
         """Return a new jail, of another zygote if the first has died; SandboxError when it cannot be started."""
         try:
-            return await (await self._living()).fork(spec, user, group)
+            return await (await self._usable()).fork(spec, user, group)
         except ZygoteDiedError:
-            return await (await self._living()).fork(spec, user, group)
+            return await (await self._usable()).fork(spec, user, group)
 
-    async def _living(self) -> Zygote:
+    async def _usable(self) -> Zygote:
         async with self._starting:
-            zygote, self._usable = self._usable, None
-            if zygote is not None and zygote.is_dead:
-                await zygote.aclose()
-                zygote = None
-            elif zygote is not None and zygote.is_stuck:
-                self._stuck.append(zygote)
-                zygote = None
-            self._usable = zygote or await Zygote.start()
-            return self._usable
+            if not self._zygotes or self._zygotes[-1].is_dead or self._zygotes[-1].is_stuck:
+                self._zygotes.append(await Zygote.start())
+            return self._zygotes[-1]

@@ -231,12 +231,12 @@ class DockerProvider:
             await asyncio.sleep(LAYER_PAUSE_S)
             if self._writable:
                 with contextlib.suppress(SandboxError):  # the daemon is down
-                    for container, num_bytes in await self._engine.layers(self.ownership.filter):
-                        cell = self._writable.get(container)
+                    for found in await self._engine.containers(self.ownership.filter, with_size=True):
+                        cell, num_bytes = self._writable.get(found["Id"]), found.get("SizeRw", 0)
                         if cell and num_bytes > (max_bytes := cell.limits.disk_bytes or DEFAULT_LAYER_BYTES):
                             logger.warning("a sandbox wrote %d bytes, may %d, and is removed", num_bytes, max_bytes)
                             (await cell.reach()).blamed = OUT_OF_DISK
-                            await self._discard(container)
+                            await self._discard(found["Id"])
 
     async def _release(self) -> None:
         if self._watch is not None:
