@@ -13,10 +13,10 @@ from functools import wraps
 from typing import Any, Self
 
 from sandboxes import pool
-from sandboxes.cell import AgentProcess
+from sandboxes.cell import Process
 from sandboxes.sandbox import Sandbox
 
-ASYNCHRONOUS = (pool.Pool, Sandbox, AgentProcess, AbstractAsyncContextManager, AsyncIterator)
+ASYNCHRONOUS = (pool.Pool, Sandbox, Process, AbstractAsyncContextManager, AsyncIterator)
 
 
 class LoopThread:

@@ -17,7 +17,7 @@ from areal_agent.errors import SandboxError
 from sandboxes.agent.forker import FOR_ROOT
 from sandboxes.agent.wire import Operation
 from sandboxes.base import ENFORCED_BY_WALLS, Archives, Capabilities
-from sandboxes.cell import AgentProcess, Cells, User, fresh_user, request_of
+from sandboxes.cell import Cells, Process, User, fresh_user, request_of
 from sandboxes.cgroups import Bounds, SharedBounds
 from sandboxes.containers.cell import ContainerCell
 from sandboxes.containers.confinement import (
@@ -273,7 +273,7 @@ async def open_tunnel(link: AgentLink, spec: CellSpec) -> NetworkTunnel | None:
     limits = Limits(open_files=TUNNEL_OPEN_FILES)
     source = TUNNEL_SOURCE.encode()
     request = request_of(Operation.SOURCE, fresh_user(), limits, b"/", b".", {}, [source], is_timed=False)
-    process = AgentProcess(link, limits, is_timed=False, has_group=True)
+    process = Process(link, limits, is_timed=False, has_group=True)
     return await NetworkTunnel.start(await process.start(request), spec.network)
 
 
