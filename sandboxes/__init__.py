@@ -3,7 +3,7 @@
 ::
 
     spec.py         what a caller asks for (SandboxSpec, Limits, Network) and gets back (ExecResult, Status)
-    base.py         what a backend implements: Provider, Cell, Process
+    base.py         what a backend implements: Provider, Cell
     pool.py         open_pool, Pool: sandboxes on demand, the stock of started cells, the choice of a backend
     sandbox.py      Sandbox: a cell of any backend in its caller's hands
     sessions.py     shells and Python interpreters that keep their state; session_inside.py runs in the sandbox

@@ -7,6 +7,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
@@ -88,13 +89,10 @@ async def _attempt(subject: str, act: Callable[[], Awaitable[str]]) -> Finding:
 
 
 async def _find_containers() -> str:
-    engine = await Engine.connect()
-    try:
+    async with aclosing(await Engine.connect()) as engine:
         await engine.image(DEFAULT_IMAGE)
         allowing_filter(engine.machine)
         return f"Docker {engine.version} at {engine.host}, runtimes {', '.join(sorted(engine.runtimes))}"
-    finally:
-        await engine.aclose()
 
 
 async def _build_jail() -> str:
@@ -127,11 +125,8 @@ async def print_reaped() -> int:
 async def print_image() -> int:
     """Make the default image unless it exists; return 1 when it cannot be made."""
     try:
-        engine = await Engine.connect()
-        try:
+        async with aclosing(await Engine.connect()) as engine:
             is_new = await make_default_image(engine)
-        finally:
-            await engine.aclose()
     except SandboxError as error:
         print(f"no image: {error}", file=sys.stderr)
         return 1

@@ -1,33 +1,16 @@
-"""What every backend implements: a `Provider` makes a `Cell`, in which a `Process` runs a `Program`.
+"""What every backend implements: a `Provider` makes a `Cell`, in which a `Process` (`cell.py`) runs a `Program`.
 
 A cell is a place where programs run. Callers hold a `Sandbox` (`sandbox.py`), which wraps a cell and adds what is the
 same for all backends (environment, set-up, sessions, packing of folders, the pool's slots). A program's failure is an
 `ExecResult`; a cell that cannot run programs raises `SandboxError`.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
-from sandboxes.spec import CellSpec, ExecResult, Isolation, Limits
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
-    """A program to run: an executable with its arguments, or Python source that runs as `__main__`.
-
-    Source runs in a process of its own, with the standard library and the modules of the working directory. An
-    `argv[0]` that cannot be run ends as in a shell: exit code 127 or 126, the reason on stderr.
-    """
-
-    argv: tuple[str, ...] = ()
-    source: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict[str, str])  # added to the cell's PATH, HOME and TMPDIR
-    cwd: str = "."  # relative to the working directory
-
-    def __post_init__(self) -> None:
-        if bool(self.argv) == (self.source is not None):
-            raise ValueError(f"argv is {self.argv!r}; give the program and its arguments as a list of strings")
+from sandboxes.cell import Process
+from sandboxes.spec import CellSpec, ExecResult, Isolation, Limits, Program
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,35 +46,6 @@ class Archives:
 
     save: Callable[[str, BinaryIO, int], Awaitable[None]]  # path, target, most bytes
     load: Callable[[BinaryIO | bytes, str], Awaitable[None]]  # tar, folder
-
-
-class Process(Protocol):
-    """A running program, whose output can be read as it is printed.
-
-    Unread output stays in the pipe, and the program blocks when the pipe is full: nothing piles up in the host.
-    """
-
-    @property
-    def stdout(self) -> AsyncIterator[bytes]:
-        """Yield chunks as they come, none of them empty, until the program closes its stdout or dies."""
-        ...
-
-    @property
-    def stderr(self) -> AsyncIterator[bytes]: ...
-
-    async def write(self, data: bytes) -> None:
-        """Write to the program's stdin as it takes the data; BrokenPipeError when nobody will read it."""
-        ...
-
-    async def close_stdin(self) -> None: ...
-
-    async def wait(self) -> ExecResult:
-        """Wait for the end and return the result, without output. Any number of calls may wait."""
-        ...
-
-    async def kill(self) -> None:
-        """Kill the program and all its descendants, and wait until they are dead. Harmless when they are."""
-        ...
 
 
 class Cell(Protocol):

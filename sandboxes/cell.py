@@ -16,12 +16,11 @@ from typing import NamedTuple, Self, TypeVar
 
 from areal_agent.errors import SandboxError
 from sandboxes.agent.wire import REQUEST, Ask, End, Operation, Tell, pack
-from sandboxes.base import Cell, Process, Program
 from sandboxes.cgroups import SharedBounds
 from sandboxes.folder import OpenFolder, entries_of
 from sandboxes.folder import pack as pack_tar
 from sandboxes.link import CHUNK_BYTES, AgentLink, AgentRun, Ended
-from sandboxes.spec import ExecResult, Limits, Status, folder_parts
+from sandboxes.spec import ExecResult, Limits, Program, Status, folder_parts
 
 Answer = TypeVar("Answer")
 STATUS_OF_END = {End.DEADLINE: Status.TIMEOUT, End.OUTPUT: Status.OUTPUT_LIMIT, End.DISK: Status.DISK}
@@ -82,9 +81,9 @@ class AgentCell:
         self.check_open()
         return result
 
-    async def spawn(self, program: Program, *, limits: Limits, is_timed: bool) -> Process:
+    async def spawn(self, program: Program, *, limits: Limits, is_timed: bool) -> "Process":
         request = self._request(program, limits, is_timed=is_timed)
-        process = AgentProcess(await self.reach(), limits, is_timed=is_timed, has_group=self.bounds is not None)
+        process = Process(await self.reach(), limits, is_timed=is_timed, has_group=self.bounds is not None)
         if self.bounds is not None:
             await self.bounds.hold(limits, is_timed=is_timed)
         try:
@@ -102,6 +101,10 @@ class AgentCell:
         if self._closing is None:
             self._closing = asyncio.ensure_future(self.remove())
         await asyncio.shield(self._closing)
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closing is not None and self._closing.done()
 
     async def run(self, link: AgentLink, request: bytes, stdin: bytes, limits: Limits) -> ExecResult:
         """Run what is requested to its end."""
@@ -181,8 +184,11 @@ class Chunks:
         return data
 
 
-class AgentProcess:
-    """A program that the host talks with, once it was started."""
+class Process:
+    """A running program, whose output can be read as it is printed, in chunks, until the program closes it or dies.
+
+    Unread output stays in the pipe, and the program blocks when the pipe is full: nothing piles up in the host.
+    """
 
     def __init__(self, link: AgentLink, limits: Limits, *, is_timed: bool, has_group: bool) -> None:
         self._link = link
@@ -199,6 +205,7 @@ class AgentProcess:
         return self
 
     async def write(self, data: bytes) -> None:
+        """Write to the program's stdin as it takes the data; BrokenPipeError when nobody will read it."""
         async with self._writing:
             if data and not await self._link.offer(self.run, data):
                 if self.run.ended.done():
@@ -209,9 +216,11 @@ class AgentProcess:
         self._link.ask(Ask.CLOSE_STDIN, self.run)
 
     async def wait(self) -> ExecResult:
+        """Wait for the end and return the result, without output. Any number of calls may wait."""
         return result_of(await asyncio.shield(self.run.ended), self._limits, has_group=self._has_group)
 
     async def kill(self) -> None:
+        """Kill the program and all its descendants, and wait until they are dead. Harmless when they are."""
         self._link.kill(self.run)
         await asyncio.wait([self.run.ended])
 
@@ -264,27 +273,28 @@ class FolderCell(AgentCell):
             os.close(descriptor)
 
 
+AnyCell = TypeVar("AnyCell", bound=AgentCell)
+
+
 class Cells:
     """The open cells of one provider. `release` gives up what the provider holds, once all cells are closed."""
 
     def __init__(self, release: Callable[[], Awaitable[None]]) -> None:
         self._release = release
-        self._open: set[Cell] = set()
+        self._open: set[AgentCell] = set()
         self._closing: asyncio.Task[None] | None = None
 
     def check_open(self) -> None:
         if self._closing is not None:
             raise SandboxError("the sandbox pool is closed; open another")
 
-    async def add(self, cell: Cell) -> None:
+    async def add(self, cell: AnyCell) -> AnyCell:
         """Take a cell on; SandboxError when all were closed meanwhile, and then it is closed too."""
         if self._closing is not None:
             await cell.close()
         self.check_open()
-        self._open.add(cell)
-
-    def discard(self, cell: Cell) -> None:
-        self._open.discard(cell)
+        self._open = {cell, *(other for other in self._open if not other.is_closed)}
+        return cell
 
     async def close(self) -> None:
         """Close every cell, then the provider. Harmless when both are closed already."""

@@ -1,8 +1,8 @@
 """The jail backend: each cell is a jail of namespaces, with a disk in memory, a filter and control groups.
 
-A jail is a container that we build ourselves (`agent/walls.py`), with the same agent in it. Zygotes, one for each kind
-of jail, fork them; `Zygotes` is the host's end. A cell is its jail: closing it ends everything in it. README.md says
-what the backend stops.
+A jail is a container that we build ourselves (`agent/walls.py`), with the same agent in it. A zygote forks them;
+`Zygotes` is the host's end. A cell is its jail: closing it ends everything in it. README.md says what the backend
+stops.
 """
 
 import asyncio
@@ -14,35 +14,33 @@ import platform
 import signal
 import socket
 import sys
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Self
 
 from areal_agent.errors import SandboxError
 from sandboxes import cgroups
-from sandboxes.agent.forker import children_of
-from sandboxes.agent.walls import ANSWER, MAX_DESCRIPTORS
+from sandboxes.agent.walls import ANSWER, DEFAULT_WORKDIR, MAX_DESCRIPTORS
 from sandboxes.base import ENFORCED_BY_WALLS, Capabilities, Program
 from sandboxes.cell import Cells, FolderCell, User, base_environment, fresh_user
 from sandboxes.cgroups import ControlGroup, GroupTree
-from sandboxes.link import AgentLink, chunks_of, socket_pair, start_process
+from sandboxes.link import AgentLink, chunks_of, end_process, socket_pair, start_process
 from sandboxes.proxy import PROXY_PORT, FilteringProxy, proxy_environment
 from sandboxes.seccomp import allowing_filter
-from sandboxes.spec import Access, CellSpec, Isolation, Limits
+from sandboxes.spec import CellSpec, Isolation, Limits
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 10.0
 NO_ROOM = "the jail was given up because this process has too many open files; raise the limit (ulimit -n)"
-MAX_ZYGOTES = 8
-"""Each zygote takes some 10 MB. Above this number, the least recently used one ends if none of its jails lives."""
 FULL_PAUSE_S = 0.01
 NOBODY = User(uid=65534, gid=65534)
 """The user inside where the host is not root, whose own user it is outside; a host that is root takes a fresh one."""
 SYSTEM_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache")  # the targets of program names, and the locations of libraries
-CERTIFICATES = ("/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/pki/tls/certs", "/etc/ca-certificates")
+SYSTEM_FILES = (
+    *("/etc/alternatives", "/etc/ld.so.cache"),  # the targets of program names, and the locations of libraries
+    *("/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/pki/tls/certs", "/etc/ca-certificates"),
+)
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 DEVICE_LINKS = {
     "/dev/fd": "/proc/self/fd",
@@ -50,7 +48,7 @@ DEVICE_LINKS = {
     "/dev/stdout": "/proc/self/fd/1",
     "/dev/stderr": "/proc/self/fd/2",
 }
-DEFAULT_WORKDIR = "/work"
+MAX_WORKDIR = 1024
 TAKEN_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "dev", "proc", "sys", "tmp")
 DEFAULT_INODES = 10_000
 TRIAL = "import colorsys; open('/dev/null', 'w').close(); open('file', 'w').close()"
@@ -97,9 +95,7 @@ class JailProvider:
     async def create(self, spec: CellSpec) -> FolderCell:
         self.check(spec)
         self._cells.check_open()
-        cell = await start_jail(self._zygotes, spec, self._groups, self._cells)
-        await self._cells.add(cell)
-        return cell
+        return await self._cells.add(await start_jail(self._zygotes, spec, self._groups))
 
     async def reap(self) -> int:
         return await asyncio.to_thread(cgroups.reap_groups)
@@ -113,52 +109,41 @@ class JailProvider:
             await self._groups.aclose()
 
 
-async def start_jail(
-    zygotes: "Zygotes", spec: CellSpec, groups: GroupTree | None, cells: Cells | None = None
-) -> FolderCell:
+async def start_jail(zygotes: "Zygotes", spec: CellSpec, groups: GroupTree | None) -> FolderCell:
     """Return the cell of a new jail; SandboxError when it cannot be started."""
-    kind, user = JailKind.of(spec), fresh_user() if os.getuid() == 0 else NOBODY
+    home, user = spec.workdir or DEFAULT_WORKDIR, fresh_user() if os.getuid() == 0 else NOBODY
     group = None if groups is None else await groups.take(spec.limits)
-    jail: Jail | None = None
-    proxy: FilteringProxy | None = None
-    cell: FolderCell | None = None
-
-    async def remove() -> None:
-        if jail is not None:
-            await jail.aclose()
-        if proxy is not None:
-            await proxy.aclose()
-        if groups is not None and group is not None:
-            groups.drop(group)
-        if cells is not None and cell is not None:
-            cells.discard(cell)
+    env = base_environment(home)
+    parts = contextlib.AsyncExitStack()
 
     def process_bounds(limits: Limits) -> tuple[int, int]:
         return (0, 0) if group else (limits.memory_bytes, cgroups.NUM_FORKERS + (limits.pids or cgroups.DEFAULT_PIDS))
 
     try:
-        jail = await zygotes.fork(kind, spec.limits, user, group)
+        if groups is not None and group is not None:
+            parts.callback(groups.drop, group)
+        jail = await zygotes.fork(spec, user, group)
+        parts.push_async_callback(jail.aclose)
         if jail.listener is not None and spec.network is not None:
-            listener, jail.listener = jail.listener, None
-            proxy = await FilteringProxy.start(listener, spec.network)
+            parts.push_async_callback((await FilteringProxy.start(jail.listener, spec.network)).aclose)
+            env |= proxy_environment()
     except BaseException:
-        await asyncio.shield(remove())
+        await asyncio.shield(parts.aclose())
         raise
-    cell = FolderCell(
+    return FolderCell(
         reach=jail.link.itself,
-        home=kind.home,
-        env={**base_environment(kind.home), **(proxy_environment() if proxy else {})},
+        home=home,
+        env=env,
         user=user,
         limits=spec.limits,
         bounds=cgroups.SharedBounds(cgroups.Bounds.of(spec.limits), partial(groups.limit, group))
         if groups and group
         else None,
         process_bounds=process_bounds,
-        remove=remove,
+        remove=parts.aclose,
         open_folder=jail.open_folder,
         owner=user.uid if os.getuid() == 0 else None,
     )
-    return cell
 
 
 async def try_jail() -> None:
@@ -186,47 +171,28 @@ def check_workdir(workdir: str | None) -> None:
         return
     names = workdir.split("/")[1:]
     is_plain = workdir.startswith("/") and all(name and name not in (".", "..") and "\0" not in name for name in names)
-    if not is_plain or names[0] in TAKEN_FOLDERS or Path(sys.base_prefix).is_relative_to(f"/{names[0]}"):
+    is_taken = not is_plain or names[0] in TAKEN_FOLDERS or Path(sys.base_prefix).is_relative_to(f"/{names[0]}")
+    if is_taken or len(workdir) > MAX_WORKDIR:
         raise SandboxError(
-            f"SandboxSpec.workdir is {workdir!r}; give an absolute path that is not the system's, such as '/app'"
+            f"SandboxSpec.workdir is {workdir!r}; give an absolute path that is not the system's, such as '/app', "
+            f"of at most {MAX_WORKDIR} characters"
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JailKind:
-    """The settings that the jails of one zygote share; `home` is the working directory."""
-
-    home: str
-    has_proxy: bool
-
-    @classmethod
-    def of(cls, spec: CellSpec) -> Self:
-        has_proxy = spec.network is not None and spec.network.access is not Access.NONE
-        return cls(home=spec.workdir or DEFAULT_WORKDIR, has_proxy=has_proxy)
-
-    def config(self) -> str:
-        """Return what the zygote is told of all its jails; SandboxError where there is no filter for this machine."""
-        shown = ["/usr"]
-        links = dict(DEVICE_LINKS)
-        for folder in SYSTEM_FOLDERS:
-            if os.path.islink(folder):
-                links[folder] = os.readlink(folder)
-            elif os.path.isdir(folder):
-                shown.append(folder)
-        files = (*SYSTEM_FILES, *CERTIFICATES) if self.has_proxy else SYSTEM_FILES
-        shown += filter(os.path.exists, files)
-        if not Path(sys.base_prefix).is_relative_to("/usr"):
-            shown.append(sys.base_prefix)
-        config = {
-            "uid": NOBODY.uid,
-            "filter": allowing_filter(platform.machine()).hex(),
-            "shown": shown,
-            "devices": DEVICES,
-            "links": links,
-            "workdir": self.home,
-            "proxy_port": PROXY_PORT if self.has_proxy else None,
-        }
-        return json.dumps(config)
+def zygote_config() -> str:
+    """Return what a zygote is told of all its jails; SandboxError where there is no filter for this machine."""
+    shown = ["/usr"]
+    links = dict(DEVICE_LINKS)
+    for folder in SYSTEM_FOLDERS:
+        if os.path.islink(folder):
+            links[folder] = os.readlink(folder)
+        elif os.path.isdir(folder):
+            shown.append(folder)
+    shown += filter(os.path.exists, SYSTEM_FILES)
+    if not Path(sys.base_prefix).is_relative_to("/usr"):
+        shown.append(sys.base_prefix)
+    call_filter = allowing_filter(platform.machine()).hex()
+    return json.dumps({"uid": NOBODY.uid, "filter": call_filter, "shown": shown, "devices": DEVICES, "links": links})
 
 
 class Jail:
@@ -263,14 +229,12 @@ class Zygote:
     def __init__(self, process: asyncio.subprocess.Process, control: socket.socket) -> None:
         self._process = process
         self._control = control
-        self._links: set[AgentLink] = set()
-        self._num_forking = 0
         self.is_stuck = False
 
     @classmethod
-    async def start(cls, kind: JailKind) -> Self:
+    async def start(cls) -> Self:
         """Start a zygote; SandboxError where the walls cannot be built."""
-        zygote = cls(*await start_process("walls", "main", socket.SOCK_SEQPACKET, kind.config()))
+        zygote = cls(*await start_process("walls", "main", socket.SOCK_SEQPACKET, zygote_config()))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 await receive_answer(zygote._control)
@@ -285,19 +249,16 @@ class Zygote:
     def is_dead(self) -> bool:
         return self._process.returncode is not None
 
-    @property
-    def has_jails(self) -> bool:
-        return self._num_forking > 0 or any(link.is_alive for link in self._links)
-
-    async def fork(self, limits: Limits, user: User = NOBODY, group: ControlGroup | None = None) -> Jail:
+    async def fork(self, spec: CellSpec, user: User = NOBODY, group: ControlGroup | None = None) -> Jail:
         """Return a new jail; SandboxError when it cannot be started."""
         ours, theirs = socket_pair(socket.SOCK_STREAM)
         settings = {
-            "disk_bytes": limits.disk_bytes or cgroups.DEFAULT_DISK_BYTES,
-            "inodes": limits.inodes or DEFAULT_INODES,
+            "disk_bytes": spec.limits.disk_bytes or cgroups.DEFAULT_DISK_BYTES,
+            "inodes": spec.limits.inodes or DEFAULT_INODES,
             "uid": user.uid,
+            "workdir": spec.workdir or DEFAULT_WORKDIR,
+            "proxy_port": PROXY_PORT if spec.has_network else None,
         }
-        self._num_forking += 1
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 with theirs:
@@ -309,8 +270,6 @@ class Zygote:
             if isinstance(error, TimeoutError):
                 raise SandboxError(f"a jail did not start within {START_TIMEOUT_S:g} s") from None
             raise
-        finally:
-            self._num_forking -= 1
 
         async def has_run_out() -> bool:
             with contextlib.suppress(OSError):
@@ -324,7 +283,6 @@ class Zygote:
                 os.close(descriptor)
             raise
         jail = Jail(AgentLink(chunks_of(reader), writer, has_run_out), descriptors)
-        self._links = {jail.link, *(link for link in self._links if link.is_alive)}
         try:
             await jail.link.boot()
         except BaseException:
@@ -334,15 +292,7 @@ class Zygote:
 
     async def aclose(self) -> None:
         self._control.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
-        except TimeoutError:
-            for child in children_of(self._process.pid):  # the first process behind the walls
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+        await end_process(self._process, STOP_TIMEOUT_S)
 
     async def _send(self, settings: bytes, stream: socket.socket, group: ControlGroup | None) -> None:
         """Ask for a jail whose end of its stream is `stream`."""
@@ -384,37 +334,26 @@ async def receive_answer(control: socket.socket) -> list[int]:
 
 
 class Zygotes:
-    """A provider's zygotes. Each is started when a jail of its kind is asked for, and again after it has died."""
+    """A provider's zygotes: the last forks jails, and the next is started once it has died or does not answer."""
 
     def __init__(self) -> None:
-        self._usable: dict[JailKind, Zygote] = {}  # least recently used first
-        self._stuck: list[Zygote] = []  # they start no more jails, but their jails may live
+        self._zygotes: list[Zygote] = []  # jails of those before the last may still live
         self._starting = asyncio.Lock()
 
     async def aclose(self) -> None:
         async with self._starting:
-            await asyncio.gather(*(zygote.aclose() for zygote in (*self._usable.values(), *self._stuck)))
-            self._usable.clear()
-            self._stuck.clear()
+            await asyncio.gather(*(zygote.aclose() for zygote in self._zygotes))
+            self._zygotes.clear()
 
-    async def fork(self, kind: JailKind, limits: Limits, user: User, group: ControlGroup | None) -> Jail:
+    async def fork(self, spec: CellSpec, user: User, group: ControlGroup | None) -> Jail:
         """Return a new jail, of another zygote if the first has died; SandboxError when it cannot be started."""
         try:
-            return await (await self._of(kind)).fork(limits, user, group)
+            return await (await self._usable()).fork(spec, user, group)
         except ZygoteDiedError:
-            return await (await self._of(kind)).fork(limits, user, group)
+            return await (await self._usable()).fork(spec, user, group)
 
-    async def _of(self, kind: JailKind) -> Zygote:
+    async def _usable(self) -> Zygote:
         async with self._starting:
-            zygote = self._usable.pop(kind, None)
-            if zygote is not None and zygote.is_dead:
-                await zygote.aclose()
-                zygote = None
-            elif zygote is not None and zygote.is_stuck:
-                self._stuck.append(zygote)
-                zygote = None
-            self._usable[kind] = zygote or await Zygote.start(kind)
-            for other in list(self._usable)[: max(0, len(self._usable) - MAX_ZYGOTES)]:
-                if not self._usable[other].has_jails:
-                    await self._usable.pop(other).aclose()
-            return self._usable[kind]
+            if not self._zygotes or self._zygotes[-1].is_dead or self._zygotes[-1].is_stuck:
+                self._zygotes.append(await Zygote.start())
+            return self._zygotes[-1]

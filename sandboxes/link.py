@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from areal_agent.errors import SandboxError
+from sandboxes.agent.forker import children_of
 from sandboxes.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, START, Ask, End, Tell, pack, whole_frames
 
 READY_TIMEOUT_S = 60.0
@@ -439,6 +440,17 @@ async def start_process(
     finally:
         theirs.close()
     return process, ours
+
+
+async def end_process(process: asyncio.subprocess.Process, patience_s: float) -> None:
+    """Wait for the end of a process. One that takes longer than `patience_s` is killed, its children first."""
+    try:
+        await asyncio.wait_for(process.wait(), patience_s)
+    except TimeoutError:
+        for pid in (*children_of(process.pid), process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await process.wait()
 
 
 def socket_pair(kind: int) -> tuple[socket.socket, socket.socket]:

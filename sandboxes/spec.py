@@ -181,6 +181,11 @@ class CellSpec:
     network: Network | None = None
     runtime: str | None = None
 
+    @property
+    def has_network(self) -> bool:
+        """Whether programs reach a network. `Network.none()` asks that they do not, which not all backends can give."""
+        return self.network is not None and self.network.access is not Access.NONE
+
     def refuse(self, backend: str, *names: str) -> None:
         """Raise SandboxError when the spec asks for any of the fields `names`."""
         for name in names:
@@ -189,6 +194,24 @@ class CellSpec:
                     f"SandboxSpec.{name} is {value!r}, and the {backend} backend cannot give it; "
                     "leave it out, or use another backend"
                 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A program to run: an executable with its arguments, or Python source that runs as `__main__`.
+
+    Source runs in a process of its own, with the standard library and the modules of the working directory. An
+    `argv[0]` that cannot be run ends as in a shell: exit code 127 or 126, the reason on stderr.
+    """
+
+    argv: tuple[str, ...] = ()
+    source: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict[str, str])  # added to the cell's PATH, HOME and TMPDIR
+    cwd: str = "."  # relative to the working directory
+
+    def __post_init__(self) -> None:
+        if bool(self.argv) == (self.source is not None):
+            raise ValueError(f"argv is {self.argv!r}; give the program and its arguments as a list of strings")
 
 
 class Status(StrEnum):

@@ -23,7 +23,7 @@ from areal_agent.errors import SandboxError
 from sandboxes.agent.files import FOLDER_FLAGS, remove_tree
 from sandboxes.base import Capabilities
 from sandboxes.cell import Cells, FolderCell, User, base_environment
-from sandboxes.link import END_PATIENCE_S, AgentLink, chunks_of, start_process
+from sandboxes.link import END_PATIENCE_S, AgentLink, chunks_of, end_process, start_process
 from sandboxes.owner import PREFIX, is_abandoned, own_tag
 from sandboxes.spec import Access, CellSpec, Isolation, Limits
 
@@ -65,12 +65,7 @@ class Agent:
     async def aclose(self) -> None:
         """End the agent and all of its programs."""
         await self.link.aclose()
-        try:
-            await asyncio.wait_for(self._process.wait(), END_PATIENCE_S)
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
-            await self._process.wait()
+        await end_process(self._process, END_PATIENCE_S)
 
 
 class SubprocessProvider:
@@ -151,8 +146,7 @@ class SubprocessProvider:
             open_folder=open_folder,
             owner=None,
         )
-        await self._cells.add(cell)
-        return cell
+        return await self._cells.add(cell)
 
     async def reap(self) -> int:
         return await asyncio.to_thread(reap_folders)
@@ -189,7 +183,6 @@ class SubprocessProvider:
             await asyncio.to_thread(remove_tree, cell.home)
         except OSError as error:  # a process that could not be stopped may still write there; the provider tries again
             logger.warning("the files of a sandbox were not removed: %s", error)
-        self._cells.discard(cell)
 
 
 def make_folder(folder: Path) -> None:

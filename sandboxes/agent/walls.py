@@ -38,7 +38,8 @@ from sandboxes.agent.relay import COUNTERS, Relay
 
 ANSWER = struct.Struct("=i")
 """An errno, or 0: the zygote is ready, or a jail, whose folder, relay and listener (if it has one) come with it."""
-MAX_SETTINGS_BYTES = 1024
+DEFAULT_WORKDIR = "/work"
+MAX_SETTINGS_BYTES = 16_384
 """The most bytes of a jail's settings, as JSON."""
 MAX_DESCRIPTORS = 8
 """With the settings: the jail's end of its stream and, if it has a control group, the files of the two counters, then a
@@ -74,12 +75,12 @@ def main() -> None:
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     with telling_the_host(control):
         socket.sethostname("sandbox")
-        build_root(config["shown"], config["devices"], config["links"], config["workdir"])
+        build_root(config["shown"], config["devices"], config["links"])
     serve_zygote(control, config)
 
 
-def build_root(shown: list[str], devices: list[str], links: dict[str, str], workdir: str) -> None:
-    """Make a root that holds only the host paths `shown` (read-only), the devices and links, and empty folders."""
+def build_root(shown: list[str], devices: list[str], links: dict[str, str]) -> None:
+    """Enter a root that holds only the host paths `shown` (read-only), the devices and links, and empty folders."""
     keep_mounts_here()
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=64k,mode=0755")
     os.mkdir("/tmp/host")
@@ -92,11 +93,16 @@ def build_root(shown: list[str], devices: list[str], links: dict[str, str], work
         show(device, is_read_only=False)
     for place, target in links.items():
         os.symlink(target, f"/jail{place}")
-    for folder in ("/dev/shm", "/tmp", workdir, "/proc"):
+    for folder in ("/dev/shm", "/tmp", DEFAULT_WORKDIR, "/proc"):
         os.makedirs(f"/jail{folder}", exist_ok=True)
     mount_processes("/jail/proc")
-    mount("none", "/jail", None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
-    os.chdir("/jail")
+    enter_root("/jail")
+
+
+def enter_root(folder: str) -> None:
+    """Take a mounted folder, read-only from now on, as the root, and give up the old one."""
+    mount("none", folder, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+    os.chdir(folder)
     pivot_root(".", ".")  # the old root now lies over the new one
     kernel.check(kernel.LIBC.umount2(b".", MNT_DETACH))
     os.chdir("/")
@@ -152,6 +158,8 @@ def serve_jail(
         handed = [os.pidfd_open(os.getpid())]
         if config["proxy_port"] is not None:
             handed.append(socket.create_server(("127.0.0.1", config["proxy_port"])).detach())
+        if config["workdir"] != DEFAULT_WORKDIR:
+            make_own_root(config["workdir"])
         make_disk(config["disk_bytes"], config["inodes"], config["uid"], config["workdir"])
         os.chdir(config["workdir"])
         handed.insert(0, os.open(".", os.O_RDONLY | os.O_DIRECTORY))
@@ -206,6 +214,20 @@ def leave_the_others() -> None:
         fcntl.ioctl(channel, SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", IFF_UP_AND_RUNNING))
     for name, value in NETWORK_SETTINGS.items():
         write(f"/proc/sys/{name.replace('.', '/')}", value)
+
+
+def make_own_root(workdir: str) -> None:
+    """Enter a root that shows what the zygote's does, which no jail may change, and has a mount point for `workdir`."""
+    mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=64k,mode=0755")
+    for name in os.listdir("/"):
+        if os.path.islink(f"/{name}"):
+            os.symlink(os.readlink(f"/{name}"), f"/tmp/{name}")
+        else:
+            os.mkdir(f"/tmp/{name}")
+            if f"/{name}" not in ("/tmp", DEFAULT_WORKDIR):  # which are empty
+                mount(f"/{name}", f"/tmp/{name}", None, MS_BIND | MS_REC)
+    os.makedirs(f"/tmp{workdir}", exist_ok=True)
+    enter_root("/tmp")
 
 
 def make_disk(num_bytes: int, num_inodes: int, uid: int, workdir: str) -> None:

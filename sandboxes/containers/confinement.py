@@ -20,7 +20,7 @@ from sandboxes.cell import User, fresh_user
 from sandboxes.cgroups import AGENT_BYTES, CPU_PERIOD_US, DEFAULT_DISK_BYTES, TCP_LIMIT, Bounds, buffer_bytes
 from sandboxes.jail import DEFAULT_INODES
 from sandboxes.owner import own_tag
-from sandboxes.spec import Access, CellSpec, Limits
+from sandboxes.spec import CellSpec, Limits
 
 WORKDIR = "/work"
 DEFAULT_RUNTIME = "runc"
@@ -44,7 +44,7 @@ def config_of(bounds: Bounds, spec: CellSpec) -> dict[str, Any]:
     What is on the disks counts as memory of the container and stays after its writer. So there is room for full disks:
     whenever memory runs out, some program holds more than its bound, and is killed, never the agent.
     """
-    has_way_out, is_kernel = has_tunnel(spec), spec.runtime not in (None, DEFAULT_RUNTIME)
+    has_way_out, is_kernel = spec.has_network, spec.runtime not in (None, DEFAULT_RUNTIME)
     memory_bytes = bounds.memory_bytes + (spec.limits.disk_bytes or DEFAULT_DISK_BYTES)
     memory_bytes += AGENT_BYTES + TUNNEL_BYTES * has_way_out + SANDBOXED_BYTES * is_kernel
     return {
@@ -106,11 +106,6 @@ def refuse_volumes(spec: CellSpec, volumes: Sequence[str]) -> None:
             f"the image {spec.image!r} declares volumes, {', '.join(sorted(left))}: nothing bounds what is written "
             "there on this machine's disk; rebuild it without VOLUME, or by `docker export` and `docker import`"
         )
-
-
-def has_tunnel(spec: CellSpec) -> bool:
-    """Return whether programs reach the network, by a tunnel and never an interface (see `agent/tunnel.py`)."""
-    return spec.network is not None and spec.network.access is not Access.NONE
 
 
 def container_config(

@@ -179,11 +179,6 @@ class Engine:
         """Return the engine's description of a container; None when it is gone."""
         return await self._find(lambda: self._client.inspect_container(container))
 
-    async def layers(self, label: str) -> list[tuple[str, int]]:
-        """Return the containers that bear a label, each with the bytes that were written to its image."""
-        found = await self._call(lambda: self._client.containers(size=True, filters={"label": label}))
-        return [(container["Id"], container.get("SizeRw", 0)) for container in found]
-
     async def save(self, container: str, path: str, target: BinaryIO, max_bytes: int) -> None:
         """Write a tar of a file or folder of a container to `target`; OSError if it is a link, missing or too long."""
 
@@ -254,9 +249,10 @@ class Engine:
 
         await self._find(remove_and_wait)
 
-    async def containers(self, label: str) -> list[Mapping[str, Any]]:
-        """Return all containers that bear a label, running or not."""
-        return await self._call(lambda: self._client.containers(all=True, filters={"label": label}))
+    async def containers(self, label: str, *, with_size: bool = False) -> list[Mapping[str, Any]]:
+        """Return all containers that bear a label, running or not; `SizeRw` is what each has written to its image."""
+        filters = {"label": label}
+        return await self._call(lambda: self._client.containers(all=True, size=with_size, filters=filters))
 
     async def aclose(self) -> None:
         await asyncio.to_thread(self._threads.shutdown)

@@ -17,7 +17,7 @@ from areal_agent.errors import SandboxError
 from sandboxes.agent.forker import FOR_ROOT
 from sandboxes.agent.wire import Operation
 from sandboxes.base import ENFORCED_BY_WALLS, Archives, Capabilities
-from sandboxes.cell import AgentProcess, User, fresh_user, request_of
+from sandboxes.cell import Cells, Process, User, fresh_user, request_of
 from sandboxes.cgroups import Bounds, SharedBounds
 from sandboxes.containers.cell import ContainerCell
 from sandboxes.containers.confinement import (
@@ -27,7 +27,6 @@ from sandboxes.containers.confinement import (
     check,
     config_of,
     container_config,
-    has_tunnel,
     refuse_volumes,
     user_of,
     workdir_of,
@@ -65,14 +64,13 @@ class DockerProvider:
         self._keeper = keeper
         self.ownership = ownership
         self._boot_data = boot_data(call_filter)
-        self._cells: dict[str, ContainerCell] = {}  # by container
+        self._cells = Cells(self._release)
         self._without_python: set[str] = set()  # image ids
         self._python = ""  # a volume with Python for these
-        self._layers: dict[str, int] = {}  # bytes that containers with a writable image may write there
+        self._writable: dict[str, ContainerCell] = {}  # by container: those whose image can be written to
         self._watch: asyncio.Task[None] | None = None  # of these
         self._left: set[str] = set()  # containers that could not be removed because the daemon was down
         self._tasks: set[asyncio.Task[Any]] = set()  # cells that are being made or given up, and removals
-        self._closing: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, *, needs_default_image: bool = False) -> Self:
@@ -109,9 +107,9 @@ class DockerProvider:
     async def _create_patiently(self, spec: CellSpec) -> ContainerCell:
         deadline_s = asyncio.get_running_loop().time() + RESTART_PATIENCE_S
         while True:
-            self._check_open()
+            self._cells.check_open()
             try:
-                return await self._create(spec)
+                return await self._cells.add(await self._create(spec))
             except SandboxError as error:
                 is_down = isinstance(error, EngineSilent) or not await self._engine.is_there()
                 if not is_down or asyncio.get_running_loop().time() > deadline_s:
@@ -126,9 +124,7 @@ class DockerProvider:
         return len(orphans)
 
     async def close(self) -> None:
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
+        await self._cells.close()
 
     async def _create(self, spec: CellSpec) -> ContainerCell:
         image = await self._engine.image(spec.image or DEFAULT_IMAGE)
@@ -169,13 +165,10 @@ class DockerProvider:
         if spec.is_writable:
             save, load = partial(self._engine.save, container), partial(self._engine.load, container)
             cell.archives = Archives(save, load)
-            self._layers[container] = spec.limits.disk_bytes or DEFAULT_LAYER_BYTES
+            self._writable[container] = cell
             self._watch = self._watch or asyncio.create_task(self._bound_layers())
-        self._cells[container] = cell
-        await self._remove_left()
-        if self._closing is not None:
-            await cell.close()
-            self._check_open()
+        left, self._left = self._left, set()
+        await asyncio.gather(*(self._discard(container) for container in left))
         return cell
 
     async def _start_agent(
@@ -201,7 +194,7 @@ class DockerProvider:
             if link.is_given_up:  # the engine kills what its agent did not
                 await self._discard(container)
             else:
-                self._discard_soon(container)
+                self._own(self._discard(container))  # whoever closes a cell need not wait for the engine to tidy up
 
         return ContainerCell(
             reach=link.itself,
@@ -220,15 +213,12 @@ class DockerProvider:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _discard_soon(self, container: str) -> None:
-        """Remove a dead container in the background: whoever closes a cell need not wait for the engine to tidy up."""
-        self._cells.pop(container, None)
-        self._own(self._discard(container))
-
     async def _discard(self, container: str) -> None:
-        """Remove a container. A failure is retried when the next one is made; `close` and the keeper also catch it."""
-        self._cells.pop(container, None)
-        self._layers.pop(container, None)
+        """Remove a container. A failure is retried when the next one is made; `close` and the keeper also catch it.
+
+        A daemon that was killed leaves containers running, and so does one with `live-restore`.
+        """
+        self._writable.pop(container, None)
         try:
             await self._engine.remove(container)
         except SandboxError as error:
@@ -239,28 +229,18 @@ class DockerProvider:
         """Look at times how much the containers have written to their images, and remove those with too much."""
         while True:
             await asyncio.sleep(LAYER_PAUSE_S)
-            if self._layers:
+            if self._writable:
                 with contextlib.suppress(SandboxError):  # the daemon is down
-                    for container, num_bytes in await self._engine.layers(self.ownership.filter):
-                        if num_bytes > (max_bytes := self._layers.get(container, num_bytes)):
+                    for found in await self._engine.containers(self.ownership.filter, with_size=True):
+                        cell, num_bytes = self._writable.get(found["Id"]), found.get("SizeRw", 0)
+                        if cell and num_bytes > (max_bytes := cell.limits.disk_bytes or DEFAULT_LAYER_BYTES):
                             logger.warning("a sandbox wrote %d bytes, may %d, and is removed", num_bytes, max_bytes)
-                            if cell := self._cells.get(container):
-                                (await cell.reach()).blamed = OUT_OF_DISK
-                            await self._discard(container)
+                            (await cell.reach()).blamed = OUT_OF_DISK
+                            await self._discard(found["Id"])
 
-    async def _remove_left(self) -> None:
-        """Retry removals: a daemon that was killed leaves containers running, and so does one with `live-restore`."""
-        left, self._left = self._left, set()
-        await asyncio.gather(*(self._discard(container) for container in left))
-
-    def _check_open(self) -> None:
-        if self._closing is not None:
-            raise SandboxError("the sandbox pool is closed; open another")
-
-    async def _close(self) -> None:
+    async def _release(self) -> None:
         if self._watch is not None:
             self._watch.cancel()
-        await asyncio.gather(*(cell.close() for cell in tuple(self._cells.values())))
         while self._tasks:
             await asyncio.wait(self._tasks)
         with contextlib.suppress(SandboxError):  # there is no daemon, or the keeper has more patience than we
@@ -288,12 +268,12 @@ def environment_of(spec: CellSpec, user: User, image: Image) -> dict[str, str]:
 
 async def open_tunnel(link: AgentLink, spec: CellSpec) -> NetworkTunnel | None:
     """Open a container's way to the network, if its spec asks for one."""
-    if spec.network is None or not has_tunnel(spec):
+    if spec.network is None or not spec.has_network:
         return None
     limits = Limits(open_files=TUNNEL_OPEN_FILES)
     source = TUNNEL_SOURCE.encode()
     request = request_of(Operation.SOURCE, fresh_user(), limits, b"/", b".", {}, [source], is_timed=False)
-    process = AgentProcess(link, limits, is_timed=False, has_group=True)
+    process = Process(link, limits, is_timed=False, has_group=True)
     return await NetworkTunnel.start(await process.start(request), spec.network)
 
 

@@ -13,7 +13,7 @@ from typing import Self
 from areal_agent.errors import SandboxError
 from sandboxes.agent.tunnel import CHUNK_BYTES, DATA, END, FRAME, GONE, MAX_CONNECTIONS, OPEN, TAKEN
 from sandboxes.agent.wire import whole_frames
-from sandboxes.cell import AgentProcess
+from sandboxes.cell import Process
 from sandboxes.proxy import FilteringProxy
 from sandboxes.spec import Network
 
@@ -37,7 +37,7 @@ class Connection:
 class NetworkTunnel:
     """A container's tunnel. Make it with `start`, end it with `aclose`; it ends with its process in the container."""
 
-    def __init__(self, process: AgentProcess, network: Network) -> None:
+    def __init__(self, process: Process, network: Network) -> None:
         self._process = process
         self._proxy = FilteringProxy(network)
         self._connections: dict[int, Connection] = {}
@@ -45,7 +45,7 @@ class NetworkTunnel:
         self._task = asyncio.create_task(self._serve())
 
     @classmethod
-    async def start(cls, process: AgentProcess, network: Network) -> Self:
+    async def start(cls, process: Process, network: Network) -> Self:
         tunnel = cls(process, network)
         started = [tunnel._ready, tunnel._task]
         await asyncio.wait(started, timeout=READY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)

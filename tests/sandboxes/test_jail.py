@@ -27,7 +27,7 @@ from sandboxes import Isolation, Limits, Network, Pool, SandboxSpec, Status, jai
 from sandboxes.agent.forker import children_of
 from sandboxes.cgroups import hierarchies_here
 from sandboxes.conformance.row import processes_left
-from sandboxes.jail import JailKind, Zygote
+from sandboxes.jail import Zygote
 from sandboxes.owner import PREFIX, own_tag
 
 GONE = "the sandbox is gone"
@@ -81,17 +81,17 @@ async def test_no_descriptor_stays_open(backend: str) -> None:
 
 @pytest.mark.parametrize("network", [Network.none(), Network.full()])
 async def test_no_jail_where_no_more_files_may_be_open(backend: str, network: Network, descriptors_left) -> None:
-    kind = JailKind.of(SandboxSpec(network=network).cell(Limits()))
-    zygote = await Zygote.start(kind)
+    spec = SandboxSpec(network=network).cell(Limits())
+    zygote = await Zygote.start()
     before = len(os.listdir("/proc/self/fd"))
-    num_handed = 3 if kind.has_proxy else 2  # folder and relay, and a listener
+    num_handed = 3 if spec.has_network else 2  # folder and relay, and a listener
     for num_free in range(num_handed + 2):
         is_enough = num_free > num_handed  # and our end of the control socket
         with (
             descriptors_left(num_free),
             contextlib.nullcontext() if is_enough else pytest.raises(SandboxError, match=r"open files|files open"),
         ):
-            await (await zygote.fork(Limits())).aclose()
+            await (await zygote.fork(spec)).aclose()
         assert not zygote.is_stuck and not zygote.is_dead
         assert len(os.listdir("/proc/self/fd")) == before
     await zygote.aclose()
@@ -235,18 +235,12 @@ async def test_zygote_that_does_not_answer_is_replaced(pool: Pool, monkeypatch: 
     assert children() <= before
 
 
-async def test_zygotes_of_which_no_jail_lives_end_when_there_are_many(
-    pool: Pool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jail, "MAX_ZYGOTES", 2)
+async def test_jails_of_one_zygote_have_working_directories_of_their_own(pool: Pool) -> None:
     before = children()
-    async with pool.acquire(SandboxSpec(workdir="/first")) as first:
-        assert (await first.exec(["pwd"])).stdout == b"/first\n"
-        for name in ("second", "third", "fourth"):
-            async with pool.acquire(SandboxSpec(workdir=f"/{name}")) as box:
-                assert (await box.exec(["pwd"])).stdout == f"/{name}\n".encode()
-        assert len(children() - before) == 3  # the first, which is in use, and two of which the third was asked last
-        assert (await first.exec(["pwd"])).stdout == b"/first\n"
+    async with pool.acquire(SandboxSpec(workdir="/first/of/all")) as box, pool.acquire() as other:
+        assert (await box.exec(["sh", "-c", "pwd; mkdir /first/x /x; ls -A /work; ls -A"])).stdout == b"/first/of/all\n"
+        assert (await other.exec(["sh", "-c", "pwd; mkdir /work/../x; ls -d /first"])).stdout == b"/work\n"
+        assert len(children() - before) == 1
 
 
 NEIGHBOUR = """
