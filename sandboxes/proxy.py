@@ -18,7 +18,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from areal_agent.errors import SandboxError
-from sandboxes.agent.tunnel import CHUNK_BYTES, DATA, END, FRAME, GONE, MAX_CONNECTIONS, OPEN, PROXY_PORT, TAKEN
+from sandboxes.agent.tunnel import CHUNK_BYTES, DATA, END, FRAME, GONE, MAX_CONNECTIONS, OPEN, PROXY_PORT, READY, TAKEN
 from sandboxes.agent.wire import whole_frames
 from sandboxes.base import Process
 from sandboxes.spec import Access, Network, plain_host
@@ -216,18 +216,15 @@ class NetworkTunnel:
         self._process = process
         self._proxy = FilteringProxy(network)
         self._connections: dict[int, Connection] = {}
-        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._serve())
 
     @classmethod
     async def start(cls, process: Process, network: Network) -> Self:
-        tunnel = cls(process, network)
-        started = [tunnel._ready, tunnel._task]
-        await asyncio.wait(started, timeout=READY_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
-        if not tunnel._ready.done():
-            await tunnel.aclose()
-            raise SandboxError("the way to the network could not be opened in a container")
-        return tunnel
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                if await anext(process.stdout, b"") == READY:
+                    return cls(process, network)
+        raise SandboxError("the way to the network could not be opened in a container")
 
     async def aclose(self) -> None:
         self._task.cancel()
@@ -248,10 +245,7 @@ class NetworkTunnel:
 
     async def _on_frame(self, kind: int, number: int, body: bytes) -> None:
         connection = self._connections.get(number)
-        if kind == OPEN and number == 0:
-            if not self._ready.done():
-                self._ready.set_result(None)
-        elif kind == OPEN and connection is None and len(self._connections) < MAX_CONNECTIONS:
+        if kind == OPEN and connection is None and len(self._connections) < MAX_CONNECTIONS:
             await self._open(number)
         elif connection is None:
             return

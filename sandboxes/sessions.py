@@ -1,9 +1,7 @@
 """Stateful sessions: Python programs that share one interpreter, and bash commands that share a shell's state.
 
-A `PythonSession` is the host's end of `session_inside.py` and behaves as the cells of a notebook do. A run that is out
-of time is interrupted as by Ctrl-C; if it does not end then, the interpreter is killed, `ExecResult.is_state_lost` is
-set, and the next run gets a fresh one. Printed text can never pass for a status. The kernel reports how an interpreter
-died; whether a run raised is what the interpreter itself says, and a program could bend that.
+A `PythonSession` is the host's end of `session_inside.py`. Printed text can never pass for a status. The kernel reports
+how an interpreter died; whether a run raised is what the interpreter itself says, and a program could bend that.
 
 Each run of a `ShellSession` is a process of its own, with its own limits, and the kernel gives its status. When a run
 ends, bash saves variables, functions, aliases, options, umask and the current folder to a file of the sandbox for the

@@ -3,9 +3,8 @@
 `Exact`, `SameLines` and `CloseNumbers` are pure functions of plain data (what `json.loads` makes), which can neither
 act nor pretend. A boolean is not a number; 1 and 1.0 are the same number.
 
-A `CustomChecker` is Python of the task's own, which runs in a sandbox that it never shares with the judged program. It
-must give a score for an expected output as output. If it fails on another, that output counts as wrong, since honest
-checkers fail on nonsense.
+A `CustomChecker` is Python of the task's own, which runs in a sandbox that it never shares with the judged program. An
+output that it fails on counts as wrong, since honest checkers fail on nonsense.
 """
 
 import ast

@@ -1,18 +1,8 @@
 """A task folder in Harbor's format: its settings, its sandbox, and its verdict.
 
-::
-
-    task = HarborTask.load(folder)
-    await task.prepare()                       # finds or builds its image
-    async with open_pool(backend="docker") as pool, task.open(pool) as box:
-        ...                                    # an agent works in `box`, by `task.instruction`
-        verdict = await task.verify(box, pool)
-
 The agent's sandbox is not trusted. The tests run in a fresh one of the same image, to which only the declared paths are
-copied (`TaskToml.declared_paths`): no process of the agent's is there, nor its PATH, nor what it made of the tests and
-their tools, nor a reward that it wrote. Of code that the tests themselves run, the tests must beware.
-
-A task that says `environment_mode = "shared"` is judged where the agent was. It is counted as not trusted.
+copied (`TaskToml.declared_paths`). A task that says `environment_mode = "shared"` is judged where the agent was, and
+counted as not trusted.
 
 The keys of `task.toml` and their defaults are those of Harbor 0.25 (its `models/task/config.py`). A key that asks for
 more than is done here (several steps, GPUs, further services, a verifier's own image) is an error, as is one that does
