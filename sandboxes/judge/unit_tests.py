@@ -23,6 +23,7 @@ import importlib.util
 import json
 import marshal
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,20 +73,16 @@ async def judge_unit_tests(
     """Return the verdict on each test. ValueError when the tests, not the program, are at fault."""
     test_files = {path: source.encode() for path, source in tests.files.items()}
     test_spec = replace(spec, files={**spec.files, **test_files})
-    async with pool.acquire(spec) as program_box, pool.acquire(test_spec) as test_box:
+    async with pool.acquire(spec) as program_box, pool.acquire(test_spec) as test_box, AsyncExitStack() as stack:
         program = RemoteProgram(program_box, code, tests.module, limits or program_box.limits)
-        try:
-            names = await program.start()
-            if names is None:
-                return Verdict(cases=(program.failure,))
-            conversation = Conversation(await test_box.spawn_python(RUN))
-            try:
-                await greet(conversation, {"module": tests.module, "files": tests.test_files, "names": names})
-                return await TestRun(conversation, program, stop_early).verdict()
-            finally:
-                await conversation.end()
-        finally:
-            await program.stop()
+        stack.push_async_callback(program.stop)
+        names = await program.start()
+        if names is None:
+            return Verdict(cases=(program.failure,))
+        conversation = Conversation(await test_box.spawn_python(RUN))
+        stack.push_async_callback(conversation.end)
+        await greet(conversation, {"module": tests.module, "files": tests.test_files, "names": names})
+        return await TestRun(conversation, program, stop_early).verdict()
 
 
 async def greet(conversation: "Conversation", order: dict[str, Any]) -> None:
