@@ -8,7 +8,7 @@
     sandbox.py      Sandbox: a cell of any backend in its caller's hands
     sessions.py     shells and Python interpreters that keep their state; session_inside.py runs in the sandbox
     sync.py         the same interface without asyncio
-    proxy.py        a sandbox's way to the network
+    proxy.py        a sandbox's way to the network; agent/tunnel.py is its inner end in a container
     cell.py         a cell whose programs an agent runs, for every backend; how a program ended
     link.py         the host's end of an agent, and how an agent is started
     agent/          the agent, which forks, confines and reaps programs, and the walls of jails

@@ -12,7 +12,9 @@ import struct
 FRAME = struct.Struct("=BQI")  # as `wire.HEADER`
 """Kind, number of the connection, length of the data that follows; that of TAKEN is the number of bytes taken."""
 OPEN, DATA, END, TAKEN, GONE = 1, 2, 3, 4, 5
-PORT = 3128
+READY = FRAME.pack(OPEN, 0, 0)
+"""What comes first: from now on the port listens."""
+PROXY_PORT = 3128
 CHUNK_BYTES = 32_768
 MAX_CONNECTIONS = 64
 
@@ -126,8 +128,8 @@ class Tunnel:
 
 
 def main() -> None:
-    with socket.create_server(("127.0.0.1", PORT)) as listener:
-        os.write(1, FRAME.pack(OPEN, 0, 0))  # it is ready
+    with socket.create_server(("127.0.0.1", PROXY_PORT)) as listener:
+        os.write(1, READY)
         Tunnel(listener, 0, 1).serve()
 
 

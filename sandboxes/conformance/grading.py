@@ -9,7 +9,7 @@ one, are of tasks of their own, whose cases are easily fooled.
 import re
 from collections.abc import Awaitable, Callable, Mapping
 
-from sandboxes.conformance.row import JAILED, Row
+from sandboxes.conformance.harm import JAILED, Row
 from sandboxes.judge import CallCase, CloseNumbers, CustomChecker, SameLines, StdinCase, UnitTests, grade
 from sandboxes.pool import Pool
 from sandboxes.spec import Limits
@@ -246,11 +246,7 @@ PAIRS: tuple[tuple[str, str, str], ...] = (  # the body of a test, a right progr
     ("assert abs(half(3) - 1.5) < 1e-6", HALF, f"{ONE_OBJECT}half = Money"),
     ("assert 0 < half(3)", HALF, f"{ONE_OBJECT}half = Money"),
     ("assert [half(2), half(4)] == [1, 2]", HALF, f"{ONE_OBJECT}half = Money"),
-    (
-        "async def run(): assert await num() == 1\n    return run()",
-        "async def num(): return 1",
-        "async def num(): pass",
-    ),
+    ("async def run(): assert await num() == 1\n    return run()", "async def num(): return 1", "async def num(): 0"),
     ("pass\ndef teardown_module(): assert num() == 1", ONE, TWO),
     ("assert all(map(lambda n: num() == n, [1]))", ONE, "def num(): raise StopIteration"),
     (IN_A_THREAD, ONE, "def num(): raise SystemExit"),
@@ -279,11 +275,9 @@ async def tell_pairs_apart(pool: Pool) -> str:
 
 
 ROWS = (
-    Row(number=21, harm="early exits", required="no reward", run=earn_nothing(*ENDINGS)),
-    Row(number=22, harm="objects equal to everything", required="no reward", run=earn_nothing(*FALSE_OBJECTS)),
-    Row(
-        number=23, harm="search for what is expected", required="not there", needs=JAILED, run=earn_nothing("searches")
-    ),
-    Row(number=24, harm="patches, forged rewards", required="no reward", needs=JAILED, run=earn_nothing(*PATCHES)),
-    Row(number=24, harm="cases that are easily fooled", required="no reward", needs=JAILED, run=tell_pairs_apart),
+    Row(21, "early exits", "no reward", run=earn_nothing(*ENDINGS)),
+    Row(22, "objects equal to everything", "no reward", run=earn_nothing(*FALSE_OBJECTS)),
+    Row(23, "search for what is expected", "not there", needs=JAILED, run=earn_nothing("searches")),
+    Row(24, "patches, forged rewards", "no reward", needs=JAILED, run=earn_nothing(*PATCHES)),
+    Row(24, "cases that are easily fooled", "no reward", needs=JAILED, run=tell_pairs_apart),
 )

@@ -8,7 +8,6 @@
     images.py        images made of folders and Dockerfiles, and the default image
     cell.py          a container as a cell
     own_python.py    a Python for the agent in images that have none
-    tunnel_host.py   a container's way to the network: the outer end of agent/tunnel.py
 
 The package is not called `docker` so that nobody takes it for the `docker` package, which only `engine.py` imports.
 """

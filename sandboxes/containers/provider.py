@@ -34,10 +34,9 @@ from sandboxes.containers.confinement import (
 from sandboxes.containers.engine import Engine, EngineSilent, Image, NoSuchProgram, frames
 from sandboxes.containers.images import DEFAULT_IMAGE
 from sandboxes.containers.own_python import PYTHON, mount_of, python_volume
-from sandboxes.containers.tunnel_host import TUNNEL_SOURCE, NetworkTunnel
 from sandboxes.link import COMMAND, OUT_OF_DISK, AgentLink, boot_data
 from sandboxes.owner import is_abandoned
-from sandboxes.proxy import proxy_environment
+from sandboxes.proxy import TUNNEL_SOURCE, NetworkTunnel, proxy_environment
 from sandboxes.seccomp import allowing_filter
 from sandboxes.spec import CellSpec, Isolation, Limits
 

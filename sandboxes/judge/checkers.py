@@ -3,20 +3,17 @@
 `Exact`, `SameLines` and `CloseNumbers` are pure functions of plain data (what `json.loads` makes), which can neither
 act nor pretend. A boolean is not a number; 1 and 1.0 are the same number.
 
-A `CustomChecker` is Python of the task's own, which runs in a sandbox that it never shares with the judged program. It
-must give a score for an expected output as output. If it fails on another, that output counts as wrong, since honest
-checkers fail on nonsense.
+A `CustomChecker` is Python of the task's own, which runs in a sandbox that it never shares with the judged program. An
+output that it fails on counts as wrong, since honest checkers fail on nonsense.
 """
 
 import ast
-import asyncio
 import json
 import math
 import operator
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol, cast
 
@@ -173,34 +170,28 @@ class CustomChecker:
             )
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, slots=True)
 class CustomChecks:
-    """Runs a custom checker, in one sandbox that starts with the first check and ends with `stack`."""
+    """Runs a custom checker, in a sandbox where no judged program ever is."""
 
     checker: CustomChecker
-    acquire: AbstractAsyncContextManager[Sandbox]
-    stack: AsyncExitStack
-    example: tuple[str, str]  # stdin and expected output of a case, on which the checker is tried
-    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _box: Sandbox | None = None
+    box: Sandbox
+
+    async def try_on(self, stdin: str, expected: str) -> None:
+        """Raise ValueError unless the checker gives a score for an expected output."""
+        tried = await self._check(stdin, expected, expected)
+        if not tried.is_ok or score_of(tried.stdout) is None:
+            why = ending_of(tried.stderr) or f"it ended as {tried.status.value} and gave {tried.stdout!r:.100}"
+            raise ValueError(f"the checker gives no score for an expected output as output: {why}")
 
     async def score(self, stdin: str, expected: str, output: bytes) -> float:
         """Return a score from 0 to 1; 0 for a check that fails or returns anything else."""
-        async with self._starting:
-            if self._box is None:
-                box = await self.stack.enter_async_context(self.acquire)
-                given, right = self.example
-                tried = await self._check(box, given, right, right)
-                if not tried.is_ok or score_of(tried.stdout) is None:
-                    why = ending_of(tried.stderr) or f"it ended as {tried.status.value} and gave {tried.stdout!r:.100}"
-                    raise ValueError(f"the checker gives no score for an expected output as output: {why}")
-                self._box = box
-        result = await self._check(self._box, stdin, expected, output.decode(errors="replace"))
+        result = await self._check(stdin, expected, output.decode(errors="replace"))
         return (score_of(result.stdout) or 0.0) if result.is_ok else 0.0
 
-    async def _check(self, box: Sandbox, stdin: str, expected: str, output: str) -> ExecResult:
+    async def _check(self, stdin: str, expected: str, output: str) -> ExecResult:
         request = {"code": self.checker.source, "function": "check", "args": [stdin, expected, output]}
-        return await box.exec_python(CALL, stdin=json.dumps(request).encode(), limits=self.checker.limits)
+        return await self.box.exec_python(CALL, stdin=json.dumps(request).encode(), limits=self.checker.limits)
 
 
 def score_of(said: bytes) -> float | None:

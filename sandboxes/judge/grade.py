@@ -78,11 +78,10 @@ async def grade(
                 await _require_language(language, pool, spec, limits)
             detail = ending_of(built.stderr) or built.status.value
             return Verdict(cases=(CaseVerdict(outcome=Outcome.NOT_BUILT, detail=detail),) * len(cases))
-        checks = (
-            CustomChecks(checker, pool.acquire(spec), stack, texts_of(cases[0]))
-            if isinstance(checker, CustomChecker)
-            else checker
-        )
+        checks = checker
+        if isinstance(checks, CustomChecker):
+            checks = CustomChecks(checks, await stack.enter_async_context(pool.acquire(spec)))
+            await checks.try_on(*texts_of(cases[0]))
 
         async def judge_one(case: Case) -> CaseVerdict:
             result = await program.run(_stdin_of(case, code), case.limits or limits)

@@ -21,7 +21,7 @@ import threading
 import pytest
 
 from sandboxes import Limits, Pool, Sandbox, SandboxSpec, Status, open_pool
-from sandboxes.conformance.row import processes_left
+from sandboxes.conformance.harm import processes_left
 from sandboxes.link import interpreter
 
 

@@ -26,7 +26,7 @@ from areal_agent.errors import SandboxError
 from sandboxes import Isolation, Limits, Network, Pool, SandboxSpec, Status, jail, open_pool
 from sandboxes.agent.forker import children_of
 from sandboxes.cgroups import hierarchies_here
-from sandboxes.conformance.row import processes_left
+from sandboxes.conformance.harm import processes_left
 from sandboxes.jail import Zygote
 from sandboxes.owner import PREFIX, own_tag
 

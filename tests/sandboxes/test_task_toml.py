@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from sandboxes.spec import Access
-from sandboxes.tasks.harbor import HarborTask, load_tasks, rewards_of
-from sandboxes.tasks.task_toml import TaskToml, filled, read_task_toml
+from sandboxes.tasks.harbor import HarborTask, TaskToml, filled, load_tasks, read_task_toml, rewards_of
 
 
 def write_task(folder: Path, settings: str = "", **files: str) -> Path:

@@ -7,9 +7,8 @@
     ◀─ {"do": ...}  ─▶ {"value": ...} | {"raised": ...} | {"gone": why}        any number of times
     ◀─ {"end": index, "is_passed": ..., "detail": ...}
 
-A test passes only if its set-up, call and tear-down ran and passed: one that is skipped, expected to fail, or returns
-something that nothing reads has failed, whatever the reason. An error in the tear-down of a class, a module or the
-session fails all tests in it. pytest comes from the host: see `pytest_modules` in unit_tests.py.
+A test passes only if its set-up, call and tear-down ran and passed. pytest comes from the host: see `pytest_modules` in
+unit_tests.py.
 """
 
 import contextlib

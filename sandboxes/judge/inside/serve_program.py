@@ -1,8 +1,9 @@
 """Holds a program and does with it what its tests ask, one request per line. It runs in the program's own process.
 
-    {"code": ..., "module": ..., "serial": ...} ─▶ {"names": {name: kind}}    or {"raised": ...}
-    {"do": ..., "on": ..., "args": [...]} ─▶ {"value": ...}                   or {"raised": ...}, {"gone": ...}
+    {"code": ..., "module": ..., "serial": ...} ─▶ {"names": {name: kind}}
+    {"do": ..., "on": ..., "args": [...]} ─▶ {"value": ...}, {"raised": ...}, {"gone": ...}
 
+A program that cannot be loaded ends this process, with its traceback on stderr.
 `on` is the key of an object: its name in the program or among the built-in names or, for one that the program made, a
 number that includes the serial of this process. The key of an object of an earlier process is `gone`. What the program
 writes to `sys.stdout` is `printed` in the reply; the rest of its output goes to stderr.
@@ -108,12 +109,7 @@ def described(error: BaseException, pack_object: Callable[[Any], Any]) -> dict[s
 def answers(requests: Iterator[str]) -> Iterator[dict[str, Any]]:
     """Answer each request, whatever the program does."""
     first = json.loads(next(requests))
-    objects = Objects({}, first["serial"])
-    try:
-        module = load(first["code"], first["module"])
-    except BaseException as error:  # the boundary: what a program raises, SystemExit too, is an answer
-        yield {"raised": described(error, objects.pack)}
-        return
+    module = load(first["code"], first["module"])
     names = {name: value for name, value in vars(module).items() if not name.startswith("__")}
     objects = Objects({"": module, **names}, first["serial"])
     yield {"names": {name: kind_of(value) for name, value in names.items()}}
@@ -124,7 +120,7 @@ def answers(requests: Iterator[str]) -> Iterator[dict[str, Any]]:
             yield {"value": pack(act_of(request["do"])(objects[request["on"]], *args), objects.pack)}
         except Gone:
             yield {"gone": "the object was made by a process that has died"}
-        except BaseException as error:
+        except BaseException as error:  # the boundary: what a program raises, SystemExit too, is an answer
             yield {"raised": described(error, objects.pack)}
 
 

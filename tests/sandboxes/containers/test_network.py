@@ -1,7 +1,7 @@
 """The way of a container to the network: a tunnel to the filtering proxy, and nothing beside it.
 
 1. what is allowed is reached, and nothing else; 2. much data both ways, many connections at once; 3. programs cannot
-harm the tunnel; 4. its port is the proxy's; 5. without a network there is no tunnel.
+harm the tunnel; 4. without a network there is no tunnel.
 """
 
 import asyncio
@@ -10,11 +10,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from sandboxes.agent.tunnel import PORT
 from sandboxes.base import Program
 from sandboxes.containers.cell import ContainerCell
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.proxy import PROXY_PORT
 from sandboxes.spec import CellSpec, Limits, Network, Status
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -95,10 +93,6 @@ os.kill(-1, 9)
     result = await connected.exec(Program(source=source), stdin=b"", limits=PATIENT)
     assert (result.status, result.stdout) == (Status.OK, b"")
     assert await fetch(connected, ("127.0.0.1", port)) == ["1 y"]
-
-
-async def test_port_is_the_proxys() -> None:
-    assert PORT == PROXY_PORT
 
 
 async def test_without_a_network_there_is_no_tunnel(cell: ContainerCell) -> None:
