@@ -3,7 +3,7 @@
 ::
 
     spec.py         what a caller asks for (SandboxSpec, Limits, Network) and gets back (ExecResult, Status)
-    base.py         what a backend implements: Provider, Cell
+    base.py         what a backend implements: Provider
     pool.py         open_pool, Pool: sandboxes on demand, the stock of started cells, the choice of a backend
     sandbox.py      Sandbox: a cell of any backend in its caller's hands
     sessions.py     shells and Python interpreters that keep their state; session_inside.py runs in the sandbox
@@ -29,10 +29,11 @@ The package is independent: all it imports of areal_agent is the error `SandboxE
 `Pool.capabilities()` say what each backend cannot stop.
 """
 
-from sandboxes.base import Capabilities, Cell, Process, Program, Provider
+from sandboxes.base import Capabilities, Provider
+from sandboxes.cell import Cell, Process
 from sandboxes.pool import Pool, open_pool
 from sandboxes.sandbox import Sandbox
-from sandboxes.spec import Access, ExecResult, Isolation, Limits, Network, SandboxSpec, Status
+from sandboxes.spec import Access, ExecResult, Isolation, Limits, Network, Program, SandboxSpec, Status
 
 __all__ = [
     "Access",

@@ -5,12 +5,11 @@ same for all backends (environment, set-up, sessions, packing of folders, the po
 `ExecResult`; a cell that cannot run programs raises `SandboxError`.
 """
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
-from sandboxes.cell import Process
-from sandboxes.spec import CellSpec, ExecResult, Isolation, Limits, Program
+from sandboxes.cell import Cell
+from sandboxes.spec import CellSpec, Isolation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,66 +34,6 @@ ENFORCED_BY_WALLS = (
     "daemons die with their program",
 )
 """The guarantees of every backend with walls."""
-
-
-@dataclass(frozen=True, slots=True)
-class Archives:
-    """The way to any path of a sandbox whose image can be written to: tars with owners, modes and links.
-
-    `save` writes a tar of a path; OSError if that is a link, missing or too long. `load` unpacks one in a folder.
-    """
-
-    save: Callable[[str, BinaryIO, int], Awaitable[None]]  # path, target, most bytes
-    load: Callable[[BinaryIO | bytes, str], Awaitable[None]]  # tar, folder
-
-
-class Cell(Protocol):
-    """A working directory in which any number of programs run at once. `close` removes it.
-
-    Cancelling a call kills its program. Paths are relative to the working directory. A file that is missing, is a
-    link or is too long raises OSError, as opening a file does.
-    """
-
-    async def answers(self) -> bool:
-        """Return whether the cell can run anything, which it is asked."""
-        ...
-
-    async def exec(self, program: Program, *, stdin: bytes, limits: Limits) -> ExecResult:
-        """Run a program to its end."""
-        ...
-
-    async def spawn(self, program: Program, *, limits: Limits, is_timed: bool) -> Process:
-        """Start a program, which lives until it ends, `kill` is called, or the cell is closed.
-
-        Its output is not bounded. Only if `is_timed` do `limits.wall_s` and `limits.cpu_s` apply.
-        """
-        ...
-
-    async def read(self, path: str) -> bytes:
-        """Return the bytes of a regular file, which may be as long as the cell's `Limits.file_bytes`."""
-        ...
-
-    async def write(self, path: str, data: bytes) -> None:
-        """Write a file, replacing any old one, and make its parent folders; never follow a link."""
-        ...
-
-    async def upload(self, tar: bytes, path: str) -> None:
-        """Unpack a tar into a folder, which is made if missing; never follow a link.
-
-        The tar comes from `folder.pack`: only regular files and folders, relative paths, no `..`.
-        """
-        ...
-
-    async def download(self, path: str, max_bytes: int) -> bytes:
-        """Return a tar of a folder's files and folders, with paths relative to it; OSError above `max_bytes`.
-
-        The folder may be hostile: anything that is neither file nor folder is left out, and no link is followed.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Kill what runs in the cell and remove its files. Harmless when it is closed already."""
-        ...
 
 
 class Provider(Protocol):

@@ -1,7 +1,7 @@
 """A cell whose programs an agent runs, and the process that the host talks with: the same for every backend.
 
-`AgentCell` asks the agent to run programs. `FolderCell` adds the files of a working folder that the host itself can
-open; a container's files go through its agent (`containers/cell.py`). `result_of` decides how a program ended.
+`Cell` asks the agent to run programs. `FolderCell` adds the files of a working folder that the host itself can open,
+`ContainerCell` those of one that only its agent can reach. `result_of` decides how a program ended.
 """
 
 import asyncio
@@ -9,18 +9,18 @@ import contextlib
 import os
 import secrets
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
-from typing import NamedTuple, Self, TypeVar
+from typing import BinaryIO, NamedTuple, Self, TypeVar
 
 from areal_agent.errors import SandboxError
 from sandboxes.agent.wire import REQUEST, Ask, End, Operation, Tell, pack
 from sandboxes.cgroups import SharedBounds
-from sandboxes.folder import OpenFolder, entries_of
-from sandboxes.folder import pack as pack_tar
+from sandboxes.folder import Entry, OpenFolder, for_agent, of_agent
 from sandboxes.link import CHUNK_BYTES, AgentLink, AgentRun, Ended
-from sandboxes.spec import ExecResult, Limits, Program, Status, folder_parts
+from sandboxes.spec import ExecResult, Limits, Program, Status, folder_parts, relative_parts
 
 Answer = TypeVar("Answer")
 STATUS_OF_END = {End.DEADLINE: Status.TIMEOUT, End.OUTPUT: Status.OUTPUT_LIMIT, End.DISK: Status.DISK}
@@ -30,6 +30,9 @@ NEARLY_ALL_MEMORY = 0.9
 """Without a control group, a failed program ran out of memory if it had this share of its limit resident."""
 NEARLY_ALL_CPU = 0.75
 """A program killed at its CPU limit may seem to have used only this share, where a virtual machine was held up."""
+OF_FILES = Limits(wall_s=60.0, open_files=128, file_bytes=2**63 - 1)
+"""Of a container's process that handles files: its disk bounds what it writes."""
+PACKING_BYTES = 64 * 1024
 PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
@@ -50,13 +53,27 @@ def fresh_user() -> User:
     return User(uid=uid, gid=uid)
 
 
+@dataclass(frozen=True, slots=True)
+class Archives:
+    """The way to any path of a sandbox whose image can be written to: tars with owners, modes and links.
+
+    `save` writes a tar of a path; OSError if that is a link, missing or too long. `load` unpacks one in a folder.
+    """
+
+    save: Callable[[str, BinaryIO, int], Awaitable[None]]  # path, target, most bytes
+    load: Callable[[BinaryIO | bytes, str], Awaitable[None]]  # tar, folder
+
+
 @dataclass(eq=False, kw_only=True)
-class AgentCell:
-    """Programs in one sandbox. Its parts say how the backends differ.
+class Cell(ABC):
+    """A working directory in which any number of programs run at once. Its parts say how the backends differ.
+
+    Cancelling a call kills its program. Paths are relative to the working directory, whose files may be hostile: no
+    link is followed. A file that is missing, is a link or is too long raises OSError, as opening a file does.
 
     `reach` returns the agent to use now. `bounds` are those of all programs together; where there are none,
     `process_bounds` returns for some limits the most bytes of address space and processes, or refuses them.
-    `remove` disposes of the sandbox after its programs have ended.
+    `remove` disposes of the sandbox after its programs have ended. `archives` leads beyond the working directory.
     """
 
     reach: Callable[[], Awaitable[AgentLink]]
@@ -67,13 +84,32 @@ class AgentCell:
     bounds: SharedBounds | None
     process_bounds: Callable[[Limits], tuple[int, int]] = lambda _limits: (0, 0)
     remove: Callable[[], Awaitable[None]]
+    archives: Archives | None = None
     runs: set[AgentRun] = field(default_factory=set[AgentRun])
     _closing: asyncio.Future[None] | None = None
 
+    @abstractmethod
+    async def read(self, path: str) -> bytes:
+        """Return the bytes of a regular file, which may be as long as the cell's `Limits.file_bytes`."""
+
+    @abstractmethod
+    async def write(self, path: str, data: bytes) -> None:
+        """Write a file, replacing any old one, and make its parent folders."""
+
+    @abstractmethod
+    async def upload(self, entries: Sequence[Entry], path: str) -> None:
+        """Write files and folders into a folder, which is made if missing. Their paths lead nowhere else."""
+
+    @abstractmethod
+    async def download(self, path: str, max_bytes: int) -> list[Entry]:
+        """Return the files and folders of a folder, with paths relative to it; OSError above `max_bytes`."""
+
     async def answers(self) -> bool:
+        """Return whether the cell can run anything, which it is asked."""
         return self._closing is None and await (await self.reach()).answers()
 
     async def exec(self, program: Program, *, stdin: bytes, limits: Limits) -> ExecResult:
+        """Run a program to its end."""
         request = self._request(program, limits, is_timed=True)
         link = await self.reach()
         async with contextlib.nullcontext() if self.bounds is None else self.bounds.held(limits):
@@ -82,6 +118,10 @@ class AgentCell:
         return result
 
     async def spawn(self, program: Program, *, limits: Limits, is_timed: bool) -> "Process":
+        """Start a program, which lives until it ends, is killed, or the cell is closed.
+
+        Its output is not bounded. Only if `is_timed` do `limits.wall_s` and `limits.cpu_s` apply.
+        """
         request = self._request(program, limits, is_timed=is_timed)
         process = Process(await self.reach(), limits, is_timed=is_timed, has_group=self.bounds is not None)
         if self.bounds is not None:
@@ -98,6 +138,7 @@ class AgentCell:
         return process
 
     async def close(self) -> None:
+        """Kill what runs in the cell and remove its files. Harmless when it is closed already."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self.remove())
         await asyncio.shield(self._closing)
@@ -236,7 +277,7 @@ class Process:
 
 
 @dataclass(eq=False, kw_only=True)
-class FolderCell(AgentCell):
+class FolderCell(Cell):
     """A cell with a working folder that the host can open: `open_folder` does. Written files belong to `owner`."""
 
     open_folder: Callable[[], Awaitable[int]]
@@ -248,10 +289,10 @@ class FolderCell(AgentCell):
     async def write(self, path: str, data: bytes) -> None:
         await self._with_folder(lambda folder: folder.write(path, data))
 
-    async def upload(self, tar: bytes, path: str) -> None:
+    async def upload(self, entries: Sequence[Entry], path: str) -> None:
         def unpack(folder: OpenFolder) -> None:
             folder.make_folder(path)
-            for entry in entries_of(tar):
+            for entry in entries:
                 place = str(PurePosixPath(path, entry.path))
                 if entry.data is None:
                     folder.make_folder(place)
@@ -260,8 +301,8 @@ class FolderCell(AgentCell):
 
         await self._with_folder(unpack)
 
-    async def download(self, path: str, max_bytes: int) -> bytes:
-        return await self._with_folder(lambda folder: pack_tar(folder.entries(path, max_bytes)))
+    async def download(self, path: str, max_bytes: int) -> list[Entry]:
+        return await self._with_folder(lambda folder: list(folder.entries(path, max_bytes)))
 
     async def _with_folder(self, act: Callable[[OpenFolder], Answer]) -> Answer:
         """Act on the folder in a thread, through a descriptor of its own, which a concurrent close cannot pull away."""
@@ -273,7 +314,44 @@ class FolderCell(AgentCell):
             os.close(descriptor)
 
 
-AnyCell = TypeVar("AnyCell", bound=AgentCell)
+@dataclass(eq=False, kw_only=True)
+class ContainerCell(Cell):
+    """A cell whose folder only its agent can reach: a process with the rights of its programs handles their files."""
+
+    async def read(self, path: str) -> bytes:
+        return await self._act(Operation.READ, "/".join(relative_parts(path)), path, self.limits.file_bytes)
+
+    async def write(self, path: str, data: bytes) -> None:
+        await self._act(Operation.WRITE, "", path, 0, for_agent([Entry("/".join(relative_parts(path)), data)]))
+
+    async def upload(self, entries: Sequence[Entry], path: str) -> None:
+        await self._act(Operation.WRITE, *self._folder(path), 0, for_agent([Entry(".", None), *entries]))
+
+    async def download(self, path: str, max_bytes: int) -> list[Entry]:
+        packed = await self._act(Operation.LIST, *self._folder(path), max_bytes)
+        return await asyncio.to_thread(of_agent, packed, max_bytes)
+
+    @staticmethod
+    def _folder(path: str) -> tuple[str, str]:
+        return "/".join(folder_parts(path)) or ".", path
+
+    async def _act(self, operation: Operation, name: str, path: str, max_bytes: int, stdin: bytes = b"") -> bytes:
+        """Act on the file or folder `name`; the errno, which the exit code holds, is raised as OSError."""
+        arguments = [os.fsencode(name), b"%d" % max_bytes]
+        request = request_of(operation, self.user, OF_FILES, encoded(self.home), b".", {}, arguments, is_timed=False)
+        limits = replace(OF_FILES, output_bytes=max_bytes * 2 + PACKING_BYTES)
+        link = await self.reach()
+        await link.check_alive()
+        async with contextlib.nullcontext() if self.bounds is None else self.bounds.slots:
+            result = await self.run(link, request, stdin, limits)
+        if result.exit_code:
+            raise OSError(result.exit_code, os.strerror(result.exit_code), path)
+        if not result.is_ok:
+            raise OSError(f"the files of this sandbox cannot be accessed: {result.status.value}")
+        return result.stdout
+
+
+AnyCell = TypeVar("AnyCell", bound=Cell)
 
 
 class Cells:
@@ -281,7 +359,7 @@ class Cells:
 
     def __init__(self, release: Callable[[], Awaitable[None]]) -> None:
         self._release = release
-        self._open: set[AgentCell] = set()
+        self._open: set[Cell] = set()
         self._closing: asyncio.Task[None] | None = None
 
     def check_open(self) -> None:

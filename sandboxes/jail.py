@@ -21,13 +21,13 @@ from typing import Self
 from areal_agent.errors import SandboxError
 from sandboxes import cgroups
 from sandboxes.agent.walls import ANSWER, DEFAULT_WORKDIR, MAX_DESCRIPTORS
-from sandboxes.base import ENFORCED_BY_WALLS, Capabilities, Program
+from sandboxes.base import ENFORCED_BY_WALLS, Capabilities
 from sandboxes.cell import Cells, FolderCell, User, base_environment, fresh_user
 from sandboxes.cgroups import ControlGroup, GroupTree
 from sandboxes.link import AgentLink, chunks_of, end_process, socket_pair, start_process
 from sandboxes.proxy import PROXY_PORT, FilteringProxy, proxy_environment
 from sandboxes.seccomp import allowing_filter
-from sandboxes.spec import CellSpec, Isolation, Limits
+from sandboxes.spec import CellSpec, Isolation, Limits, Program
 
 logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0

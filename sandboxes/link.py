@@ -253,7 +253,11 @@ class AgentLink:
 
     def _expect(self, run: AgentRun, num_silences: int = 0) -> None:
         """Expect the run's start or, once it is killed, its end."""
-        run.set_timer(self._loop.call_later(self._silence_s, self._on_silence, run, self._num_heard, num_silences))
+        run.set_timer(self._loop.call_later(self._silence_s, self._listen, run, self._num_heard, num_silences))
+
+    def _listen(self, run: AgentRun, num_heard: int, num_silences: int) -> None:
+        """Take what has come before judging the silence: this process itself may have been stopped for a while."""
+        run.set_timer(self._loop.call_later(DEADLINE_GRACE_S, self._on_silence, run, num_heard, num_silences))
 
     def _on_silence(self, run: AgentRun, num_heard: int, num_silences: int) -> None:
         if self._num_heard != num_heard and num_silences + 1 < MAX_SILENCES:

@@ -19,7 +19,8 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Capabilities, Cell, Provider
+from sandboxes.base import Capabilities, Provider
+from sandboxes.cell import Cell
 from sandboxes.containers.provider import DockerProvider
 from sandboxes.jail import JailProvider
 from sandboxes.sandbox import SANDBOX_FAILED, Sandbox

@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Archives, Cell, Process, Program
-from sandboxes.folder import checked, pack_folder
+from sandboxes.cell import Archives, Cell, Process
+from sandboxes.folder import entries_in, entries_of, pack
 from sandboxes.sessions import SESSION_SOURCE, PythonSession, ShellSession
-from sandboxes.spec import CellSpec, ExecResult, Limits, SandboxSpec, relative_parts
+from sandboxes.spec import CellSpec, ExecResult, Limits, Program, SandboxSpec, relative_parts
 
 MAX_DOWNLOAD_BYTES = 64 * 2**20
 IN_SILENCE = ("sh", "-c", 'exec "$@" < /dev/null > /dev/null 2>&1', "sh")
@@ -134,20 +134,21 @@ class Sandbox:
 
     async def upload(self, source: bytes | Path, path: str = ".") -> None:
         """Copy a host folder, or unpack a tar, into a folder of the sandbox; ValueError for links and the like."""
-        make_tar = partial(checked, source) if isinstance(source, bytes) else partial(pack_folder, source)
-        tar = await asyncio.to_thread(make_tar)
-        await (await self._live_cell()).upload(tar, path)
+        read = partial(entries_of, source) if isinstance(source, bytes) else partial(entries_in, source)
+        entries = await asyncio.to_thread(read)
+        await (await self._live_cell()).upload(entries, path)
 
     async def download(self, path: str = ".", *, max_bytes: int = MAX_DOWNLOAD_BYTES) -> bytes:
         """Return a tar of a folder of the sandbox: its files and folders; OSError above `max_bytes`."""
-        return await (await self._live_cell()).download(path, max_bytes)
+        entries = await (await self._live_cell()).download(path, max_bytes)
+        return await asyncio.to_thread(pack, entries)
 
     async def archives(self) -> Archives:
         """Return the way to any path of this sandbox, in and out; SandboxError if its image cannot be written to."""
-        found: Archives | None = getattr(await self._live_cell(), "archives", None)
-        if found is None:
+        cell = await self._live_cell()
+        if cell.archives is None:
             raise SandboxError("only a container with SandboxSpec.is_writable has paths beyond its working directory")
-        return found
+        return cell.archives
 
     async def health(self) -> bool:
         """Return whether the sandbox runs programs."""

@@ -31,7 +31,7 @@ import aiohttp
 from areal_agent.errors import SandboxError
 from sandboxes.cgroups import CPU_PERIOD_US
 from sandboxes.containers.engine import Engine
-from sandboxes.folder import Entry, entries_of, pack, pack_folder
+from sandboxes.folder import Entry, entries_in, pack
 
 DEFAULT_IMAGE = "areal-agent-sandbox:latest"
 NAME = "areal-agent-sandbox-of"
@@ -82,7 +82,7 @@ async def build_image(
     """
     if folder is None and not dockerfile:
         raise SandboxError("there is nothing to build: give a folder, or the text of a Dockerfile")
-    files = [] if folder is None else entries_of(pack_folder(folder))
+    files = [] if folder is None else entries_in(folder)
     own = next((entry.data.decode(errors="replace") for entry in files if entry.path == DOCKERFILE and entry.data), "")
     text = dockerfile or own or FILES_ONLY
     kept = (entry for entry in files if entry.path != DOCKERFILE_INSIDE)

@@ -16,10 +16,9 @@ from typing import Any, Self, TypeVar
 from areal_agent.errors import SandboxError
 from sandboxes.agent.forker import FOR_ROOT
 from sandboxes.agent.wire import Operation
-from sandboxes.base import ENFORCED_BY_WALLS, Archives, Capabilities
-from sandboxes.cell import Cells, Process, User, fresh_user, request_of
+from sandboxes.base import ENFORCED_BY_WALLS, Capabilities
+from sandboxes.cell import Archives, Cells, ContainerCell, Process, User, fresh_user, request_of
 from sandboxes.cgroups import Bounds, SharedBounds
-from sandboxes.containers.cell import ContainerCell
 from sandboxes.containers.confinement import (
     OWNER_LABEL,
     Ownership,

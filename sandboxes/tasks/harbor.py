@@ -32,10 +32,10 @@ from typing import Any, Literal, Self
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Archives
+from sandboxes.cell import Archives
 from sandboxes.containers.engine import Engine, Image
 from sandboxes.containers.images import BuildBounds, build_image
-from sandboxes.folder import Entry, entries_of, pack, pack_folder
+from sandboxes.folder import Entry, entries_in, pack
 from sandboxes.pool import Pool, open_pool
 from sandboxes.sandbox import Sandbox
 from sandboxes.spec import ExecResult, Limits, Network, SandboxSpec, Status
@@ -424,7 +424,7 @@ def without_canary(text: str) -> str:
 def tar_of(folder: Path, name: str) -> bytes:
     """Return a tar of a folder under another name. Scripts can be executed, and only root may change anything."""
     entries = [Entry(path=name, data=None)]
-    for entry in entries_of(pack_folder(folder)):
+    for entry in entries_in(folder):
         is_script = entry.is_executable or entry.path.endswith(".sh")
         entries.append(replace(entry, path=f"{name}/{entry.path}", is_executable=is_script))
     return pack(entries)

@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 
 from areal_agent.errors import SandboxError
 from sandboxes.agent.wire import ENDED, HEADER, MAX_PAYLOAD_BYTES, Ask, Tell, pack, unpack
-from sandboxes.base import Program
-from sandboxes.cell import AgentCell, User
+from sandboxes.cell import ContainerCell, User
 from sandboxes.cgroups import Bounds, SharedBounds
 from sandboxes.containers.engine import frames
 from sandboxes.link import MAX_ON_THE_WAY, OUT_OF_DISK, OUT_OF_MEMORY, AgentLink, AgentRun, Ended
-from sandboxes.spec import Limits
+from sandboxes.spec import Limits, Program
 
 LIMITS = Limits(wall_s=60.0, output_bytes=10)
 END = ENDED.pack(0, 0, 0, 0, 0, 0, 0, False)
@@ -90,7 +89,7 @@ async def run_on(path: str, *, silence_s: float = 60.0, limits: Limits = LIMITS)
 
     async def nothing(_bounds: Bounds | None = None) -> None: ...
 
-    cell = AgentCell(
+    cell = ContainerCell(
         reach=link.itself,
         home="/work",
         env={},

@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 
 from areal_agent.errors import SandboxError
-from sandboxes.containers.cell import ContainerCell
+from sandboxes.cell import ContainerCell
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE
 from sandboxes.containers.provider import DockerProvider

@@ -20,11 +20,10 @@ import docker
 import pytest
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Program
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE, MAX_WAITING_STEPS, BuildBounds, build_image, follow
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.spec import CellSpec, Limits
+from sandboxes.spec import CellSpec, Limits, Program
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,10 +10,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from sandboxes.base import Program
-from sandboxes.containers.cell import ContainerCell
+from sandboxes.cell import ContainerCell
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.spec import CellSpec, Limits, Network, Status
+from sandboxes.spec import CellSpec, Limits, Network, Program, Status
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

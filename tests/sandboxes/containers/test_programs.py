@@ -11,10 +11,9 @@ from dataclasses import replace
 
 import pytest
 
-from sandboxes.base import Program
-from sandboxes.containers.cell import ContainerCell
+from sandboxes.cell import ContainerCell
 from sandboxes.link import CHUNK_BYTES
-from sandboxes.spec import ExecResult, Limits, Status
+from sandboxes.spec import ExecResult, Limits, Program, Status
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

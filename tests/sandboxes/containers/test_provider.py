@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Program
 from sandboxes.containers.confinement import OWNER_LABEL, Ownership
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE
 from sandboxes.containers.provider import DockerProvider
 from sandboxes.owner import own_tag
-from sandboxes.spec import CellSpec, Limits
+from sandboxes.spec import CellSpec, Limits, Program
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -31,7 +30,7 @@ SPEC = CellSpec(limits=PATIENT)
 GONE_WITHIN_S = 30.0
 HOST = """
 import asyncio
-from sandboxes.base import Program
+from sandboxes.spec import Program
 from sandboxes.containers.provider import DockerProvider
 from sandboxes.spec import Limits
 from sandboxes.spec import CellSpec

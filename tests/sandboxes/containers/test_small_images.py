@@ -9,13 +9,12 @@ import asyncio
 
 import pytest
 
-from sandboxes.base import Program
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE, build_image
 from sandboxes.containers.own_python import PLACE, python_volume
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.folder import Entry, entries_of, pack
-from sandboxes.spec import CellSpec, Limits, Status
+from sandboxes.folder import Entry
+from sandboxes.spec import CellSpec, Limits, Program, Status
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -41,9 +40,9 @@ async def test_image_without_a_whole_python(engine: Engine, provider: DockerProv
     process = await cell.spawn(Program(argv=("cat",)), limits=PATIENT, is_timed=False)
     await process.write(b"echo")
     assert await anext(process.stdout) == b"echo"
-    await cell.upload(pack([Entry(path="b", data=b"data")]), "a")
+    await cell.upload([Entry(path="b", data=b"data")], "a")
     assert await cell.read("a/b") == b"data"
-    assert [entry.data for entry in entries_of(await cell.download("a", 4096))] == [b"data"]
+    assert [entry.data for entry in await cell.download("a", 4096)] == [b"data"]
     await cell.close()
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from envs.code.records import from_apps, from_humaneval, from_livecodebench, load_plain
 from sandboxes import Pool
 from sandboxes.judge import CallCase, StdinCase, UnitTests, grade
-from sandboxes.judge.records import from_apps, from_humaneval, from_livecodebench, load_plain
 
 SUM = {"input": "1 2\n", "output": "3\n", "testtype": "stdin"}
 CALL = {"input": "[1, 2]\n3", "output": "[1, 2, 3]", "testtype": "functional"}
