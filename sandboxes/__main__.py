@@ -7,18 +7,19 @@ import platform
 import shutil
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from areal_agent.errors import SandboxError
+from sandboxes.agent.kernel import landlock_version
 from sandboxes.cgroups import GroupTree, reap_groups
 from sandboxes.conformance import ROWS, Verdict, check
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE, make_default_image
-from sandboxes.inner.launcher import landlock_version
 from sandboxes.jail import try_jail
 from sandboxes.pool import ISOLATION_OF, OLD_NAMES, Backend, open_pool
-from sandboxes.seccomp import denying_filter
+from sandboxes.seccomp import allowing_filter
 from sandboxes.subprocess import reap_folders
 
 
@@ -88,12 +89,10 @@ async def _attempt(subject: str, act: Callable[[], Awaitable[str]]) -> Finding:
 
 
 async def _find_containers() -> str:
-    engine = await Engine.connect()
-    try:
+    async with aclosing(await Engine.connect()) as engine:
         await engine.image(DEFAULT_IMAGE)
-        return f"Docker {engine.version}, runtimes {', '.join(sorted(engine.runtimes))}"
-    finally:
-        await engine.aclose()
+        allowing_filter(engine.machine)
+        return f"Docker {engine.version} at {engine.host}, runtimes {', '.join(sorted(engine.runtimes))}"
 
 
 async def _build_jail() -> str:
@@ -110,7 +109,7 @@ async def _make_groups() -> str:
 
 
 async def _assemble_filter() -> str:
-    return f"{len(denying_filter(platform.machine())) // 8} instructions for {platform.machine()}"
+    return f"{len(allowing_filter(platform.machine())) // 8} instructions for {platform.machine()}"
 
 
 async def print_reaped() -> int:
@@ -126,11 +125,8 @@ async def print_reaped() -> int:
 async def print_image() -> int:
     """Make the default image unless it exists; return 1 when it cannot be made."""
     try:
-        engine = await Engine.connect()
-        try:
+        async with aclosing(await Engine.connect()) as engine:
             is_new = await make_default_image(engine)
-        finally:
-            await engine.aclose()
     except SandboxError as error:
         print(f"no image: {error}", file=sys.stderr)
         return 1

@@ -1,33 +1,15 @@
-"""What every backend implements: a `Provider` makes a `Cell`, in which a `Process` runs a `Program`.
+"""What every backend implements: a `Provider` makes a `Cell`, in which a `Process` (`cell.py`) runs a `Program`.
 
 A cell is a place where programs run. Callers hold a `Sandbox` (`sandbox.py`), which wraps a cell and adds what is the
 same for all backends (environment, set-up, sessions, packing of folders, the pool's slots). A program's failure is an
 `ExecResult`; a cell that cannot run programs raises `SandboxError`.
 """
 
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
-from sandboxes.spec import CellSpec, ExecResult, Isolation, Limits
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
-    """A program to run: an executable with its arguments, or Python source that runs as `__main__`.
-
-    Source runs in a process of its own, with the standard library and the modules of the working directory. An
-    `argv[0]` that cannot be run ends as in a shell: exit code 127 or 126, the reason on stderr.
-    """
-
-    argv: tuple[str, ...] = ()
-    source: str | None = None
-    env: Mapping[str, str] = field(default_factory=dict[str, str])  # added to the cell's PATH, HOME and TMPDIR
-    cwd: str = "."  # relative to the working directory
-
-    def __post_init__(self) -> None:
-        if bool(self.argv) == (self.source is not None):
-            raise ValueError(f"argv is {self.argv!r}; give the program and its arguments as a list of strings")
+from sandboxes.cell import Cell
+from sandboxes.spec import CellSpec, Isolation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,85 +34,6 @@ ENFORCED_BY_WALLS = (
     "daemons die with their program",
 )
 """The guarantees of every backend with walls."""
-
-
-class Process(Protocol):
-    """A running program, whose output can be read as it is printed.
-
-    Unread output stays in the pipe, and the program blocks when the pipe is full: nothing piles up in the host.
-    """
-
-    @property
-    def stdout(self) -> AsyncIterator[bytes]:
-        """Yield chunks as they come, none of them empty, until the program closes its stdout or dies."""
-        ...
-
-    @property
-    def stderr(self) -> AsyncIterator[bytes]: ...
-
-    async def write(self, data: bytes) -> None:
-        """Write to the program's stdin as it takes the data; BrokenPipeError when nobody will read it."""
-        ...
-
-    async def close_stdin(self) -> None: ...
-
-    async def wait(self) -> ExecResult:
-        """Wait for the end and return the result, without output. Any number of calls may wait."""
-        ...
-
-    async def kill(self) -> None:
-        """Kill the program and all its descendants, and wait until they are dead. Harmless when they are."""
-        ...
-
-
-class Cell(Protocol):
-    """A working directory in which any number of programs run at once. `close` removes it.
-
-    Cancelling a call kills its program. Paths are relative to the working directory. A file that is missing, is a
-    link or is too long raises OSError, as opening a file does.
-    """
-
-    @property
-    def is_alive(self) -> bool:
-        """False once the cell is known to be unable to run anything. This does not ask the cell."""
-        ...
-
-    async def exec(self, program: Program, *, stdin: bytes, limits: Limits) -> ExecResult:
-        """Run a program to its end."""
-        ...
-
-    async def spawn(self, program: Program, *, limits: Limits, is_timed: bool) -> Process:
-        """Start a program, which lives until it ends, `kill` is called, or the cell is closed.
-
-        Its output is not bounded. Only if `is_timed` do `limits.wall_s` and `limits.cpu_s` apply.
-        """
-        ...
-
-    async def read(self, path: str) -> bytes:
-        """Return the bytes of a regular file, which may be as long as the cell's `Limits.file_bytes`."""
-        ...
-
-    async def write(self, path: str, data: bytes) -> None:
-        """Write a file, replacing any old one, and make its parent folders; never follow a link."""
-        ...
-
-    async def upload(self, tar: bytes, path: str) -> None:
-        """Unpack a tar into a folder, which is made if missing; never follow a link.
-
-        The tar comes from `folder.pack`: only regular files and folders, relative paths, no `..`.
-        """
-        ...
-
-    async def download(self, path: str, max_bytes: int) -> bytes:
-        """Return a tar of a folder's files and folders, with paths relative to it; OSError above `max_bytes`.
-
-        The folder may be hostile: anything that is neither file nor folder is left out, and no link is followed.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Kill what runs in the cell and remove its files. Harmless when it is closed already."""
-        ...
 
 
 class Provider(Protocol):

@@ -1,8 +1,8 @@
-"""Control groups, version 1 and 2: they bound all processes of one program together and count what befell them.
+"""What bounds all programs of a sandbox together; and control groups, version 1 and 2, which do so for jails.
 
-A `GroupTree` is one provider's folder in each hierarchy, named by its owner, with a `ControlGroup` for every running
-program. Making and removing a group takes the kernel milliseconds, so a thread does both, and a group whose program
-left no trace is used again. A keeper process waits for the end of the host and then removes the whole tree.
+`SharedBounds` changes the bounds as programs ask for others. A `GroupTree` is one provider's folder in each hierarchy,
+named by its owner, with a `ControlGroup` for every jail. What takes the kernel milliseconds is done by one thread, in
+order. A keeper process waits for the end of the host and then removes the whole tree.
 
 `reap_groups` removes what dead processes left, for the case that their keeper was killed too.
 """
@@ -11,8 +11,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -24,10 +23,102 @@ from sandboxes.owner import PREFIX, is_abandoned, own_tag
 from sandboxes.spec import Limits
 
 DEFAULT_PIDS = 64
+DEFAULT_DISK_BYTES = 64 * 2**20
+AGENT_BYTES = 32 * 2**20
+"""Memory added to that of the programs, for the agent and what the kernel keeps for it."""
+NUM_FORKERS = 1
+"""The processes of ours in a jail's control group."""
 CPU_PERIOD_US = 100_000
-CHUNK_BYTES = 65_536
-MAX_LEFT_BYTES = 1 << 20
-"""Memory, cached files included, that a group's last program may leave in use for the next."""
+NEEDED = ("memory", "pids")
+TCP_LIMIT = "memory.kmem.tcp.limit_in_bytes"
+"""In version 1 the buffers of TCP and UDP sockets have this bound of their own; in version 2 they count as memory."""
+NOT_EVERYWHERE = (TCP_LIMIT, "memory.memsw.limit_in_bytes", "memory.swap.max")
+"""The files that kernels lack which do not count these."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """The part of a program's limits that holds for all programs of its sandbox together."""
+
+    memory_bytes: int
+    pids: int
+    cpus: float | None
+
+    @classmethod
+    def of(cls, limits: Limits) -> Self:
+        return cls(memory_bytes=limits.memory_bytes, pids=limits.pids or DEFAULT_PIDS, cpus=limits.cpus)
+
+    @property
+    def quota_us(self) -> int:
+        """The CPU time of each `CPU_PERIOD_US`; -1 if it is not bounded."""
+        return -1 if self.cpus is None else max(1000, round(self.cpus * CPU_PERIOD_US))
+
+
+class SharedBounds:
+    """The current bounds of one sandbox. `change` makes the kernel or the engine change them.
+
+    As many programs run at once as there may be processes; others wait their turn. A program that asks for other bounds
+    waits until those that run have ended. Both waits end, because all these programs have deadlines; a program that the
+    host talks with may have none, so it takes no turn, and nobody waits for its end.
+    """
+
+    def __init__(self, bounds: Bounds, change: Callable[[Bounds], Awaitable[None]]) -> None:
+        self._bounds: Bounds | None = bounds  # not known while they change, nor if that fails
+        self._change = change
+        self._changing: asyncio.Task[None] | None = None  # goes on if its caller is cancelled
+        self._turn = asyncio.Lock()
+        self.slots = asyncio.Semaphore(bounds.pids)  # to hold while a process is needed
+        self._num_timed = 0
+        self._num_endless = 0
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    @asynccontextmanager
+    async def held(self, limits: Limits) -> AsyncGenerator[None, None]:
+        """Hold the bounds and a slot for one program that runs to its end."""
+        await self.hold(limits, is_timed=True)
+        try:
+            async with self.slots:
+                yield
+        finally:
+            self.release(is_timed=True)
+
+    async def hold(self, limits: Limits, *, is_timed: bool) -> None:
+        """Hold the bounds for one program until `release`; ValueError when an endless one runs within other bounds."""
+        bounds = Bounds.of(limits)
+        async with self._turn:
+            if self._changing is not None:
+                await asyncio.wait([self._changing])
+            if bounds != self._bounds:
+                await self._wait_for_idleness(bounds)
+                self._changing = asyncio.create_task(self._change_to(bounds))
+                await asyncio.shield(self._changing)
+            self._num_timed += is_timed
+            self._num_endless += not is_timed
+            if is_timed:
+                self._is_idle.clear()
+
+    def release(self, *, is_timed: bool) -> None:
+        """End the hold of one program."""
+        self._num_timed -= is_timed
+        self._num_endless -= not is_timed
+        if not self._num_timed:
+            self._is_idle.set()
+
+    async def _wait_for_idleness(self, bounds: Bounds) -> None:
+        if not self._num_endless:
+            await self._is_idle.wait()
+        if self._num_endless:
+            raise ValueError(
+                f"a program asks for {bounds} while one without a deadline runs within {self._bounds}, and programs of "
+                "a sandbox share memory, processes and CPUs; give them in SandboxSpec.limits, or run it alone"
+            )
+
+    async def _change_to(self, bounds: Bounds) -> None:
+        self._bounds = None
+        await self._change(bounds)
+        self._bounds = bounds
+        self.slots = asyncio.Semaphore(bounds.pids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +130,11 @@ class Hierarchy:
     path: Path
 
 
+def buffer_bytes(memory_bytes: int) -> int:
+    """Return the bytes that buffers of sockets may take in addition to this memory."""
+    return memory_bytes // 4
+
+
 def hierarchies_here() -> list[Hierarchy]:
     return find_hierarchies(Path("/proc/self/cgroup").read_text(), Path("/proc/self/mountinfo").read_text())
 
@@ -48,155 +144,115 @@ def find_hierarchies(memberships: str, mounts: str) -> list[Hierarchy]:
 
     The arguments are the texts of /proc/self/cgroup and /proc/self/mountinfo.
     """
-    own_path = {names: path for _, names, path in (line.split(":", 2) for line in memberships.splitlines())}
+    own_paths = [line.split(":", 2)[1:] for line in memberships.splitlines()]
     found: list[Hierarchy] = []
     for line in mounts.splitlines():
         place, _, system = line.partition(" - ")
         root, mount_point = place.split()[3:5]
         kind, _, options = system.split()[:3]
-        if kind == "cgroup2" and "" in own_path:
-            path = _below(mount_point, root, own_path[""])
-            names = (path / "cgroup.controllers").read_text().split() if path.is_dir() else []
-            found.append(Hierarchy(version=2, controllers=tuple(names), path=path))
-        elif kind == "cgroup":
-            for names, path in own_path.items():
-                if names and set(names.split(",")) <= set(options.split(",")):
-                    found.append(
-                        Hierarchy(version=1, controllers=tuple(names.split(",")), path=_below(mount_point, root, path))
-                    )
+        for names, own_path in own_paths:
+            controllers = names.split(",") if names else []
+            if kind == ("cgroup" if names else "cgroup2") and set(controllers) <= set(options.split(",")):
+                below = os.path.relpath(own_path, root)  # `root` of the hierarchy is what is mounted there
+                path = Path(mount_point) / ("." if below.startswith("..") else below)
+                if not names and path.is_dir():
+                    controllers = (path / "cgroup.controllers").read_text().split()
+                found.append(Hierarchy(version=1 if names else 2, controllers=tuple(controllers), path=path))
     return found
 
 
-def _below(mount_point: str, root: str, path: str) -> Path:
-    """Return the path of a group, given that `root` of its hierarchy is mounted at `mount_point`."""
-    relative = os.path.relpath(path, root)
-    return Path(mount_point) if relative.startswith("..") else Path(mount_point) / relative
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bounds:
-    """The part of a program's limits that holds for all its processes together."""
-
-    memory_bytes: int
-    pids: int
-    cpus: float | None
-
-    @classmethod
-    def of(cls, limits: Limits) -> Self:
-        return cls(memory_bytes=limits.memory_bytes, pids=limits.pids or DEFAULT_PIDS, cpus=limits.cpus)
-
-
 class ControlGroup:
-    """The group of one program at a time, with a folder in every hierarchy."""
+    """The group of one sandbox, with a folder in every hierarchy.
 
-    def __init__(self, folders: Sequence[Hierarchy], bounds: Bounds) -> None:
-        self.bounds = bounds
-        self.descriptors: list[int] = []  # what a process writes to in order to join, once `open` was called
+    Programs share it with an agent of one process, and with the files of a disk in memory of `disk_bytes`, for which
+    there is room: when memory runs out, some program holds more than its bound, and is killed, never the agent.
+    """
+
+    def __init__(self, folders: Sequence[Hierarchy], disk_bytes: int) -> None:
         self._folders = folders
-        self._by_controller = {name: folder for folder in folders for name in folder.controllers}
-        self._counts: dict[str, int] = {}  # counters of the current program, as far as they were read
-        self._is_killed = False
+        self._own_bytes = AGENT_BYTES + disk_bytes
 
-    def make(self) -> None:
+    def make(self, bounds: Bounds) -> None:
         for folder in self._folders:
             folder.path.mkdir()
-        self.limit()
+        self.limit(bounds)
 
-    def limit(self) -> None:
-        """Set the kernel's bounds in folders that exist."""
-        bounds = self.bounds
-        self._write("memory", ("memory.limit_in_bytes", bounds.memory_bytes), ("memory.max", bounds.memory_bytes))
-        with contextlib.suppress(FileNotFoundError):  # a kernel that does not count swap
-            self._write("memory", ("memory.memsw.limit_in_bytes", bounds.memory_bytes), ("memory.swap.max", 0))
-        self._write("pids", ("pids.max", bounds.pids))
-        if "cpu" in self._by_controller and bounds.cpus is not None:
-            quota_us = max(1000, round(bounds.cpus * CPU_PERIOD_US))
-            self._write("cpu", ("cpu.cfs_quota_us", quota_us), ("cpu.max", f"{quota_us} {CPU_PERIOD_US}"))
-
-    def open(self) -> None:
-        """Open what the next program needs to join."""
-        self._counts.clear()
+    def limit(self, bounds: Bounds) -> None:
+        """Set the kernel's bounds in folders that exist. Memory includes swap, where the kernel counts that."""
+        memory_bytes, pids = bounds.memory_bytes + self._own_bytes, bounds.pids + NUM_FORKERS
+        files = {
+            1: [
+                ("memory.memsw.limit_in_bytes", -1),  # the next may not pass it
+                ("memory.limit_in_bytes", memory_bytes),
+                ("memory.memsw.limit_in_bytes", memory_bytes),
+                (TCP_LIMIT, buffer_bytes(bounds.memory_bytes)),
+                ("pids.max", pids),
+                ("cpu.cfs_quota_us", bounds.quota_us),
+            ],
+            2: [
+                ("memory.max", memory_bytes),
+                ("memory.swap.max", 0),
+                ("pids.max", pids),
+                ("cpu.max", f"{'max' if bounds.cpus is None else bounds.quota_us} {CPU_PERIOD_US}"),
+            ],
+        }
         for folder in self._folders:
-            self.descriptors.append(os.open(f"{folder.path}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+            for name, value in files[folder.version]:
+                with contextlib.suppress(*(FileNotFoundError,) * (name in NOT_EVERYWHERE)):
+                    if name.partition(".")[0] in folder.controllers:
+                        _write(folder.path / name, str(value))
 
-    def close(self) -> None:
-        """Close the descriptors for joining, once the program has them."""
-        while self.descriptors:
-            os.close(self.descriptors.pop())
-
-    def kill(self) -> None:
-        """Kill all processes in the group; from now on nothing in it can fork."""
-        self._is_killed = True
-        with contextlib.suppress(FileNotFoundError):  # the group is gone, and its processes with it
-            self._write("pids", ("pids.max", 0))
-            for pid in self._members():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+    @contextlib.contextmanager
+    def descriptors(self) -> Generator[list[int], None, None]:
+        """Open the two files of counters, as an agent's relay reads them, and what a process writes to to join."""
+        opened: list[int] = []
+        try:
+            for path in (self._counters_of_memory, self._file("pids", "pids.events", "pids.events")):
+                opened.append(os.open(path, os.O_RDONLY))
+            for folder in self._folders:
+                opened.append(os.open(folder.path / "cgroup.procs", os.O_WRONLY))
+            yield opened
+        finally:
+            for descriptor in opened:
+                os.close(descriptor)
 
     def num_oom_kills(self) -> int:
-        return self._count("memory", "memory.oom_control", "memory.events", b"oom_kill")
-
-    def was_refused_processes(self) -> bool:
-        return self._count("pids", "pids.events", "pids.events", b"max") > 0
-
-    def is_as_new(self) -> bool:
-        """Return whether the next program would find no trace of earlier ones, except a little of their memory."""
-        if self._is_killed or list(self._counts.values()) != [0, 0]:
-            return False
-        if self.bounds.cpus is not None:  # it may owe CPU time
-            return False
-        try:
-            memory_bytes = int(self._read("memory", "memory.usage_in_bytes", "memory.current"))
-            return memory_bytes <= MAX_LEFT_BYTES and not self._members()
-        except OSError:  # somebody else removed it
-            return False
+        words = self._counters_of_memory.read_text().split()
+        return int(words[words.index("oom_kill") + 1]) if "oom_kill" in words else 0
 
     def end(self) -> bool:
         """Kill what is left in the group and remove it. False while something is still dying."""
-        try:
-            with contextlib.suppress(FileNotFoundError):  # somebody else removed it
-                if self._members():
-                    self.kill()
-            for folder in self._folders:
-                with contextlib.suppress(FileNotFoundError):
-                    folder.path.rmdir()
-        except OSError:
-            return False
-        return True
+        return all([_end_folder(folder.path) for folder in self._folders])
 
-    def _members(self) -> list[int]:
-        return [int(pid) for pid in self._read("pids", "cgroup.procs", "cgroup.procs").split()]
+    @property
+    def _counters_of_memory(self) -> Path:
+        return self._file("memory", "memory.oom_control", "memory.events")
 
-    def _count(self, controller: str, first: str, second: str, name: bytes) -> int:
-        words = self._read(controller, first, second).split()
-        self._counts[controller] = int(words[words.index(name) + 1]) if name in words else 0
-        return self._counts[controller]
-
-    def _read(self, controller: str, first: str, second: str) -> bytes:
-        """Read a controller's file, which has the name `first` in version 1 and `second` in version 2."""
-        folder = self._by_controller[controller]
-        descriptor = os.open(f"{folder.path}/{first if folder.version == 1 else second}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return b"".join(iter(lambda: os.read(descriptor, CHUNK_BYTES), b""))
-        finally:
-            os.close(descriptor)
-
-    def _write(self, controller: str, first: tuple[str, object], second: tuple[str, object] | None = None) -> None:
-        """Write a controller's file, given its name and value in version 1 and, if they differ there, in version 2."""
-        folder = self._by_controller[controller]
-        name, value = first if folder.version == 1 else second or first
-        descriptor = os.open(f"{folder.path}/{name}", os.O_WRONLY | os.O_CLOEXEC)  # one write, and never a new file
-        try:
-            os.write(descriptor, str(value).encode())
-        finally:
-            os.close(descriptor)
+    def _file(self, controller: str, first: str, second: str) -> Path:
+        """Return the path of a controller's file, which has the name `first` in version 1 and `second` in version 2."""
+        folder = next(folder for folder in self._folders if controller in folder.controllers)
+        return folder.path / (first if folder.version == 1 else second)
 
 
-NEEDED = ("memory", "pids")
-RETRIES_A_GROUP = 3
-"""The number of dying groups that are tried again at each removal; trying all would delay the next one."""
-MAX_IDLE = 32
-"""The most groups that wait for a program."""
+def _write(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY)  # one write, and never a new file
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _end_folder(folder: Path) -> bool:
+    try:
+        for pid in (folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        folder.rmdir()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)  # somebody else removed it
+    return True
+
+
 KEEPER = """
 read -r _
 for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20; do
@@ -224,18 +280,16 @@ class GroupTree:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="control-groups")
         self._num_made = 0
         self._is_closed = False
-        self._idle: deque[ControlGroup] = deque()
-        self._dying: deque[ControlGroup] = deque()  # used by the thread only
+        self._dying: list[ControlGroup] = []  # used by the thread only
 
     @classmethod
     async def open(cls) -> Self:
         """Make the folders; SandboxError where this process may not bound memory and processes by groups."""
-        hierarchies = hierarchies_here()
         name = f"{PREFIX}{own_tag()}.{os.urandom(4).hex()}"
         folders: list[Hierarchy] = []
         try:
-            for controllers in _needed_controllers(hierarchies):
-                folders.append(_make_folder(controllers, name))
+            for home in _homes(hierarchies_here()):
+                folders.append(_make_folder(home, name))
             keeper = await asyncio.create_subprocess_exec(
                 "/bin/sh", "-c", KEEPER, "sh", *(str(folder.path) for folder in folders),
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, env={"PATH": "/usr/bin:/bin"},
@@ -254,39 +308,25 @@ class GroupTree:
         return " and ".join(str(version) for version in sorted({folder.version for folder in self._folders}))
 
     async def take(self, limits: Limits) -> ControlGroup:
-        """Return a group for one program: a new one, or one whose programs left nothing behind."""
-        if self._is_closed:
-            raise SandboxError("the sandbox pool is closed; open another")
-        bounds = Bounds.of(limits)
+        """Return a new group for one sandbox; SandboxError when none can be made."""
+        self._num_made += 1
+        folders = [replace(folder, path=folder.path / str(self._num_made)) for folder in self._folders]
+        group = ControlGroup(folders, limits.disk_bytes or DEFAULT_DISK_BYTES)
         try:
-            group = self._pop_idle(bounds) or await self._made(bounds)
-        except OSError as error:
-            raise SandboxError(f"a control group could not be made: {error}") from error
-        try:
-            group.open()
-        except OSError as error:
-            self._drop(group)
-            raise SandboxError(f"a control group could not be opened: {error}") from error
+            await self._do(group.make, Bounds.of(limits))
+        except BaseException:
+            self.drop(group)
+            raise
         return group
 
-    def give_back(self, group: ControlGroup) -> None:
-        """Keep a group for the next program, or remove it when its last process is gone."""
-        group.close()
-        if group.is_as_new():
-            self._idle.append(group)
-            if len(self._idle) <= MAX_IDLE:
-                return
-            group = self._idle.popleft()
-        self._drop(group)
+    async def limit(self, group: ControlGroup, bounds: Bounds) -> None:
+        """Change the bounds of a group; SandboxError when the kernel refuses."""
+        await self._do(group.limit, bounds)
 
-    @asynccontextmanager
-    async def one(self, limits: Limits) -> AsyncGenerator[ControlGroup, None]:
-        """Yield a group for one program."""
-        group = await self.take(limits)
-        try:
-            yield group
-        finally:
-            self.give_back(group)
+    def drop(self, group: ControlGroup) -> None:
+        """Remove a group when its last process is gone."""
+        if not self._is_closed:  # after that the keeper removes all
+            self._thread.submit(self._remove, group)
 
     async def aclose(self) -> None:
         assert self._keeper.stdin is not None
@@ -295,105 +335,62 @@ class GroupTree:
         self._keeper.stdin.close()
         await self._keeper.wait()
 
-    def _pop_idle(self, bounds: Bounds) -> ControlGroup | None:
-        """Return the last used group with these bounds."""
-        group = next((group for group in reversed(self._idle) if group.bounds == bounds), None)
-        if group is not None:
-            self._idle.remove(group)
-        return group
-
-    async def _made(self, bounds: Bounds) -> ControlGroup:
-        making = self._loop.run_in_executor(self._thread, self._make, bounds)
+    async def _do(self, act: Callable[[Bounds], None], bounds: Bounds) -> None:
+        if self._is_closed:
+            raise SandboxError("the sandbox pool is closed; open another")
         try:
-            return await asyncio.shield(making)
-        except asyncio.CancelledError:
-            making.add_done_callback(self._drop_made)
-            raise
-
-    def _drop_made(self, making: asyncio.Future[ControlGroup]) -> None:
-        """Remove a group whose taker was cancelled."""
-        if not making.cancelled() and making.exception() is None:
-            self._drop(making.result())
-
-    def _drop(self, group: ControlGroup) -> None:
-        group.close()
-        if not self._is_closed:  # after that the keeper removes all
-            self._thread.submit(self._remove, group)
-
-    def _make(self, bounds: Bounds) -> ControlGroup:
-        """Make a group. Runs in the thread."""
-        self._num_made += 1
-        name = str(self._num_made)
-        group = ControlGroup([replace(folder, path=folder.path / name) for folder in self._folders], bounds)
-        try:
-            group.make()
-        except OSError:
-            self._remove(group)
-            raise
-        return group
+            await self._loop.run_in_executor(self._thread, act, bounds)
+        except OSError as error:
+            raise SandboxError(f"a control group could not be bounded: {error}") from error
 
     def _remove(self, group: ControlGroup) -> None:
-        """Remove a group, and retry some earlier ones that were still dying. Runs in the thread."""
-        self._dying.appendleft(group)
-        for _ in range(min(len(self._dying), 1 + RETRIES_A_GROUP)):
-            dying = self._dying.popleft()
-            if not dying.end():
-                self._dying.append(dying)
+        """Remove a group, and earlier ones that were still dying. Runs in the thread."""
+        self._dying = [dying for dying in (*self._dying, group) if not dying.end()]
 
 
-def _needed_controllers(hierarchies: Sequence[Hierarchy]) -> list[Hierarchy]:
+def _homes(hierarchies: Sequence[Hierarchy]) -> list[Hierarchy]:
     """Return the hierarchies and controllers to use; FileNotFoundError if a needed controller is missing."""
-    homes: dict[str, Hierarchy] = {}
+    names_in: dict[Hierarchy, tuple[str, ...]] = {}
     for name in (*NEEDED, "cpu"):
         home = next((hierarchy for hierarchy in hierarchies if name in hierarchy.controllers), None)
         if home is not None:
-            homes[name] = home
+            names_in[home] = (*names_in.get(home, ()), name)
         elif name in NEEDED:
             raise FileNotFoundError(f"the controller {name!r} is not mounted")
-    return [
-        replace(home, controllers=tuple(name for name, other in homes.items() if other == home))
-        for home in dict.fromkeys(homes.values())
-    ]
+    return [replace(home, controllers=names) for home, names in names_in.items()]
 
 
 def _make_folder(home: Hierarchy, name: str) -> Hierarchy:
-    """Make our folder in a hierarchy.
-
-    In version 2 a group that has processes cannot give controllers to its children; the folder then goes beside it.
-    """
-    *others, last = _places(home)
-    for place in others:
-        with contextlib.suppress(OSError):
-            return _make_folder_in(place, home, name)
-    return _make_folder_in(last, home, name)
-
-
-def _make_folder_in(place: Path, home: Hierarchy, name: str) -> Hierarchy:
-    folder = place / name
-    try:
-        if home.version == 2:
-            _enable(place, home.controllers)
-        folder.mkdir()
-        if home.version == 2:
-            _enable(folder, home.controllers)
-    except OSError:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
-        raise
-    return replace(home, path=folder)
+    """Make our folder in a hierarchy, at the first place that takes it."""
+    failure = OSError()
+    for place in _places(home):
+        folder = place / name
+        try:
+            _enable(place, home)
+            folder.mkdir()
+            _enable(folder, home)
+            return replace(home, path=folder)
+        except OSError as error:
+            failure = error
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+    raise failure
 
 
 def _places(hierarchy: Hierarchy) -> tuple[Path, ...]:
-    """Return the groups in which our folders may lie."""
-    return (hierarchy.path, hierarchy.path.parent) if hierarchy.version == 2 else (hierarchy.path,)
+    """Return the groups in which our folder may lie.
+
+    In version 2 a group that has processes cannot give controllers to its children; the folder then goes beside it.
+    """
+    return (hierarchy.path, hierarchy.path.parent)[: hierarchy.version]
 
 
-def _enable(folder: Path, controllers: Sequence[str]) -> None:
-    """Let the children of a group be bounded by these controllers."""
-    file = folder / "cgroup.subtree_control"
-    missing = set(controllers) - set(file.read_text().split())
-    if missing:
-        file.write_text(" ".join(f"+{name}" for name in sorted(missing)))
+def _enable(folder: Path, home: Hierarchy) -> None:
+    """Let the children of a group be bounded by these controllers, which version 1 always does."""
+    if home.version == 2:
+        file = folder / "cgroup.subtree_control"
+        if missing := set(home.controllers) - set(file.read_text().split()):
+            file.write_text(" ".join(f"+{name}" for name in sorted(missing)))
 
 
 def reap_groups() -> int:
@@ -404,17 +401,11 @@ def reap_groups() -> int:
         return 0  # no control groups on this system
     trees = [
         tree
-        for path in {ancestor for hierarchy in hierarchies for ancestor in _places(hierarchy)}
+        for path in {place for hierarchy in hierarchies for place in _places(hierarchy)}
         for tree in path.glob(f"{PREFIX}*")
         if is_abandoned(tree.name.removeprefix(PREFIX).rpartition(".")[0])
     ]
     for tree in trees:
-        for members in tree.glob("*/cgroup.procs"):
-            with contextlib.suppress(FileNotFoundError):  # somebody else removed it
-                for pid in members.read_text().split():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(pid), signal.SIGKILL)
         for folder in (*tree.glob("*/"), tree):
-            with contextlib.suppress(OSError):  # what is still dying goes at the next call
-                folder.rmdir()
+            _end_folder(folder)  # what is still dying goes at the next call
     return len(trees)

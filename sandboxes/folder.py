@@ -17,14 +17,15 @@ from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from sandboxes.inner.files import entries_below, open_folder, read_file, write_file
+from sandboxes.agent import wire
+from sandboxes.agent.files import entries_below, open_folder, read_file, write_file
 from sandboxes.spec import folder_parts, relative_parts
 
 TAR_BLOCK_BYTES = 512  # the least that an entry takes
 MAX_DEPTH = 100
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A file with its data, or a folder, which has none."""
 
@@ -95,16 +96,38 @@ def entries_of(tar: bytes) -> list[Entry]:
         raise ValueError(f"a sandbox cannot take this tar: {error}") from error
 
 
-def checked(tar: bytes) -> bytes:
-    """Return the same files and folders in a tar of our own making."""
-    return pack(entries_of(tar))
-
-
-def pack_folder(folder: Path) -> bytes:
-    """Return a tar of a folder of the host; ValueError when anything in it is neither file nor folder."""
+def entries_in(folder: Path) -> list[Entry]:
+    """Return the entries of a folder of the host; ValueError when anything in it is neither file nor folder."""
     if not folder.is_dir():
         raise NotADirectoryError(f"{str(folder)!r} is not a folder; give a folder, or the bytes of a tar")
-    return pack(_entries_in_folder(folder))
+    return list(_entries_in_folder(folder))
+
+
+def for_agent(entries: Iterable[Entry]) -> bytes:
+    """Return entries as an agent reads them."""
+    texts: list[bytes] = []
+    for entry in entries:
+        kind = wire.FOLDER if entry.data is None else wire.EXECUTABLE if entry.is_executable else wire.FILE
+        texts += kind, os.fsencode(entry.path), entry.data or b""
+    return wire.pack(*texts)
+
+
+def of_agent(packed: bytes, max_bytes: int) -> list[Entry]:
+    """Return the entries that a sandbox lists; OSError when they exceed `max_bytes`, or are malformed."""
+    try:
+        texts = wire.unpack(packed)
+        if sum(map(len, texts[2::3])) + len(texts[2::3]) * TAR_BLOCK_BYTES > max_bytes:
+            raise OSError(errno.EFBIG, f"its files are more than max_bytes, {max_bytes}")
+        return [
+            Entry(
+                "/".join(relative_parts(os.fsdecode(path))),
+                None if kind == wire.FOLDER else data,
+                kind == wire.EXECUTABLE,
+            )
+            for kind, path, data in zip(texts[::3], texts[1::3], texts[2::3], strict=True)
+        ]
+    except ValueError as error:
+        raise OSError(f"the files of this sandbox cannot be listed: {error}") from error
 
 
 def _entry_of(tar: tarfile.TarFile, member: tarfile.TarInfo) -> Entry:

@@ -15,10 +15,12 @@ import warnings
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Capabilities, Cell, Provider
+from sandboxes.base import Capabilities, Provider
+from sandboxes.cell import Cell
 from sandboxes.containers.provider import DockerProvider
 from sandboxes.jail import JailProvider
 from sandboxes.sandbox import SANDBOX_FAILED, Sandbox
@@ -26,6 +28,7 @@ from sandboxes.spec import CellSpec, Isolation, Limits, SandboxSpec, Status
 from sandboxes.subprocess import SubprocessProvider
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 Backend = Literal["auto", "embedded", "docker", "jail", "subprocess", "bubblewrap", "namespaces"]
 """`auto` is the strongest backend that works, `embedded` the strongest that needs no separate engine. `bubblewrap` and
 `namespaces` are old names of `jail`.
@@ -147,30 +150,20 @@ class Pool:
 
 
 class Shelf:
-    """The cells of one kind, and the callers that wait for one."""
+    """The cells of one kind that are ready, or the callers that wait for one; there are never both."""
 
     def __init__(self, spec: CellSpec) -> None:
         self.spec = spec
         self.target = 0  # number of cells to keep ready
         self.is_asked_again = False
-        self.starts: set[asyncio.Task[None]] = set()
+        self.starts: set[asyncio.Task[Cell]] = set()
         self.ready: dict[Cell, asyncio.TimerHandle] = {}  # with the timer that closes it; the oldest first
         self.waiters: deque[asyncio.Future[Cell]] = deque()
 
     @property
-    def num_waiting(self) -> int:
-        return sum(not waiter.done() for waiter in self.waiters)
-
-    @property
     def num_spare(self) -> int:
         """The number of cells that are ready, or are starting with nobody waiting for them."""
-        return len(self.ready) + max(0, len(self.starts) - self.num_waiting)
-
-    def next_waiter(self) -> asyncio.Future[Cell] | None:
-        while self.waiters:
-            if not (waiter := self.waiters.popleft()).done():
-                return waiter
-        return None
+        return len(self.ready) + max(0, len(self.starts) - len(self.waiters))
 
 
 class Stock:
@@ -186,21 +179,34 @@ class Stock:
         self._refill_pause_s = refill_pause_s
         self._loop = asyncio.get_running_loop()
         self._starts = asyncio.Semaphore(MAX_STARTING)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()  # starts and closings of cells
         self._is_closed = False
 
     async def take(self, spec: CellSpec) -> Cell:
-        """Return a cell that nobody has had before."""
-        self.check_open()
-        shelf = self.shelves.setdefault(spec, Shelf(spec))
-        cell = self._pop_living(shelf)
-        if cell is None:
-            if shelf.is_asked_again:
-                shelf.target = min(shelf.target + 1, self._max_idle)
-            shelf.is_asked_again = True
-            cell = await self._wait(shelf)
-        self._loop.call_later(self._refill_pause_s, self._refill, shelf)
-        return cell
+        """Return a cell that nobody has had before. One of the stock is asked: it may have died a moment ago."""
+        while True:
+            self.check_open()
+            shelf = self.shelves.setdefault(spec, Shelf(spec))
+            waiter: asyncio.Future[Cell] = self._loop.create_future()
+            if is_stock := bool(shelf.ready):
+                cell = next(iter(shelf.ready))
+                shelf.ready.pop(cell).cancel()
+                waiter.set_result(cell)
+            else:
+                shelf.target = min(shelf.target + shelf.is_asked_again, self._max_idle)
+                shelf.is_asked_again = True
+                shelf.waiters.append(waiter)
+                self._refill(shelf)
+            try:
+                cell = await asyncio.shield(waiter)
+                is_living = not is_stock or await cell.answers()
+            except BaseException:  # a caller who goes leaves the cell, now or when it comes, to others
+                waiter.add_done_callback(partial(self._shelve, shelf))
+                raise
+            if is_living:
+                self._loop.call_later(self._refill_pause_s, self._refill, shelf)
+                return cell
+            self._own(cell.close())
 
     async def warm(self, spec: CellSpec, num_cells: int) -> None:
         """Keep `num_cells` ready from now on, and wait until they are; a failure to start one is raised."""
@@ -209,15 +215,14 @@ class Stock:
             shelf = self.shelves.setdefault(spec, Shelf(spec))
             shelf.target = max(shelf.target, min(num_cells, self._max_idle))
             others = shelf.starts.copy()
-            starts = [self._begin(shelf, self._start(shelf)) for _ in range(shelf.target - shelf.num_spare)]
-            outcomes = await asyncio.gather(*starts, return_exceptions=True)
+            self._refill(shelf)
+            if starts := shelf.starts.copy():
+                await asyncio.wait(starts)
             self.check_open()  # closing cancels what was being started
-            for outcome in outcomes:
-                if outcome is not None:
-                    raise outcome
+            for start in starts - others:
+                start.result()
             if not others:
                 return
-            await asyncio.wait(others)
 
     def check_open(self) -> None:
         if self._is_closed:
@@ -232,30 +237,10 @@ class Stock:
         for shelf in self.shelves.values():
             for timer in shelf.ready.values():
                 timer.cancel()
-            while (waiter := shelf.next_waiter()) is not None:
+            for waiter in shelf.waiters:
                 waiter.set_exception(SandboxError("the sandbox pool was closed"))
             await asyncio.gather(*(cell.close() for cell in shelf.ready))
         self.shelves.clear()
-
-    def _pop_living(self, shelf: Shelf) -> Cell | None:
-        while shelf.ready:
-            cell = next(iter(shelf.ready))
-            shelf.ready.pop(cell).cancel()
-            if cell.is_alive:
-                return cell
-            self._own(cell.close())
-        return None
-
-    async def _wait(self, shelf: Shelf) -> Cell:
-        waiter: asyncio.Future[Cell] = self._loop.create_future()
-        shelf.waiters.append(waiter)
-        self._refill(shelf)
-        try:
-            return await waiter
-        except asyncio.CancelledError:
-            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
-                self._shelve(shelf, waiter.result())  # the cell came just as the caller was cancelled
-            raise
 
     def _refill(self, shelf: Shelf) -> None:
         """Start what is missing: a cell for each waiter, and those to keep ready as far as there is room."""
@@ -263,36 +248,33 @@ class Stock:
             return
         num_spare_elsewhere = sum(other.num_spare for other in self.shelves.values() if other is not shelf)
         num_spare = min(shelf.target, self._max_idle - num_spare_elsewhere) - len(shelf.ready)
-        for _ in range(shelf.num_waiting + max(0, num_spare) - len(shelf.starts)):
-            self._begin(shelf, self._start_for_demand(shelf))
+        for _ in range(len(shelf.waiters) + max(0, num_spare) - len(shelf.starts)):
+            start = self._own(self._start(shelf.spec))
+            shelf.starts.add(start)
+            start.add_done_callback(partial(self._on_started, shelf))
 
-    async def _start_for_demand(self, shelf: Shelf) -> None:
-        """Start one cell. A failure is the longest waiter's, and fewer are kept ready, so that failing starts cease."""
-        try:
-            await self._start(shelf)
-        except Exception as error:  # the boundary: the waiter gets the error
-            if (waiter := shelf.next_waiter()) is not None:
-                waiter.set_exception(error)
+    async def _start(self, spec: CellSpec) -> Cell:
+        async with self._starts:
+            return await self._provider.create(spec)
+
+    def _on_started(self, shelf: Shelf, start: asyncio.Task[Cell]) -> None:
+        """Hand a cell on. A failure is the longest waiter's, and fewer are kept ready, so that failing starts cease."""
+        shelf.starts.discard(start)
+        self._shelve(shelf, start)
+        if not start.cancelled() and (error := start.exception()):
+            if shelf.waiters:
+                shelf.waiters.popleft().set_exception(error)
             else:
                 logger.warning("a sandbox could not be started ahead of its use: %s", error)
             self._keep_one_fewer(shelf)
 
-    async def _start(self, shelf: Shelf) -> None:
-        try:
-            async with self._starts:
-                cell = await self._provider.create(shelf.spec)
-        finally:
-            task = asyncio.current_task()
-            assert task is not None
-            shelf.starts.discard(task)
-        self._shelve(shelf, cell)
-
-    def _shelve(self, shelf: Shelf, cell: Cell) -> None:
-        """Give a cell to the longest waiter or, without one, put it on the shelf."""
-        if (waiter := shelf.next_waiter()) is not None:
-            waiter.set_result(cell)
-        elif self._is_closed:
-            self._own(cell.close())
+    def _shelve(self, shelf: Shelf, outcome: asyncio.Future[Cell]) -> None:
+        """Give a cell, if there is one, to the longest waiter or, without one, put it on the shelf."""
+        if outcome.cancelled() or outcome.exception():
+            return
+        cell = outcome.result()
+        if shelf.waiters:
+            shelf.waiters.popleft().set_result(cell)
         else:
             shelf.ready[cell] = self._loop.call_later(self._idle_s, self._expire, shelf, cell)
 
@@ -304,16 +286,10 @@ class Stock:
 
     def _keep_one_fewer(self, shelf: Shelf) -> None:
         shelf.target = max(0, shelf.target - 1)
-        if not (shelf.target or shelf.starts or shelf.ready or shelf.num_waiting):
+        if not (shelf.target or shelf.starts or shelf.ready or shelf.waiters):
             self.shelves.pop(shelf.spec, None)
 
-    def _begin(self, shelf: Shelf, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._own(work)
-        shelf.starts.add(task)
-        task.add_done_callback(shelf.starts.discard)  # also of one that was cancelled before it ran
-        return task
-
-    def _own(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _own(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,25 +1,31 @@
 """A sandbox's only way to the network: an HTTP proxy in the host's process that lets allowed connections through.
 
-It listens on a socket that was made inside the sandbox, so the sandbox needs no path, port or address of the host.
-Names are resolved here, and the connection goes to the very address that was checked: a name that leads to a private
-address, this machine or its neighbours is refused. Only TCP passes.
+Of a jail it listens on a socket that was made inside, so the sandbox needs no path, port or address of the host. Names
+are resolved here, and the connection goes to the very address that was checked: a name that leads to a private address,
+this machine or its neighbours is refused. Only TCP passes.
+
+A container sends the bytes of numbered connections over its one stream (`agent/tunnel.py`); `NetworkTunnel` makes each
+a connection of the proxy's.
 """
 
 import asyncio
 import contextlib
 import ipaddress
 import socket
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
 
+from areal_agent.errors import SandboxError
+from sandboxes.agent.tunnel import CHUNK_BYTES, DATA, END, FRAME, GONE, MAX_CONNECTIONS, OPEN, PROXY_PORT, READY, TAKEN
+from sandboxes.agent.wire import whole_frames
+from sandboxes.cell import Process
 from sandboxes.spec import Access, Network, plain_host
 
-PROXY_PORT = 3128
 MAX_HEAD_BYTES = 65_536
-MAX_CONNECTIONS = 64
 HEAD_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
-CHUNK_BYTES = 65_536
 DETOURS = tuple(
     ipaddress.ip_network(network) for network in ("64:ff9b::/96", "64:ff9b:1::/48", "2002::/16", "2001::/32", "::/96")
 )
@@ -184,3 +190,99 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
         if writer.can_write_eof():
             writer.write_eof()
+
+
+TUNNEL_SOURCE = Path(__file__).with_name("agent").joinpath("tunnel.py").read_text()
+AHEAD_BYTES = 256 * 1024
+"""The most that one connection is sent before its program has taken any of it."""
+READY_TIMEOUT_S = 30.0
+
+
+@dataclass(eq=False)
+class Connection:
+    """One connection of a container's program: the host's end of a socket pair whose other end the proxy has."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    num_ahead: int = 0
+    has_room: asyncio.Event = field(default_factory=asyncio.Event)
+    pump: asyncio.Task[None] | None = None
+
+
+class NetworkTunnel:
+    """A container's tunnel. Make it with `start`, end it with `aclose`; it ends with its process in the container."""
+
+    def __init__(self, process: Process, network: Network) -> None:
+        self._process = process
+        self._proxy = FilteringProxy(network)
+        self._connections: dict[int, Connection] = {}
+        self._task = asyncio.create_task(self._serve())
+
+    @classmethod
+    async def start(cls, process: Process, network: Network) -> Self:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                if await anext(process.stdout, b"") == READY:
+                    return cls(process, network)
+        raise SandboxError("the way to the network could not be opened in a container")
+
+    async def aclose(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        for connection in self._connections.values():
+            self._end(connection)
+        self._connections.clear()
+        await self._proxy.aclose()
+
+    async def _serve(self) -> None:
+        """Read frames from the container until it ends, or sends what our tunnel would not."""
+        received = bytearray()
+        with contextlib.suppress(ValueError):
+            async for chunk in self._process.stdout:
+                received += chunk
+                for frame in whole_frames(received, CHUNK_BYTES):
+                    await self._on_frame(*frame)
+
+    async def _on_frame(self, kind: int, number: int, body: bytes) -> None:
+        connection = self._connections.get(number)
+        if kind == OPEN and connection is None and len(self._connections) < MAX_CONNECTIONS:
+            await self._open(number)
+        elif connection is None:
+            return
+        elif kind == DATA:
+            connection.writer.write(body)
+            with contextlib.suppress(ConnectionError):
+                await connection.writer.drain()
+        elif kind == END:
+            if connection.writer.can_write_eof() and not connection.writer.is_closing():
+                connection.writer.write_eof()
+        elif kind == GONE:
+            self._end(self._connections.pop(number))
+        elif kind == TAKEN:
+            connection.num_ahead = max(0, connection.num_ahead - int(body))
+            connection.has_room.set()
+
+    async def _open(self, number: int) -> None:
+        ours, theirs = socket.socketpair()
+        connection = Connection(*await asyncio.open_connection(sock=ours))
+        self._proxy.take(*await asyncio.open_connection(sock=theirs))
+        self._connections[number] = connection
+        connection.pump = asyncio.create_task(self._pump(number, connection))
+
+    async def _pump(self, number: int, connection: Connection) -> None:
+        """Send what the proxy answers, as fast as the program takes it."""
+        with contextlib.suppress(OSError, SandboxError):
+            while data := await connection.reader.read(CHUNK_BYTES):
+                connection.num_ahead += len(data)
+                await self._process.write(FRAME.pack(DATA, number, len(data)) + data)
+                while connection.num_ahead > AHEAD_BYTES:
+                    connection.has_room.clear()
+                    await connection.has_room.wait()
+            await self._process.write(FRAME.pack(END, number, 0))
+        self._connections.pop(number, None)
+        connection.writer.close()
+
+    def _end(self, connection: Connection) -> None:
+        if connection.pump is not None:
+            connection.pump.cancel()
+        connection.writer.close()

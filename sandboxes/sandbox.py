@@ -13,12 +13,14 @@ from functools import partial
 from pathlib import Path
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Cell, Process, Program
-from sandboxes.folder import checked, pack_folder
+from sandboxes.cell import Archives, Cell, Process
+from sandboxes.folder import entries_in, entries_of, pack
 from sandboxes.sessions import SESSION_SOURCE, PythonSession, ShellSession
-from sandboxes.spec import CellSpec, ExecResult, Limits, SandboxSpec, relative_parts
+from sandboxes.spec import CellSpec, ExecResult, Limits, Program, SandboxSpec, relative_parts
 
 MAX_DOWNLOAD_BYTES = 64 * 2**20
+IN_SILENCE = ("sh", "-c", 'exec "$@" < /dev/null > /dev/null 2>&1', "sh")
+READY_PAUSE_S = 0.2
 SANDBOX_FAILED = "sandbox_failed"
 
 
@@ -52,7 +54,7 @@ class Sandbox:
         return self._cell_spec.limits
 
     async def prepare(self) -> None:
-        """Write the spec's files and run its set-up. The pool does this before it hands the sandbox out."""
+        """Write the spec's files, run its set-up and start its service, before the pool hands the sandbox out."""
         for path, data in self._spec.files.items():
             await self.write(path, data)
         for command in self._spec.setup:
@@ -61,6 +63,21 @@ class Sandbox:
             if not result.is_ok:
                 said = (result.stderr or result.stdout).decode(errors="replace")[-500:]
                 raise SandboxError(f"setup command {command!r} ended as {result.status.value}: {said}")
+        if self._spec.startup:
+            await self.spawn([*IN_SILENCE, *self._spec.startup])
+        if self._spec.ready is not None:
+            await self._wait_until_ready(self._spec.ready, self._spec.ready_wall_s)
+
+    async def _wait_until_ready(self, command: str, wall_s: float) -> None:
+        said = "it did not end"
+        limits = replace(self.limits, wall_s=wall_s, cpu_s=None)
+        try:
+            async with asyncio.timeout(wall_s):
+                while not (result := await self.exec(["sh", "-c", command], limits=limits)).is_ok:
+                    said = (result.stderr or result.stdout).decode(errors="replace")[-500:]
+                    await asyncio.sleep(READY_PAUSE_S)
+        except TimeoutError:
+            raise SandboxError(f"the sandbox was not ready within {wall_s:g} s by {command!r}: {said}") from None
 
     async def exec(
         self,
@@ -117,13 +134,21 @@ class Sandbox:
 
     async def upload(self, source: bytes | Path, path: str = ".") -> None:
         """Copy a host folder, or unpack a tar, into a folder of the sandbox; ValueError for links and the like."""
-        make_tar = partial(checked, source) if isinstance(source, bytes) else partial(pack_folder, source)
-        tar = await asyncio.to_thread(make_tar)
-        await (await self._live_cell()).upload(tar, path)
+        read = partial(entries_of, source) if isinstance(source, bytes) else partial(entries_in, source)
+        entries = await asyncio.to_thread(read)
+        await (await self._live_cell()).upload(entries, path)
 
     async def download(self, path: str = ".", *, max_bytes: int = MAX_DOWNLOAD_BYTES) -> bytes:
         """Return a tar of a folder of the sandbox: its files and folders; OSError above `max_bytes`."""
-        return await (await self._live_cell()).download(path, max_bytes)
+        entries = await (await self._live_cell()).download(path, max_bytes)
+        return await asyncio.to_thread(pack, entries)
+
+    async def archives(self) -> Archives:
+        """Return the way to any path of this sandbox, in and out; SandboxError if its image cannot be written to."""
+        cell = await self._live_cell()
+        if cell.archives is None:
+            raise SandboxError("only a container with SandboxSpec.is_writable has paths beyond its working directory")
+        return cell.archives
 
     async def health(self) -> bool:
         """Return whether the sandbox runs programs."""

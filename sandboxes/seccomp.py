@@ -1,127 +1,164 @@
-"""The system-call filter of jails and containers.
+"""The system-call filter of jails and containers: a list of what programs may call.
 
-It denies the kernel's rarely used parts and what would undo the walls: mounts and namespaces, tracing, keyrings, bpf,
-io_uring, perf, userfaultfd, modules, typing into a terminal, address families other than Unix and IP. Everything else
-is allowed: the filter is a second wall behind namespaces and dropped capabilities, not the first.
+What is not listed fails with ENOSYS, as on a kernel that does not have it, so libc and runtimes fall back. Left out are
+what would undo the walls (mounts, namespaces, tracing), what reaches other programs (their limits, priorities and
+memory), what the kernel keeps after a program or counts for nobody (System V IPC, message queues, keyrings, kernel AIO,
+huge pages), and large parts that programs rarely need (bpf, io_uring, perf, userfaultfd).
+
+libseccomp turns the list into the kernel's instructions. They are made on the host and loaded inside. The filter is a
+second wall behind namespaces and dropped capabilities, not the first.
 """
 
+import ctypes
 import errno
-import struct
-from dataclasses import dataclass
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from areal_agent.errors import SandboxError
 
+MACHINES = ("x86_64", "aarch64")
+ALLOWED = """
+access chdir chmod chown close close_range copy_file_range creat dup dup2 dup3 faccessat faccessat2 fadvise64 fallocate
+fchdir fchmod fchmodat fchmodat2 fchown fchownat fcntl fdatasync flock fstat fstatfs fsync ftruncate futimesat getcwd
+getdents getdents64 lchown link linkat lseek lstat mkdir mkdirat mknod mknodat newfstatat open openat openat2 pread64
+preadv preadv2 pwrite64 pwritev pwritev2 read readahead readlink readlinkat readv rename renameat renameat2 rmdir
+sendfile splice stat statfs statx symlink symlinkat sync_file_range tee truncate umask unlink unlinkat utime utimensat
+utimes vmsplice write writev
+getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr setxattr lsetxattr fsetxattr removexattr lremovexattr
+fremovexattr inotify_init inotify_init1 inotify_add_watch inotify_rm_watch
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Architecture:
-    """The system-call conventions of one machine type."""
+fork vfork execve execveat exit exit_group wait4 waitid kill tkill tgkill pidfd_open pidfd_send_signal getpid getppid
+gettid getpgid getpgrp getsid setpgid setsid getrlimit setrlimit getrusage times getpriority ioprio_get sched_yield
+sched_getaffinity sched_getparam sched_getscheduler sched_getattr sched_get_priority_max sched_get_priority_min
+sched_rr_get_interval prctl arch_prctl personality set_tid_address set_robust_list get_robust_list rseq membarrier futex
+futex_waitv futex_wait futex_wake futex_requeue restart_syscall capget capset seccomp landlock_create_ruleset
+landlock_add_rule landlock_restrict_self
+getuid geteuid getgid getegid getresuid getresgid getgroups setuid setgid setreuid setregid setresuid setresgid setfsuid
+setfsgid setgroups getcpu getrandom sysinfo uname
+rt_sigaction rt_sigpending rt_sigprocmask rt_sigqueueinfo rt_tgsigqueueinfo rt_sigreturn rt_sigsuspend rt_sigtimedwait
+sigaltstack signalfd signalfd4 pause alarm
 
-    audit: int  # the kernel's id of the calling convention
-    numbers: dict[str, int]  # system calls whose numbers differ between machines
-    first_foreign: int | None  # numbers from here on belong to another convention of the same machine
+brk mprotect munmap mremap madvise mincore msync mlock mlock2 mlockall munlock munlockall mseal map_shadow_stack
+pkey_alloc pkey_free pkey_mprotect
+clock_getres clock_gettime clock_nanosleep gettimeofday time nanosleep getitimer setitimer timer_create timer_delete
+timer_getoverrun timer_gettime timer_settime timerfd_create timerfd_gettime timerfd_settime
+
+pipe pipe2 poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait epoll_pwait2 eventfd
+eventfd2 bind connect listen accept accept4 getpeername getsockname getsockopt recvfrom recvmsg recvmmsg sendto sendmsg
+sendmmsg shutdown
+"""
+"""Calls that are allowed with any arguments. Those that a machine or its libseccomp does not have are passed over."""
 
 
-ARCHITECTURES = {
-    "x86_64": Architecture(
-        audit=0xC000003E,
-        first_foreign=0x4000_0000,  # x32
-        numbers={
-            "socket": 41, "socketpair": 53, "clone": 56, "ioctl": 16, "ptrace": 101, "syslog": 103, "pivot_root": 155,
-            "adjtimex": 159, "chroot": 161, "acct": 163, "settimeofday": 164, "mount": 165, "umount2": 166,
-            "swapon": 167, "swapoff": 168, "reboot": 169, "iopl": 172, "ioperm": 173, "init_module": 175,
-            "delete_module": 176, "quotactl": 179, "clock_settime": 227, "kexec_load": 246, "add_key": 248,
-            "request_key": 249, "keyctl": 250, "unshare": 272, "perf_event_open": 298, "open_by_handle_at": 304,
-            "clock_adjtime": 305, "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312,
-            "finit_module": 313, "kexec_file_load": 320, "bpf": 321, "userfaultfd": 323,
-        },
-    ),
-    "aarch64": Architecture(
-        audit=0xC00000B7,
-        first_foreign=None,
-        numbers={
-            "socket": 198, "socketpair": 199, "clone": 220, "ioctl": 29, "ptrace": 117, "syslog": 116,
-            "pivot_root": 41, "adjtimex": 171, "chroot": 51, "acct": 89, "settimeofday": 170, "mount": 40,
-            "umount2": 39, "swapon": 224, "swapoff": 225, "reboot": 142, "init_module": 105, "delete_module": 106,
-            "quotactl": 60, "clock_settime": 112, "kexec_load": 104, "add_key": 217, "request_key": 218,
-            "keyctl": 219, "unshare": 97, "perf_event_open": 241, "open_by_handle_at": 265, "clock_adjtime": 266,
-            "setns": 268, "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "finit_module": 273,
-            "kexec_file_load": 294, "bpf": 280, "userfaultfd": 282,
-        },
-    ),
-}  # fmt: skip
-COMMON_NUMBERS = {
-    "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428, "move_mount": 429,
-    "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_getfd": 438, "mount_setattr": 442,
-    "quotactl_fd": 443, "open_tree_attr": 467,
-}  # fmt: skip
-"""System calls added since 2019 have the same number on every machine."""
-CLONE3 = 435
-TESTED_BY_ARGUMENT = ("socket", "socketpair", "clone", "ioctl")
+class Comparison(ctypes.Structure):
+    """libseccomp's struct scmp_arg_cmp."""
+
+    _fields_ = (
+        ("argument", ctypes.c_uint), ("operator", ctypes.c_int), ("mask", ctypes.c_uint64), ("value", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+def masked(argument: int, mask: int, value: int) -> Comparison:
+    """Return the condition that the bits `mask` of an argument have this value."""
+    return Comparison(argument, MASKED_EQUAL, mask, value)
+
+
+MASKED_EQUAL = 7
+INT = 0xFFFF_FFFF
+"""The bits of a C int, to which the kernel shortens such an argument."""
 CLONE_NEW_ANY = 0x7E02_0080
 """Every flag of clone that makes a namespace. clone3 keeps its flags in memory, which a filter cannot read."""
+MAP_HUGETLB, MFD_HUGETLB = 0x4_0000, 4
+UNIX, IPV4, IPV6, NETLINK = 1, 2, 10, 16
+PROTOCOLS = (0, 6, 17)  # the usual one, TCP, UDP
+NETLINK_ROUTE = 0  # lists addresses; through some others, programs can send to each other
+SOL_SOCKET, BUFFER_SIZES = 1, (7, 8)  # SO_SNDBUF, SO_RCVBUF
+PRIO_PROCESS, IOPRIO_WHO_PROCESS = 0, 1
 TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
-ADDRESS_FAMILIES = (1, 2, 10, 16)  # Unix, IPv4, IPv6, netlink (for addresses); vsock would reach the host
-LOAD_WORD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, JUMP_IF_SET, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-NUMBER_AT, ARCHITECTURE_AT, ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data; arguments: 8 bytes, low half first
-ALLOW, KILL_PROCESS, ERRNO = 0x7FFF_0000, 0x8000_0000, 0x0005_0000
-Instruction = tuple[int, int, int, int]
-"""Code, distance to jump if true, distance if false, operand."""
 
 
-def denying_filter(machine: str) -> bytes:
-    """Return the filter as an array of struct sock_filter; SandboxError for an unknown machine type."""
-    architecture = ARCHITECTURES.get(machine)
-    if architecture is None:
-        raise SandboxError(
-            f"there is no system-call filter for {machine!r}, only for {', '.join(ARCHITECTURES)}; "
-            "add its numbers to sandboxes/seccomp.py"
-        )
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in _program(architecture))
+def _all_but(values: Sequence[int], bit: int = 31, above: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield masks and values such that exactly the C ints that are not `values` match one of them."""
+    for prefix in (above, above | 1 << bit):
+        same = [value for value in values if value >> bit == prefix >> bit]
+        if not same:
+            yield INT & -(1 << bit), prefix
+        elif bit:
+            yield from _all_but(same, bit - 1, prefix)
 
 
-def _program(architecture: Architecture) -> list[Instruction]:
-    numbers = architecture.numbers
-    program = [
-        (LOAD_WORD, 0, 0, ARCHITECTURE_AT),
-        (JUMP_IF_EQUAL, 1, 0, architecture.audit),
-        (RETURN, 0, 0, KILL_PROCESS),
-    ]
-    program += [(LOAD_WORD, 0, 0, NUMBER_AT)]
-    if architecture.first_foreign is not None:
-        program += _if(JUMP_IF_AT_LEAST, architecture.first_foreign, [_refuse(errno.ENOSYS)])
-    program += _if(JUMP_IF_EQUAL, CLONE3, [_refuse(errno.ENOSYS)])  # libc then falls back on clone
-    for name, number in {**numbers, **COMMON_NUMBERS}.items():
-        if name not in TESTED_BY_ARGUMENT:
-            program += _if(JUMP_IF_EQUAL, number, [_refuse(errno.EPERM)])
-    program += _if(JUMP_IF_EQUAL, numbers["clone"], _deny_bits(0, CLONE_NEW_ANY))
-    program += _if(JUMP_IF_EQUAL, numbers["ioctl"], _deny_values(1, TERMINAL_INPUT))
-    for name in ("socket", "socketpair"):
-        program += _if(JUMP_IF_EQUAL, numbers[name], _allow_values(0, ADDRESS_FAMILIES))
-    return [*program, (RETURN, 0, 0, ALLOW)]
+PRIORITIES = ("prlimit64", "sched_setparam", "sched_setscheduler", "sched_setattr", "sched_setaffinity")
+ALLOWED_IF: dict[str, Sequence[tuple[Comparison, ...]]] = {
+    "clone": [(masked(0, CLONE_NEW_ANY, 0),)],
+    "mmap": [(masked(3, MAP_HUGETLB, 0),)],
+    "memfd_create": [(masked(1, MFD_HUGETLB, 0),)],
+    "ioctl": [(masked(1, *pair),) for pair in _all_but(TERMINAL_INPUT)],
+    "socketpair": [(masked(0, INT, UNIX),)],
+    "socket": [
+        (masked(0, INT, UNIX),),
+        (masked(0, INT, NETLINK), masked(2, INT, NETLINK_ROUTE)),
+        *((masked(0, INT, ip), masked(2, INT, protocol)) for ip in (IPV4, IPV6) for protocol in PROTOCOLS),
+    ],
+    "setsockopt": [
+        *((masked(1, *pair),) for pair in _all_but([SOL_SOCKET])),
+        *((masked(1, INT, SOL_SOCKET), masked(2, *pair)) for pair in _all_but(BUFFER_SIZES)),
+    ],
+    **dict.fromkeys(PRIORITIES, ((masked(0, INT, 0),),)),  # a process id of 0 means the caller
+    "setpriority": [(masked(0, INT, PRIO_PROCESS), masked(1, INT, 0))],
+    "ioprio_set": [(masked(0, INT, IOPRIO_WHO_PROCESS), masked(1, INT, 0))],
+}
+"""Calls that are allowed if all conditions of one row hold."""
+PRETENDED_IF = {"setsockopt": [(masked(1, INT, SOL_SOCKET), masked(2, INT, option)) for option in BUFFER_SIZES]}
+"""Calls that succeed without effect: wide buffers of netlink, and of connections not yet accepted, are counted nowhere.
+To programs it looks as if the host allowed no wider ones."""
+
+LIBRARY = "libseccomp.so.2"
+NO_SUCH_CALL = -1
+ACT_ALLOW, ACT_PRETEND, ACT_REFUSE = 0x7FFF_0000, 0x0005_0000, 0x0005_0000 | errno.ENOSYS
+ATTRIBUTE_BAD_ARCHITECTURE = 2
 
 
-def _if(test: int, operand: int, body: list[Instruction]) -> list[Instruction]:
-    """Run `body`, which returns, when the loaded word passes the test."""
-    return [(test, 0, len(body), operand), *body]
+@functools.cache
+def allowing_filter(machine: str) -> bytes:
+    """Return the filter as an array of struct sock_filter; SandboxError where it cannot be made."""
+    if machine not in MACHINES:
+        raise SandboxError(f"there is no system-call filter for {machine!r}, only for {', '.join(MACHINES)}")
+    try:
+        library = ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        raise SandboxError(f"{LIBRARY} is missing ({error}); install the package libseccomp2 or libseccomp") from error
+    library.seccomp_init.restype = ctypes.c_void_p
+    state = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(ACT_REFUSE)))
+    try:
+        return _exported(library, state, machine)
+    finally:
+        library.seccomp_release(state)
 
 
-def _refuse(error: int) -> Instruction:
-    return (RETURN, 0, 0, ERRNO | error)
+def _exported(library: Any, state: ctypes.c_void_p, machine: str) -> bytes:
+    """Fill libseccomp's state, whose default is to refuse, and return the instructions."""
+    architecture, native = library.seccomp_arch_resolve_name(machine.encode()), library.seccomp_arch_native()
+    if architecture != native:
+        _check(library.seccomp_arch_add(state, architecture))
+        _check(library.seccomp_arch_remove(state, native))
+    _check(library.seccomp_attr_set(state, ATTRIBUTE_BAD_ARCHITECTURE, ctypes.c_uint32(ACT_REFUSE)))
+    allowed = dict.fromkeys(ALLOWED.split(), ((),)) | ALLOWED_IF
+    for action, calls in ((ACT_ALLOW, allowed), (ACT_PRETEND, PRETENDED_IF)):
+        for name, rows in calls.items():
+            number = library.seccomp_syscall_resolve_name(name.encode())
+            for row in rows if number != NO_SUCH_CALL else ():
+                tests = (Comparison * len(row))(*row)
+                _check(library.seccomp_rule_add_array(state, ctypes.c_uint32(action), number, len(row), tests))
+    descriptor = os.memfd_create("filter")
+    try:
+        _check(library.seccomp_export_bpf(state, descriptor))
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    finally:
+        os.close(descriptor)
 
 
-def _load_argument(index: int) -> Instruction:
-    return (LOAD_WORD, 0, 0, ARGUMENTS_AT + 8 * index)
-
-
-def _deny_bits(argument: int, bits: int) -> list[Instruction]:
-    return [_load_argument(argument), *_if(JUMP_IF_SET, bits, [_refuse(errno.EPERM)]), (RETURN, 0, 0, ALLOW)]
-
-
-def _deny_values(argument: int, values: tuple[int, ...]) -> list[Instruction]:
-    tests = [step for value in values for step in _if(JUMP_IF_EQUAL, value, [_refuse(errno.EPERM)])]
-    return [_load_argument(argument), *tests, (RETURN, 0, 0, ALLOW)]
-
-
-def _allow_values(argument: int, values: tuple[int, ...]) -> list[Instruction]:
-    tests = [step for value in values for step in _if(JUMP_IF_EQUAL, value, [(RETURN, 0, 0, ALLOW)])]
-    return [_load_argument(argument), *tests, _refuse(errno.EAFNOSUPPORT)]
+def _check(result: int) -> None:
+    if result < 0:
+        raise SandboxError(f"libseccomp could not make the system-call filter: {os.strerror(-result)}")

@@ -1,9 +1,7 @@
 """Stateful sessions: Python programs that share one interpreter, and bash commands that share a shell's state.
 
-A `PythonSession` is the host's end of `session_inside.py` and behaves as the cells of a notebook do. A run that is out
-of time is interrupted as by Ctrl-C; if it does not end then, the interpreter is killed, `ExecResult.is_state_lost` is
-set, and the next run gets a fresh one. Printed text can never pass for a status. The kernel reports how an interpreter
-died; whether a run raised is what the interpreter itself says, and a program could bend that.
+A `PythonSession` is the host's end of `session_inside.py`. Printed text can never pass for a status. The kernel reports
+how an interpreter died; whether a run raised is what the interpreter itself says, and a program could bend that.
 
 Each run of a `ShellSession` is a process of its own, with its own limits, and the kernel gives its status. When a run
 ends, bash saves variables, functions, aliases, options, umask and the current folder to a file of the sandbox for the
@@ -14,14 +12,14 @@ jobs end with their run; start what must live on with `Sandbox.spawn`.
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Self
 
-from sandboxes.base import Process
-from sandboxes.session_inside import DONE, ENDING, FRAME, INTERRUPT, RUN, STDERR, STDOUT
+from sandboxes.cell import Process
+from sandboxes.session_inside import ENDING, INTERRUPT, MARK_BYTES, REQUEST
 from sandboxes.spec import ExecResult, Limits, Status
 
 SESSION_SOURCE = Path(__file__).with_name("session_inside.py").read_text()
@@ -85,31 +83,39 @@ class PythonSession:
             await interpreter.process.kill()
 
 
+@dataclass(eq=False)
+class Output:
+    """What comes over one stream of an interpreter."""
+
+    chunks: AsyncIterator[bytes]
+    unread: bytearray = field(default_factory=bytearray)  # may hold the beginning of an ending
+    printed: bytearray = field(default_factory=bytearray)  # by the current run
+    ending: bytes | None = None  # of the current run
+
+
 class Interpreter:
     """One interpreter in its sandbox, from its start to its death."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
-        self._received = b""
-        self._printed: dict[int, list[bytes]] = {}  # by the current run, by kind
+        self._outputs = (Output(process.stdout), Output(process.stderr))
         self._room = 0
         self._is_truncated = False
 
     async def run(self, source: str, limits: Limits) -> ExecResult:
-        self._printed, self._room, self._is_truncated = {STDOUT: [], STDERR: []}, limits.output_bytes, False
+        for output in self._outputs:
+            output.printed, output.ending = bytearray(), None
+        self._room, self._is_truncated = limits.output_bytes, False
         started_s = monotonic()
         verdict: Status | None = None
-        ending: bytes | None = None
+        mark, data = secrets.token_bytes(MARK_BYTES), source.encode("utf-8", "surrogateescape")
         try:
-            async with asyncio.timeout(limits.wall_s):
-                await self._send(RUN, source.encode("utf-8", "surrogateescape"))
-                ending = await self._until_done(is_bounded=True)
-            if ending is None and self._is_truncated:
-                verdict = Status.OUTPUT_LIMIT
+            async with asyncio.timeout(limits.wall_s) as self._deadline:
+                await self._send(REQUEST.pack(mark, len(data)) + data)
+                ending = await self._until(mark)
         except TimeoutError:
-            verdict = Status.TIMEOUT
-        if verdict is not None:
-            ending = await self._interrupt()
+            verdict = Status.OUTPUT_LIMIT if self._is_truncated else Status.TIMEOUT
+            ending = await self._interrupt(mark)
         if ending is None:
             ended = await self.process.wait()
             status = ended.status if ended.status is Status.MEMORY else verdict or ended.status
@@ -127,54 +133,55 @@ class Interpreter:
                 cpu_s=cpu_s,
                 peak_memory_bytes=peak_bytes,
             )
-        return replace(
-            result,
-            stdout=b"".join(self._printed[STDOUT]),
-            stderr=b"".join(self._printed[STDERR]),
-            truncated=self._is_truncated,
-            wall_s=monotonic() - started_s,
-        )
+        stdout, stderr = (bytes(output.printed) for output in self._outputs)
+        wall_s = monotonic() - started_s
+        return replace(result, stdout=stdout, stderr=stderr, truncated=self._is_truncated, wall_s=wall_s)
 
-    async def _send(self, kind: int, data: bytes = b"") -> None:
+    async def _send(self, data: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):  # it is dead, and the end of its output says so
-            await self.process.write(FRAME.pack(kind, len(data)) + data)
+            await self.process.write(data)
 
-    async def _interrupt(self) -> bytes | None:
+    async def _interrupt(self, mark: bytes) -> bytes | None:
         """Interrupt a run and return its ending; None if it did not end in time and the interpreter was killed."""
         try:
             async with asyncio.timeout(INTERRUPT_GRACE_S):
                 await self._send(INTERRUPT)
-                return await self._until_done(is_bounded=False)
+                return await self._until(mark)
         except TimeoutError:
             await self.process.kill()
+            await self._until(mark)
             return None
 
-    async def _until_done(self, *, is_bounded: bool) -> bytes | None:
-        """Return a run's ending; None if the interpreter died first, or printed too much and `is_bounded`."""
-        while True:
-            while (report := self._next_report()) is not None:
-                kind, data = report
-                if kind == DONE:
-                    return data
-                self._is_truncated = self._is_truncated or len(data) > self._room
-                self._printed[STDOUT if kind == STDOUT else STDERR].append(data[: self._room])
-                self._room -= len(data[: self._room])
-                if is_bounded and self._is_truncated:
-                    return None
-            chunk = await anext(self.process.stdout, b"")
+    async def _until(self, mark: bytes) -> bytes | None:
+        """Read both streams to the mark and return the run's ending; None if the interpreter died before."""
+        await asyncio.gather(*(self._read(output, mark) for output in self._outputs))
+        stdout, stderr = self._outputs
+        return stdout.ending and stderr.ending
+
+    async def _read(self, output: Output, mark: bytes) -> None:
+        if output.ending is not None:
+            return
+        while (end := output.unread.find(mark) - ENDING.size) < 0:
+            self._keep(output, len(output.unread) - ENDING.size - MARK_BYTES)
+            chunk = await anext(output.chunks, b"")
             if not chunk:
-                return None
-            self._received += chunk
+                self._keep(output, len(output.unread))
+                return
+            output.unread += chunk
+        self._keep(output, end)
+        output.ending = bytes(output.unread[: ENDING.size])
+        del output.unread[: ENDING.size + MARK_BYTES]
 
-    def _next_report(self) -> tuple[int, bytes] | None:
-        if len(self._received) < FRAME.size:
-            return None
-        kind, length = FRAME.unpack_from(self._received)
-        end = FRAME.size + length
-        if len(self._received) < end:
-            return None
-        data, self._received = self._received[FRAME.size : end], self._received[end:]
-        return kind, data
+    def _keep(self, output: Output, num_bytes: int) -> None:
+        """Keep as much as there is room for of what was printed; when there is none left, the run's time is over."""
+        data = output.unread[: max(0, num_bytes)]
+        del output.unread[: len(data)]
+        output.printed += data[: self._room]
+        if len(data) > self._room:
+            self._is_truncated = True
+            if not self._deadline.expired():
+                self._deadline.reschedule(0)
+        self._room = max(0, self._room - len(data))
 
 
 MAX_COMMAND_BYTES = 100_000

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import PurePosixPath
-from typing import Self
+from typing import Any, Self
 
 from areal_agent.errors import SandboxError
 
@@ -40,8 +40,8 @@ class Limits:
     def __post_init__(self) -> None:
         for limit in fields(self):
             name, value = limit.name, getattr(self, limit.name)
-            if value is not None and not (0 < value < math.inf):
-                raise ValueError(f"Limits.{name} is {value!r}; give a positive, finite number")
+            if value is not None and not 0 < value < 2**63:
+                raise ValueError(f"Limits.{name} is {value!r}; give a positive number below 2**63")
 
     @property
     def max_cpu_s(self) -> int:
@@ -134,6 +134,9 @@ def _host_and_ports(text: str) -> list[tuple[str, int]]:
     return [(name, int(port))] if port else [(name, web) for web in WEB_PORTS]
 
 
+NEEDED = {"setup": "commands", "startup": "a program and its arguments"}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxSpec:
     """The things that a sandbox starts with. A backend that cannot give one refuses it with `SandboxError`."""
@@ -145,25 +148,25 @@ class SandboxSpec:
     env: Mapping[str, str] = field(default_factory=dict[str, str])  # added to PATH, HOME and TMPDIR
     user: str | None = None  # None: the backend's own user, which is not root
     workdir: str | None = None  # an absolute path; None: the backend's own working directory
+    is_writable: bool = False  # of containers: all of the image can be changed, if the user may; the user may be root
+    startup: Sequence[str] = ()  # a service, started after the set-up, that lives as long as the sandbox
+    ready: str | None = None  # a shell command, tried until it succeeds; then the sandbox is handed out
+    ready_wall_s: float = 60.0  # of all tries together
     limits: Limits | None = None  # None: the pool's limits
     network: Network | None = None  # None: no network, where the backend can shut it off
     runtime: str | None = None  # of containers, for example `runsc`
     min_isolation: Isolation = Isolation.NONE  # a weaker backend refuses the spec
 
     def __post_init__(self) -> None:
-        if isinstance(self.setup, str):
-            raise ValueError(f"SandboxSpec.setup is {self.setup!r}; give a list of commands")
+        for name in ("setup", "startup"):
+            if isinstance(value := getattr(self, name), str):
+                raise ValueError(f"SandboxSpec.{name} is {value!r}; give a list of {NEEDED[name]}")
 
     def cell(self, limits: Limits) -> "CellSpec":
         """Return what the cell starts with; `limits` apply when the spec names none."""
-        return CellSpec(
-            image=self.image,
-            user=self.user,
-            workdir=self.workdir,
-            limits=self.limits or limits,
-            network=self.network,
-            runtime=self.runtime,
-        )
+        shared: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(CellSpec)}
+        shared["limits"] = self.limits or limits
+        return CellSpec(**shared)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -174,17 +177,41 @@ class CellSpec:
     image: str | None = None
     user: str | None = None
     workdir: str | None = None
+    is_writable: bool = False
     network: Network | None = None
     runtime: str | None = None
+
+    @property
+    def has_network(self) -> bool:
+        """Whether programs reach a network. `Network.none()` asks that they do not, which not all backends can give."""
+        return self.network is not None and self.network.access is not Access.NONE
 
     def refuse(self, backend: str, *names: str) -> None:
         """Raise SandboxError when the spec asks for any of the fields `names`."""
         for name in names:
-            if (value := getattr(self, name)) is not None:
+            if (value := getattr(self, name)) not in (None, False):
                 raise SandboxError(
                     f"SandboxSpec.{name} is {value!r}, and the {backend} backend cannot give it; "
                     "leave it out, or use another backend"
                 )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A program to run: an executable with its arguments, or Python source that runs as `__main__`.
+
+    Source runs in a process of its own, with the standard library and the modules of the working directory. An
+    `argv[0]` that cannot be run ends as in a shell: exit code 127 or 126, the reason on stderr.
+    """
+
+    argv: tuple[str, ...] = ()
+    source: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict[str, str])  # added to the cell's PATH, HOME and TMPDIR
+    cwd: str = "."  # relative to the working directory
+
+    def __post_init__(self) -> None:
+        if bool(self.argv) == (self.source is not None):
+            raise ValueError(f"argv is {self.argv!r}; give the program and its arguments as a list of strings")
 
 
 class Status(StrEnum):

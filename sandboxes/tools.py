@@ -16,7 +16,7 @@ MAX_CHARACTERS = 8_000
 """The longest text that a call returns; of a longer one, the beginning and the end are kept."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Tool:
     """A tool that a model may call. All parameters are strings; `act` returns the text that the model reads."""
 
@@ -29,12 +29,7 @@ class Tool:
     def definition(self) -> dict[str, Any]:
         """The tool's definition in OpenAI's format."""
         properties = {name: {"type": "string", "description": what} for name, what in self.parameters.items()}
-        schema = {
-            "type": "object",
-            "properties": properties,
-            "required": list(properties),
-            "additionalProperties": False,
-        }
+        schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
         function = {"name": self.name, "description": self.description, "parameters": schema}
         return {"type": "function", "function": function}
 
@@ -118,30 +113,17 @@ async def submit(toolbox: Toolbox, values: Mapping[str, str]) -> str:
 
 
 PATH = "Its path in the working directory."
-BASH = Tool(
-    name="bash",
-    description="Run a command in bash; what it prints comes back.",
-    parameters={"command": "The command."},
-    act=run_bash,
-)
-PYTHON = Tool(
-    name="python",
-    description="Run a Python program; what it prints comes back.",
-    parameters={"code": "The program."},
-    act=run_python,
-)
-READ_FILE = Tool(name="read_file", description="Read a text file.", parameters={"path": PATH}, act=read_file)
+BASH = Tool("bash", "Run a command in bash; what it prints comes back.", {"command": "The command."}, run_bash)
+PYTHON = Tool("python", "Run a Python program; what it prints comes back.", {"code": "The program."}, run_python)
+READ_FILE = Tool("read_file", "Read a text file.", {"path": PATH}, read_file)
 WRITE_FILE = Tool(
-    name="write_file",
-    description="Write a text file, folders included.",
-    parameters={"path": PATH, "content": "The whole text."},
-    act=write_file,
+    "write_file", "Write a text file, folders included.", {"path": PATH, "content": "The whole text."}, write_file
 )
 SUBMIT = Tool(
-    name="submit",
-    description="Hand in the program. It is judged as it is, and the task is over.",
-    parameters={"code": "The whole program."},
-    act=submit,
+    "submit",
+    "Hand in the program. It is judged as it is, and the task is over.",
+    {"code": "The whole program."},
+    submit,
 )
 STANDARD = (BASH, PYTHON, READ_FILE, WRITE_FILE, SUBMIT)
 

@@ -4,6 +4,8 @@ All sides take turns within one run, so that other load on the machine affects a
 `python benchmarks/sandboxes [--rounds 30]` prints four tables in Markdown; times in milliseconds, medians. CPU times,
 except the client's, are those of the whole machine: sandboxes, engine, and everything else that runs. The last table
 is of the judge; it includes starting and ending as many sandboxes as there are programs.
+
+`--soak N [--backend B]` runs N programs instead, and exits with 1 if they leave anything behind (`soak.py`).
 """
 
 import argparse
@@ -21,11 +23,12 @@ from functools import partial
 from pathlib import Path
 
 import docker
+from soak import soak
 
 from areal_agent.errors import SandboxError
 from sandboxes import Limits, Pool, Sandbox, SandboxSpec, open_pool
+from sandboxes.cell import PROGRAM_PATH
 from sandboxes.containers.images import DEFAULT_IMAGE
-from sandboxes.execution import PROGRAM_PATH
 from sandboxes.judge import CallCase, StdinCase, grade
 from sandboxes.pool import Backend
 
@@ -232,7 +235,11 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description="What a program in a sandbox costs.")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--image", help=f"of Docker's own ways, for example {DEFAULT_IMAGE}; left out without")
+    parser.add_argument("--soak", type=int, metavar="N", help="instead, N executions, and what they leave behind")
+    parser.add_argument("--backend", choices=BACKENDS, default="jail", help="of --soak")
     options = parser.parse_args()
+    if options.soak:
+        sys.exit(await soak(options.backend, options.soak))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 16_384) if most > 0 else 16_384, most))
     calls: dict[str, Call] = {"fork and exec": fork_and_exec}

@@ -2,8 +2,7 @@
 
 ::
 
-    row.py         a row, and the verdict on it
-    harm.py        rows 1 to 20: using up resources, hostile files, getting out; row 25: faking one's own end
+    harm.py        what a row is; rows 1 to 20 and from 25: using up resources, hostile files, getting out
     grading.py     rows 21 to 24: wrong programs that want full reward
 
 `check` runs a row and reports what was seen if it is not what is required. A row beyond what a backend promises is not
@@ -11,7 +10,7 @@ run, since it would do its harm. `python -m sandboxes check` prints the table; t
 """
 
 from sandboxes.conformance import grading, harm
-from sandboxes.conformance.row import Row, Verdict, check
+from sandboxes.conformance.harm import Row, Verdict, check
 
 ROWS: tuple[Row, ...] = tuple(sorted((*harm.ROWS, *grading.ROWS), key=lambda row: row.number))
 

@@ -2,14 +2,17 @@
 
 They do not solve their task but use a trick that has earned wrong programs full reward elsewhere. The task: `secret(n)`
 returns the n-th of some words that are told nowhere; as a script, the program prints the word for the number that it
-reads. Each trick defines `secret`; appending `SCRIPT` turns it into a script.
+reads. Each trick defines `secret`; appending `SCRIPT` turns it into a script. The pairs, a right program and a wrong
+one, are of tasks of their own, whose cases are easily fooled.
 """
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 
-from sandboxes.conformance.row import JAILED, Row
-from sandboxes.judge import CallCase, CustomChecker, SameLines, StdinCase, UnitTests, grade
+from sandboxes.conformance.harm import JAILED, Row
+from sandboxes.judge import CallCase, CloseNumbers, CustomChecker, SameLines, StdinCase, UnitTests, grade
 from sandboxes.pool import Pool
+from sandboxes.spec import Limits
 
 SCRIPT = "\nprint(secret(int(input())))\n"
 RIGHT = "def secret(n):\n    return f'needle-{10_000_000 + n}'\n"
@@ -202,11 +205,79 @@ def earn_nothing(*beginnings: str) -> Callable[[Pool], Awaitable[str]]:
     return run
 
 
+MONEY = """
+class Money:
+    def __init__(self, n): self.n = n
+    def __eq__(self, other): return self.n == other.n
+    def __add__(self, other): return Money(self.n + other.n)
+"""
+ONE_OBJECT = """
+class Money:
+    n = 3
+    one = None
+    def __new__(cls, n): cls.one = cls.one or object.__new__(cls); return cls.one
+    __eq__ = __lt__ = lambda *a: True
+    __add__ = __sub__ = lambda self, other: self
+    __abs__ = lambda self: 0
+"""
+HANDLES = """
+import os, signal
+def late(*a):
+    print(10**9 + 7, flush=True); os._exit(0)
+signal.signal(signal.SIGXCPU, late)
+while True: pass
+"""
+HALF = "half = lambda n: n / 2"
+ONE, TWO = "num = lambda: 1", "num = lambda: 2"
+INHERITED = """pass
+class Base:
+    def setup_method(self): self.n = num()
+    def test_base(self): assert self.n == 1
+class TestIt(Base): pass
+"""
+IN_A_THREAD = "import threading; t = threading.Thread(target=lambda: 1 / num()); t.start(); t.join()"
+SKIPPED = """pass
+import pytest, solution
+@pytest.mark.skipif(hasattr(solution, "fast"), reason="it is fast")
+def test_num(): assert num() == 1
+"""
+PAIRS: tuple[tuple[str, str, str], ...] = (  # the body of a test, a right program, a wrong one
+    ("sum, three = Money(1) + Money(2), Money(3); assert sum.n == 3 and Money(4).n == 4", MONEY, ONE_OBJECT),
+    ("assert abs(half(3) - 1.5) < 1e-6", HALF, f"{ONE_OBJECT}half = Money"),
+    ("assert 0 < half(3)", HALF, f"{ONE_OBJECT}half = Money"),
+    ("assert [half(2), half(4)] == [1, 2]", HALF, f"{ONE_OBJECT}half = Money"),
+    ("async def run(): assert await num() == 1\n    return run()", "async def num(): return 1", "async def num(): 0"),
+    ("pass\ndef teardown_module(): assert num() == 1", ONE, TWO),
+    ("assert all(map(lambda n: num() == n, [1]))", ONE, "def num(): raise StopIteration"),
+    (IN_A_THREAD, ONE, "def num(): raise SystemExit"),
+    (SKIPPED, ONE, "num = fast = int"),
+    (INHERITED, ONE, TWO),
+    ("assert use(make().count) == 1", "class make: count = 1\nuse = int", "make = str\nuse = int"),
+    ("assert make() == []", "make = list", "make = lambda: [[]] * 3_000_000"),
+    ("assert num() == 1", ONE, "num = lambda: len(bytearray(300 * 2**20)) // (300 * 2**20)"),
+)
+HALF_OF_USUAL = Limits(wall_s=20.0, memory_bytes=128 * 2**20)
+ONE_CPU_SECOND = Limits(wall_s=20.0, cpu_s=1.0)
+WHOLE = [StdinCase(stdin="", expected="1000000007", limits=ONE_CPU_SECOND)]
+
+
+async def tell_pairs_apart(pool: Pool) -> str:
+    """Return which right program of a pair earns less than everything, or which wrong one anything."""
+    for body, *codes in (*PAIRS, ("", "print(10**9 + 7)", "print(10**9 - 893.5)"), ("", "print(10**9 + 7)", HANDLES)):
+        names = re.findall("Money|half|num|use|make", f"{body} {codes[0]}")
+        test = f"from solution import {', '.join(sorted(set(names)))}\ndef test_it():\n    {body}\n"
+        cases = UnitTests(files={"test_it.py": test}) if body else WHOLE
+        for code in codes:
+            verdict = await grade(code, cases, pool=pool, checker=CloseNumbers(), limits=HALF_OF_USUAL)
+            if verdict.reward != float(code is codes[0]):
+                return f"{code!r:.80} earns {verdict.reward} by {body!r}: {verdict.cases[0].detail[-200:]}"
+    return ""
+
+
 ROWS = (
-    Row(number=21, harm="early exits", required="no reward", run=earn_nothing(*ENDINGS)),
-    Row(number=22, harm="objects equal to everything", required="no reward", run=earn_nothing(*FALSE_OBJECTS)),
-    Row(
-        number=23, harm="search for what is expected", required="not there", needs=JAILED, run=earn_nothing("searches")
-    ),
-    Row(number=24, harm="patches, forged rewards", required="no reward", needs=JAILED, run=earn_nothing(*PATCHES)),
+    Row(21, "early exits", "no reward", run=earn_nothing(*ENDINGS)),
+    Row(22, "objects equal to everything", "no reward", run=earn_nothing(*FALSE_OBJECTS)),
+    Row(23, "search for what is expected", "not there", needs=JAILED, run=earn_nothing("searches")),
+    Row(24, "patches, forged rewards", "no reward", needs=JAILED, run=earn_nothing(*PATCHES)),
+    Row(24, "cases that are easily fooled", "no reward", needs=JAILED, run=tell_pairs_apart),
 )

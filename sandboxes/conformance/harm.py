@@ -1,4 +1,7 @@
-"""Rows 1 to 20 and 25: programs that use up resources, leave hostile files, try to get out, or fake how they ended."""
+"""Rows 1 to 20 and from 25: programs that use up resources, leave hostile files, get out, or fake how they ended.
+
+A `Row` is one kind of harm, with the way to do it; most run one program by `ends_with` or `prints`.
+"""
 
 import contextlib
 import io
@@ -6,11 +9,109 @@ import os
 import socket
 import tarfile
 import tempfile
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
+from enum import StrEnum
 
-from sandboxes.conformance.row import JAILED, MIB, Row, ends_with, in_box, prints, told
+from sandboxes.pool import Pool
 from sandboxes.sandbox import Sandbox
-from sandboxes.spec import Limits, Status
+from sandboxes.spec import ExecResult, Isolation, Limits, SandboxSpec, Status
+
+MIB = 2**20
+JAILED = Isolation.NAMESPACES
+SURVIVES = "print('still works')"
+OTHER_PROCESSES = """
+import os
+mine = [int(name) for name in os.listdir('/proc') if name.isdigit() and os.stat(f'/proc/{name}').st_uid == os.getuid()]
+print(*set(mine) - {1, os.getpid()} if os.getppid() == 1 else '')
+"""
+
+Act = Callable[[Sandbox], Awaitable[str]]
+"""Does harm in a sandbox, and returns what was seen if it is not what is required, else nothing."""
+
+
+class Verdict(StrEnum):
+    """The outcome of a row."""
+
+    HELD = "held"
+    BEYOND = "beyond"  # the backend says that it cannot stop this
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of harm. `run` returns what was seen if it is not what is required, else nothing."""
+
+    number: int
+    harm: str
+    required: str
+    run: Callable[[Pool], Awaitable[str]]
+    needs: Isolation = Isolation.PROCESS
+    needs_groups: bool = False  # whether all processes of a program must be bounded together
+
+    def is_within(self, pool: Pool) -> bool:
+        """Return whether the backend promises to stop this."""
+        capabilities = pool.capabilities()
+        has_groups = "memory of many processes together" not in capabilities.cannot_stop
+        return capabilities.isolation.covers(self.needs) and (has_groups or not self.needs_groups)
+
+
+async def check(row: Row, pool: Pool) -> tuple[Verdict, str]:
+    """Return the verdict on a row, and what was seen if it failed."""
+    if not row.is_within(pool):
+        return Verdict.BEYOND, ""
+    seen = await row.run(pool)
+    return (Verdict.FAILED, seen) if seen else (Verdict.HELD, "")
+
+
+def in_box(act: Act, spec: SandboxSpec | None = None) -> Callable[[Pool], Awaitable[str]]:
+    """Return a `Row.run` that acts in its own sandbox, which must still work afterwards, with no process left."""
+
+    async def run(pool: Pool) -> str:
+        async with pool.acquire(spec) as box:
+            if seen := await act(box):
+                return seen
+            after = await box.exec_python(SURVIVES)
+            if after.stdout != b"still works\n":
+                return f"afterwards the sandbox gives {told(after)}"
+            return await processes_left(box)
+
+    return run
+
+
+def told(result: ExecResult) -> str:
+    """Describe a result in one line."""
+    last = (result.stderr or result.stdout).rstrip().rpartition(b"\n")[2]
+    return f"{result.status.value}, exit code {result.exit_code}, oom kills {result.oom_kills}, {last[-200:]!r}"
+
+
+def ends_with(source: str, status: Status, limits: Limits) -> Callable[[Pool], Awaitable[str]]:
+    """Return a `Row.run` whose program must end with this status."""
+
+    async def act(box: Sandbox) -> str:
+        result = await box.exec_python(source, limits=limits)
+        return told(result) if result.status is not status else ""
+
+    return in_box(act)
+
+
+def prints(source: str, output: bytes) -> Callable[[Pool], Awaitable[str]]:
+    """Return a `Row.run` whose program, which prints what it reached, must end well and print exactly `output`."""
+
+    async def act(box: Sandbox) -> str:
+        result = await box.exec_python(source)
+        if result.is_ok and result.stdout == output:
+            return ""
+        return f"{told(result)}, printed {result.stdout[-300:]!r}"
+
+    return in_box(act)
+
+
+async def processes_left(box: Sandbox) -> str:
+    """Report processes other than a jail's first one and the one that looks; without a jail a program cannot tell."""
+    result = await box.exec_python(OTHER_PROCESSES)
+    return f"processes are left: {result.stdout!r}" if result.stdout.strip() else ""
+
 
 # ── rows 1 to 9: using up resources ───────────────────────────────────────────────────────────────────────────────────
 
@@ -61,6 +162,7 @@ while True:
     number += 1
     with open(f'{place}/{number}', 'wb') as file: file.write(bytes(2**20))
 """
+FILLS = [FILL.replace("{place}", place) for place in (".", "/tmp", "/dev/shm")]
 FALLOCATE = "import os\nwhile True: os.posix_fallocate(os.open('big', os.O_CREAT | os.O_RDWR), 0, 2**34)"
 MANY_FILES = "for number in range(10**6): open(str(number), 'w').close()"
 ZIP_BOMB = """
@@ -82,8 +184,7 @@ async def endless_output(box: Sandbox) -> str:
 
 async def full_disk(box: Sandbox) -> str:
     small = Limits(wall_s=30.0, memory_bytes=256 * MIB, file_bytes=2**40)
-    fills = [FILL.replace("{place}", place) for place in (".", "/tmp", "/dev/shm")]
-    for source in (*fills, FALLOCATE, ZIP_BOMB, MANY_FILES):
+    for source in (*FILLS, FALLOCATE, ZIP_BOMB, MANY_FILES):
         result = await box.exec_python(source, limits=small)
         if result.status is not Status.DISK:
             return f"{source!r}: {told(result)}"
@@ -281,17 +382,24 @@ import ctypes, fcntl, os
 libc = ctypes.CDLL(None, use_errno=True)
 machine = os.uname().machine
 numbers = {
-    'x86_64': {'keyctl': 250, 'add_key': 248, 'bpf': 321, 'perf_event_open': 298, 'userfaultfd': 323, 'ptrace': 101},
-    'aarch64': {'keyctl': 219, 'add_key': 217, 'bpf': 280, 'perf_event_open': 241, 'userfaultfd': 282, 'ptrace': 117},
+    'x86_64': {
+        'keyctl': 250, 'add_key': 248, 'bpf': 321, 'perf_event_open': 298, 'userfaultfd': 323, 'ptrace': 101,
+        'shmget': 29, 'semget': 64, 'msgget': 68, 'mq_open': 240, 'io_setup': 206,
+    },
+    'aarch64': {
+        'keyctl': 219, 'add_key': 217, 'bpf': 280, 'perf_event_open': 241, 'userfaultfd': 282, 'ptrace': 117,
+        'shmget': 194, 'semget': 190, 'msgget': 186, 'mq_open': 180, 'io_setup': 0,
+    },
 }[machine]
 for name, number in {**numbers, 'io_uring_setup': 425, 'open_tree': 428, 'fsopen': 430}.items():
     if libc.syscall(number, 0, 0, 0, 0, 0) != -1 or ctypes.get_errno() not in (1, 38): print(name, ctypes.get_errno())
+if libc.memfd_create(b'huge pages', 4) != -1: print('huge pages')
 for request in (0x5412, 0x541C):
     try:
         fcntl.ioctl(0, request, b'x')
         print(hex(request))
     except OSError as error:
-        if error.errno != 1: print(hex(request), error)
+        if error.errno not in (1, 38): print(hex(request), error)
 if machine == 'x86_64' and (libc.syscall(0x40000000 | 39) != -1 or ctypes.get_errno() != 38): print('x32')
 """
 HOST_FILES = """
@@ -326,9 +434,8 @@ async def reaching_out(box: Sandbox) -> str:
 async def against_the_launcher(box: Sandbox) -> str:
     """Attack the launcher. The program may kill itself; what runs afterwards shows whether the launcher lives."""
     result = await box.exec_python(AGAINST_THE_LAUNCHER)
-    if b"traced" in result.stdout:
-        return told(result)
-    return "" if result.status in (Status.OK, Status.SIGNALED) else told(result)
+    is_harmless = b"traced" not in result.stdout and result.status in (Status.OK, Status.SIGNALED)
+    return "" if is_harmless else told(result)
 
 
 async def host_is_absent(box: Sandbox) -> str:
@@ -362,48 +469,176 @@ exit 9
 async def fake_frames(box: Sandbox) -> str:
     """Write fake frames to every descriptor, in a program, a shell and an interpreter."""
     source = FAKE_FRAMES.replace("{data}", repr(FAKE))
-    result = await box.exec_python(source)
-    if (result.status, result.exit_code, result.stdout) != (Status.NONZERO, 9, FAKE):
-        return told(result)
     shell = box.shell()
     await shell.run("kept=1")
-    result = await shell.run(IN_A_SHELL, stdin=FAKE)
-    if (result.status, result.exit_code, result.stdout) != (Status.NONZERO, 9, b"1" + FAKE):
-        return f"in a shell: {told(result)}"
     async with box.python() as python:
-        result = await python.run(source)
-    is_right = (result.status, result.exit_code, result.stdout) == (Status.NONZERO, 9, FAKE)
-    return "" if is_right else f"in Python: {told(result)}"
+        ends = {
+            "a program": (await box.exec_python(source), FAKE),
+            "a shell": (await shell.run(IN_A_SHELL, stdin=FAKE), b"1" + FAKE),
+            "an interpreter": (await python.run(source), FAKE),
+        }
+    for where, (result, printed) in ends.items():
+        if (result.status, result.exit_code, result.stdout) != (Status.NONZERO, 9, printed):
+            return f"{where}: {told(result)}"
+    return ""
+
+
+# ── rows 26 to 30: what the kernel shares between programs and others, or counts apart ────────────────────────────────
+
+REACHING_THE_LAUNCHER = """
+import ctypes, os, resource
+ioprio_set = 251 if os.uname().machine == 'x86_64' else 30
+for pid in {1, os.getppid()}:
+    for act in (
+        lambda: resource.prlimit(pid, resource.RLIMIT_NOFILE, (0, 0)), lambda: os.sched_setaffinity(pid, {0}),
+        lambda: os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0)),
+        lambda: os.setpriority(os.PRIO_PROCESS, pid, 19), lambda: os.setpriority(os.PRIO_USER, 0, 19),
+    ):
+        try: print(act(), act.__code__.co_names)
+        except OSError: pass
+    if ctypes.CDLL(None).syscall(ioprio_set, 1, pid, 3 << 13) == 0: print('ioprio_set')
+"""
+SOCKET_BUFFERS = """
+import socket, struct
+sizes = []
+for number in range(50):
+    near, far = sockets = [socket.socket(type=number % 2 + 1) for _ in range(2)]
+    for channel in sockets:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF): channel.setsockopt(socket.SOL_SOCKET, option, 2**26)
+    far.bind(('127.0.0.1', 0))
+    if far.type == socket.SOCK_STREAM: far.listen()
+    near.connect(far.getsockname())
+    if far.type == socket.SOCK_STREAM: far, _ = far.accept()
+    near.setblocking(False)
+    try:
+        for _ in range(1000): near.send(bytes(60_000))
+    except OSError: pass
+    for channel in (near, far):
+        meminfo = channel.getsockopt(socket.SOL_SOCKET, 55, 24)  # SO_MEMINFO
+        received, _, _, _, ahead, queued = struct.unpack('6I', meminfo)
+        sizes.append((received + ahead + queued, channel))
+print(sum(size for size, _ in sizes) <= MEMORY)
+"""
+MUCH_DISK = SandboxSpec(limits=Limits(wall_s=30.0, memory_bytes=64 * MIB, disk_bytes=256 * MIB, file_bytes=2**40))
+
+
+async def full_disk_and_memory(box: Sandbox) -> str:
+    """Fill a disk that is larger than memory, and then memory; what runs next finds the disk full, and runs."""
+    for fill in FILLS:
+        result = await box.exec_python(fill)
+        if result.status not in (Status.DISK, Status.MEMORY):
+            return f"{fill!r}: {told(result)}"
+    result = await box.exec_python(MEMORY_BOMB)
+    return told(result) if result.status is not Status.MEMORY else ""
+
+
+COUNTERS = """
+import ctypes, fcntl, os, signal
+libc = ctypes.CDLL(None)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGRTMIN})
+info = (ctypes.c_int * 32)(signal.SIGRTMIN, 0, -1)
+def queue(): return libc.syscall(129 if os.uname().machine == 'x86_64' else 138, os.getpid(), signal.SIGRTMIN, info)
+"""
+USE_UP_COUNTERS = f"""{COUNTERS}
+for _ in range(3): os.fork()
+for _ in range(30): libc.fcntl(os.pipe()[0], fcntl.F_SETPIPE_SZ, 2**20)
+while libc.inotify_init() >= 0 or queue() == 0: pass
+os.write(1, b'.')
+signal.pause()
+"""
+NEED_COUNTERS = f"{COUNTERS}print(libc.inotify_init() >= 0, fcntl.fcntl(os.pipe()[0], fcntl.F_GETPIPE_SZ), queue())"
+
+
+async def counters_of_a_user(pool: Pool) -> str:
+    """Use up, in one sandbox, what the kernel counts for each user; another sandbox must not notice."""
+    async with pool.acquire() as greedy, pool.acquire() as other:
+        program = await greedy.spawn_python(USE_UP_COUNTERS)
+        dots = b""
+        async for chunk in program.stdout:
+            if len(dots := dots + chunk) == 8:
+                break
+        result = await other.exec_python(NEED_COUNTERS)
+        await program.kill()
+    return "" if result.stdout == b"True 65536 0\n" else f"{told(result)}, printed {result.stdout!r}"
+
+
+# ── rows 31 and 32: harming what comes after it in its sandbox ────────────────────────────────────────────────────────
+
+SHARED_MEMORY = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.shmat.restype = ctypes.c_void_p
+while (number := libc.shmget(0, 2**22, 0o1600)) >= 0:
+    ctypes.memset(ctypes.c_void_p(libc.shmat(number, None, 0)), 1, 2**22)
+"""
+SPOILED_FOLDERS = """
+import os
+for name in ('removed', 'locked'): os.mkdir(name)
+os.rmdir('removed')
+os.chmod('locked', 0)
+"""
+
+
+async def memory_taken_for_good(pool: Pool) -> str:
+    """Fill the memory with what outlives its program. No call may hang, or call that the sandbox's failure."""
+    own = Limits(wall_s=10.0, memory_bytes=64 * MIB, disk_bytes=1024 * MIB)
+    for source in (SHARED_MEMORY, FILLS[0]):
+        async with pool.acquire(SandboxSpec(limits=own)) as box:
+            first = await box.exec_python(source)
+            if first.status not in (Status.MEMORY, Status.DISK) and source is FILLS[0]:
+                return told(first)
+            for _ in range(2):
+                await box.exec_python("held = bytes(2**25)")
+            fed = await box.exec(["cat"], stdin=bytes(3 * MIB))
+            if fed.status not in (Status.MEMORY, Status.OUTPUT_LIMIT):
+                return f"the next program: {told(fed)}"
+    return ""
+
+
+async def spoiled_folders(box: Sandbox) -> str:
+    await box.exec_python(SPOILED_FOLDERS)
+    for name in ("removed", "locked"):
+        result = await box.exec(["true"], cwd=name)
+        if result.exit_code != 126:
+            return f"in the {name} folder: {told(result)}"
+    return ""
 
 
 ROWS = (
-    Row(number=1, harm="fork bomb", required="PIDS, nothing left", needs=JAILED, needs_groups=True,
+    Row(1, "fork bomb", "PIDS, nothing left", needs=JAILED, needs_groups=True,
         run=ends_with(FORK_BOMB, Status.PIDS, Limits(wall_s=2.0, pids=32))),
-    Row(number=2, harm="memory bomb", required="MEMORY", run=ends_with(MEMORY_BOMB, Status.MEMORY, SMALL)),
-    Row(number=3, harm="memory of many children", required="MEMORY", needs=JAILED, needs_groups=True,
+    Row(2, "memory bomb", "MEMORY", run=ends_with(MEMORY_BOMB, Status.MEMORY, SMALL)),
+    Row(3, "memory of many children", "MEMORY", needs=JAILED, needs_groups=True,
         run=ends_with(MANY_CHILDREN, Status.MEMORY, SMALL)),
-    Row(number=4, harm="a child is out of memory, its parent exits with 0", required="MEMORY", needs=JAILED,
+    Row(4, "a child is out of memory, its parent exits with 0", "MEMORY", needs=JAILED,
         needs_groups=True, run=ends_with(CHILD_OUT_OF_MEMORY, Status.MEMORY, SMALL)),
-    Row(number=5, harm="endless output", required="OUTPUT_LIMIT; a megabyte is fine", run=in_box(endless_output)),
-    Row(number=6, harm="busy loop deaf to signals", required="TIMEOUT",
-        run=ends_with(DEAF_LOOP, Status.TIMEOUT, Limits(wall_s=0.5))),
-    Row(number=7, harm="daemon that holds stdout", required="the call returns, it is dead",
-        run=prints(DAEMON, b"gone\n")),
-    Row(number=8, harm="open files", required="inside only", run=prints(OPEN_FILES, b"24\n")),
-    Row(number=9, harm="full disk, many files", required="DISK", needs=JAILED, run=in_box(full_disk)),
-    Row(number=10, harm="strange names, deep folders", required="bytes round-trip", run=in_box(strange_names)),
-    Row(number=11, harm="link, FIFO, socket in place of a file", required="an error", run=in_box(traps_for_readers)),
-    Row(number=12, harm="hostile tar", required="rejected", run=in_box(hostile_tars)),
-    Row(number=13, harm="link where the host writes", required="not followed", run=in_box(links_for_writers)),
-    Row(number=14, harm="the host through /proc", required="nothing of it", needs=JAILED,
-        run=prints(HOST_BY_PROC, b"")),
-    Row(number=15, harm="signals, ptrace, a locked folder", required="the launcher lives", needs=JAILED,
-        run=in_box(against_the_launcher)),
-    Row(number=16, harm="the network", required="unreachable", needs=JAILED, run=in_box(reaching_out)),
-    Row(number=17, harm="undoing the walls", required="absent or denied", needs=JAILED,
-        run=prints(UNDOING_THE_WALLS, b"")),
-    Row(number=18, harm="setuid, capabilities", required="no gain", needs=JAILED, run=prints(GAINING_PRIVILEGES, b"")),
-    Row(number=19, harm="rare system calls", required="denied", needs=JAILED, run=prints(RARE_CALLS, b"")),
-    Row(number=20, harm="environment, files of the host", required="absent", needs=JAILED, run=in_box(host_is_absent)),
-    Row(number=25, harm="faked statuses, frames", required="raw bytes, true status", run=in_box(fake_frames)),
+    Row(5, "endless output", "OUTPUT_LIMIT; a megabyte is fine", run=in_box(endless_output)),
+    Row(6, "busy loop deaf to signals", "TIMEOUT", run=ends_with(DEAF_LOOP, Status.TIMEOUT, Limits(wall_s=0.5))),
+    Row(7, "daemon that holds stdout", "the call returns, it is dead", run=prints(DAEMON, b"gone\n")),
+    Row(8, "open files", "inside only", run=prints(OPEN_FILES, b"24\n")),
+    Row(9, "full disk, many files", "DISK", needs=JAILED, run=in_box(full_disk)),
+    Row(10, "strange names, deep folders", "bytes round-trip", run=in_box(strange_names)),
+    Row(11, "link, FIFO, socket in place of a file", "an error", run=in_box(traps_for_readers)),
+    Row(12, "hostile tar", "rejected", run=in_box(hostile_tars)),
+    Row(13, "link where the host writes", "not followed", run=in_box(links_for_writers)),
+    Row(14, "the host through /proc", "nothing of it", needs=JAILED, run=prints(HOST_BY_PROC, b"")),
+    Row(15, "signals, ptrace, a locked folder", "the launcher lives", needs=JAILED, run=in_box(against_the_launcher)),
+    Row(16, "the network", "unreachable", needs=JAILED, run=in_box(reaching_out)),
+    Row(17, "undoing the walls", "absent or denied", needs=JAILED, run=prints(UNDOING_THE_WALLS, b"")),
+    Row(18, "setuid, capabilities", "no gain", needs=JAILED, run=prints(GAINING_PRIVILEGES, b"")),
+    Row(19, "rare system calls", "denied", needs=JAILED, run=prints(RARE_CALLS, b"")),
+    Row(20, "environment, files of the host", "absent", needs=JAILED, run=in_box(host_is_absent)),
+    Row(25, "faked statuses, frames", "raw bytes, true status", run=in_box(fake_frames)),
+    Row(26, "limits and priorities of the launcher", "out of reach", needs=JAILED,
+        run=prints(REACHING_THE_LAUNCHER, b"")),
+    Row(27, "memory in sockets", "bounded like memory", needs=JAILED, needs_groups=True,
+        run=prints(SOCKET_BUFFERS.replace("MEMORY", str(100 * MIB)), b"True\n")),
+    Row(28, "core dumps that the host pipes to a program", "none",
+        run=prints("import resource; print(*resource.getrlimit(resource.RLIMIT_CORE))", b"1 1\n")),
+    Row(29, "full disk, then full memory", "DISK or MEMORY, then MEMORY", needs=JAILED,
+        run=in_box(full_disk_and_memory, MUCH_DISK)),
+    Row(30, "what the kernel counts for each user", "others have theirs", needs=JAILED, run=counters_of_a_user),
+    Row(31, "memory taken for good", "MEMORY, no call hangs", needs=JAILED, needs_groups=True,
+        run=memory_taken_for_good),
+    Row(32, "a removed or locked folder", "the next program fails", run=in_box(spoiled_folders)),
 )  # fmt: skip

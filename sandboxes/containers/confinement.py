@@ -1,81 +1,85 @@
-"""How a container is confined: its configuration, the bounds that its programs share, and the labels of its owner.
+"""How a container is confined: its configuration, and the labels of its owner.
 
 `container_config` translates a spec. Only what is named here reaches the engine: there is no way to ask for privileges,
 devices, capabilities, mounts of the host or its namespaces.
 
-`SharedBounds` bounds the memory, processes and CPUs of all programs of a container together, as its programs ask. As
-many programs run at once as there may be processes; others wait their turn, which comes because all these programs have
-deadlines. A program that the host talks with has none, so it takes no turn.
-
 `Ownership` is labels that outlive the maker of a container, and tell that it is dead.
 """
 
-import asyncio
+import contextlib
 import posixpath
 import re
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from areal_agent.errors import SandboxError
-from sandboxes.cgroups import Bounds
-from sandboxes.jail import DEFAULT_DISK_BYTES, DEFAULT_INODES
+from sandboxes.agent.walls import NETWORK_SETTINGS
+from sandboxes.cell import User, fresh_user
+from sandboxes.cgroups import AGENT_BYTES, CPU_PERIOD_US, DEFAULT_DISK_BYTES, TCP_LIMIT, Bounds, buffer_bytes
+from sandboxes.jail import DEFAULT_INODES
 from sandboxes.owner import own_tag
-from sandboxes.spec import Access, CellSpec, Limits
+from sandboxes.spec import CellSpec, Limits
 
 WORKDIR = "/work"
 DEFAULT_RUNTIME = "runc"
-NOBODY = 65534
-AGENT_BYTES = 32 * 2**20
-"""Memory added to that of the programs, for the agent and what the kernel keeps for it."""
 AGENT_PIDS = 2
 TUNNEL_BYTES = 24 * 2**20
 """Memory for the process that carries a container's connections, if it has a network."""
 SANDBOXED_BYTES, SANDBOXED_PIDS = 128 * 2**20, 256
 """Added for a runtime with a kernel of its own, such as gVisor's, which lives within the container's bounds."""
 AGENT_CAPABILITIES = ("SETUID", "SETGID", "KILL")  # to become the programs' user, and to kill its processes
+ROOT_CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER")  # of programs that run as root, to change any file of theirs
 AGENT_OPEN_FILES = 4096
 SHARES_OF_DISK = (("{workdir}", 12), ("/tmp", 3), ("/dev/shm", 1))
 """Shares, in sixteenths, of `Limits.disk_bytes` and `inodes` that each of these file systems gets."""
-NOT_A_WORKDIR = ("/", "/proc", "/sys", "/dev", "/tmp", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64")
-
-
-class User(NamedTuple):
-    """The user and group that programs run as."""
-
-    uid: int
-    gid: int
+KERNEL_FOLDERS = ("/proc", "/sys", "/dev")
+NOT_A_WORKDIR = (*KERNEL_FOLDERS, "/", "/tmp", "/etc", "/usr", "/bin", "/sbin", "/lib", "/lib64")
 
 
 def config_of(bounds: Bounds, spec: CellSpec) -> dict[str, Any]:
-    """Return the engine's settings, without swap, and with room for our own processes and the runtime."""
-    has_way_out, is_kernel = has_tunnel(spec), spec.runtime not in (None, DEFAULT_RUNTIME)
-    memory_bytes = bounds.memory_bytes + AGENT_BYTES + TUNNEL_BYTES * has_way_out + SANDBOXED_BYTES * is_kernel
+    """Return the engine's settings, without swap, and with room for our own processes and the runtime.
+
+    What is on the disks counts as memory of the container and stays after its writer. So there is room for full disks:
+    whenever memory runs out, some program holds more than its bound, and is killed, never the agent.
+    """
+    has_way_out, is_kernel = spec.has_network, spec.runtime not in (None, DEFAULT_RUNTIME)
+    memory_bytes = bounds.memory_bytes + (spec.limits.disk_bytes or DEFAULT_DISK_BYTES)
+    memory_bytes += AGENT_BYTES + TUNNEL_BYTES * has_way_out + SANDBOXED_BYTES * is_kernel
     return {
         "Memory": memory_bytes,
         "MemorySwap": memory_bytes,
         "PidsLimit": bounds.pids + AGENT_PIDS + has_way_out + SANDBOXED_PIDS * is_kernel,
-        "NanoCpus": round((bounds.cpus or 0) * 1e9),
+        "CpuPeriod": CPU_PERIOD_US,
+        "CpuQuota": bounds.quota_us,  # `NanoCpus` cannot be undone, nor be more than the machine has
     }
 
 
 def user_of(spec: CellSpec) -> User:
-    """Return the programs' user; SandboxError for root, and for a name, which only the image could resolve."""
+    """Return the programs' user, by default a fresh one; SandboxError for a name of the image's, and mostly for root.
+
+    Root is only for images that can be written to: elsewhere it could do nothing that others cannot.
+    """
     if spec.user is None:
-        return User(uid=NOBODY, gid=NOBODY)
+        return fresh_user()
     match = re.fullmatch(r"(\d{1,9})(?::(\d{1,9}))?", spec.user)
-    if match is None or int(match[1]) == 0 or int(match[2] or 1) == 0:
-        raise SandboxError(f"SandboxSpec.user is {spec.user!r}; give 'uid' or 'uid:gid' as numbers, but not root's")
-    return User(uid=int(match[1]), gid=int(match[2] or match[1]))
+    user = User(uid=int(match[1]), gid=int(match[2] or match[1])) if match else None
+    if user is None or (0 in user and not (spec.is_writable and user == (0, 0))):
+        raise SandboxError(
+            f"SandboxSpec.user is {spec.user!r}; give 'uid' or 'uid:gid' as numbers, and root's ('0') only together "
+            "with is_writable=True"
+        )
+    return user
 
 
 def workdir_of(spec: CellSpec) -> str:
-    """Return the working directory; SandboxError for a path that cannot be a file system of its own."""
+    """Return the working directory; SandboxError for a path that cannot be a file system of its own, if it is to be."""
     if spec.workdir is None:
         return WORKDIR
     path = posixpath.normpath(spec.workdir)
-    if not path.startswith("/") or path in NOT_A_WORKDIR or path.startswith(("/proc/", "/sys/", "/dev/", "//")):
+    taken = KERNEL_FOLDERS if spec.is_writable else NOT_A_WORKDIR
+    if not path.startswith("/") or path in taken or path.startswith(("/proc/", "/sys/", "/dev/", "//")):
         raise SandboxError(f"SandboxSpec.workdir is {spec.workdir!r}; give an absolute path outside the system folders")
     return path
 
@@ -96,7 +100,7 @@ def refuse_volumes(spec: CellSpec, volumes: Sequence[str]) -> None:
 
     A volume at the place of one of our disks does not matter: the disk is mounted instead.
     """
-    left = {posixpath.normpath(place) for place in volumes} - set(disks(spec, user_of(spec)))
+    left = {posixpath.normpath(place) for place in volumes} - set(disks(spec, fresh_user()))
     if left:
         raise SandboxError(
             f"the image {spec.image!r} declares volumes, {', '.join(sorted(left))}: nothing bounds what is written "
@@ -104,27 +108,16 @@ def refuse_volumes(spec: CellSpec, volumes: Sequence[str]) -> None:
         )
 
 
-def has_tunnel(spec: CellSpec) -> bool:
-    """Return whether programs reach the network, by a tunnel and never an interface (see `agent/tunnel.py`)."""
-    return spec.network is not None and spec.network.access is not Access.NONE
-
-
-def tunnel_user(spec: CellSpec) -> User:
-    """Return the tunnel's user, which is neither root nor the programs' user."""
-    uid = NOBODY - 1 if user_of(spec).uid != NOBODY - 1 else NOBODY - 2
-    return User(uid=uid, gid=uid)
-
-
 def container_config(
-    spec: CellSpec, *, image: str, command: Sequence[str], labels: Mapping[str, str], is_agent: bool
+    spec: CellSpec, user: User, *, image: str, command: Sequence[str], labels: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Configure a container whose first process is `command`: the agent, as root without its powers, or a bystander."""
-    user = user_of(spec)
+    """Configure a container whose first process is `command`: the agent, as root without its powers."""
+    capabilities = AGENT_CAPABILITIES + ROOT_CAPABILITIES * (user.uid == 0)
     return {
         "Image": image,
         "Entrypoint": list(command),
         "Cmd": [],
-        "User": "0:0" if is_agent else f"{user.uid}:{user.gid}",
+        "User": "0:0",
         "WorkingDir": workdir_of(spec),
         "Hostname": "sandbox",
         "Labels": dict(labels),
@@ -137,20 +130,20 @@ def container_config(
         "Tty": False,
         "HostConfig": {
             **config_of(Bounds.of(spec.limits), spec),
-            "AutoRemove": True,
-            "CapAdd": list(AGENT_CAPABILITIES) if is_agent else [],
+            "CapAdd": list(capabilities),
             "CapDrop": ["ALL"],
             "CgroupnsMode": "private",
             "IpcMode": "none",
             "LogConfig": {"Type": "none"},
             "NetworkMode": "none",
             "OomScoreAdj": 0,
-            "ReadonlyRootfs": True,
+            "ReadonlyRootfs": not spec.is_writable,
             "Runtime": spec.runtime or "",
             "SecurityOpt": ["no-new-privileges"],
+            "Sysctls": NETWORK_SETTINGS,
             "Tmpfs": disks(spec, user),
             "Ulimits": [
-                {"Name": "core", "Soft": 0, "Hard": 0},
+                {"Name": "core", "Soft": 1, "Hard": 1},
                 {"Name": "nofile", "Soft": AGENT_OPEN_FILES, "Hard": AGENT_OPEN_FILES},
             ],
         },
@@ -158,55 +151,25 @@ def container_config(
 
 
 def disks(spec: CellSpec, user: User) -> dict[str, str]:
-    """Return the places, all in memory, that programs may write to."""
+    """Return the places in memory that programs may write to: all that they may, unless the image can be written to."""
     num_bytes, num_inodes = spec.limits.disk_bytes or DEFAULT_DISK_BYTES, spec.limits.inodes or DEFAULT_INODES
     return {
         place.format(workdir=workdir_of(spec)): (
             f"rw,exec,nosuid,nodev,uid={user.uid},gid={user.gid},mode=0700,"
             f"size={num_bytes * share // 16},nr_inodes={max(2, num_inodes * share // 16)}"
         )
-        for place, share in SHARES_OF_DISK
+        for place, share in (SHARES_OF_DISK[-1:] if spec.is_writable else SHARES_OF_DISK)
     }
 
 
-class SharedBounds:
-    """The current bounds of one container. `change` makes the engine change them."""
+def bound_buffers(container: str, limits: Limits) -> None:
+    """Bound the buffers of sockets where control groups have version 1, which needs root; in version 2 they are memory.
 
-    def __init__(self, bounds: Bounds, change: Callable[[Bounds], Awaitable[None]]) -> None:
-        self._bounds = bounds
-        self._change = change
-        self._changing = asyncio.Lock()
-        self.slots = asyncio.Semaphore(bounds.pids)  # to hold while a process is needed
-        self._num_held = 0
-
-    @asynccontextmanager
-    async def held(self, limits: Limits) -> AsyncGenerator[None, None]:
-        """Hold the bounds and a slot for one program that runs to its end."""
-        await self.hold(limits)
-        try:
-            async with self.slots:
-                yield
-        finally:
-            self.release()
-
-    async def hold(self, limits: Limits) -> None:
-        """Hold the bounds for one program until `release`. ValueError when others run within other bounds."""
-        async with self._changing:
-            bounds = Bounds.of(limits)
-            if bounds != self._bounds:
-                if self._num_held:
-                    raise ValueError(
-                        f"a program asks for {bounds} while others run within {self._bounds}, and the programs of a "
-                        "container share memory, processes and CPUs; give them in SandboxSpec.limits, or run it alone"
-                    )
-                await self._change(bounds)
-                self._bounds = bounds
-                self.slots = asyncio.Semaphore(bounds.pids)
-            self._num_held += 1
-
-    def release(self) -> None:
-        """End the hold of one program."""
-        self._num_held -= 1
+    The engine has an option for it, KernelMemoryTCP, which its runtime ignores (runc from 1.0 on).
+    """
+    for group in (f"docker/{container}", f"system.slice/docker-{container}.scope"):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            Path("/sys/fs/cgroup/memory", group, TCP_LIMIT).write_text(str(buffer_bytes(limits.memory_bytes)))
 
 
 OWNER_LABEL = "areal-agent.sandboxes.owner"

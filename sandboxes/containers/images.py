@@ -29,8 +29,9 @@ from typing import Any
 import aiohttp
 
 from areal_agent.errors import SandboxError
+from sandboxes.cgroups import CPU_PERIOD_US
 from sandboxes.containers.engine import Engine
-from sandboxes.folder import Entry, entries_of, pack, pack_folder
+from sandboxes.folder import Entry, entries_in, pack
 
 DEFAULT_IMAGE = "areal-agent-sandbox:latest"
 NAME = "areal-agent-sandbox-of"
@@ -38,8 +39,7 @@ DOCKERFILE = "Dockerfile"
 FILES_ONLY = f"FROM {DEFAULT_IMAGE}\nCOPY . /files\n"
 """The Dockerfile of a folder that has none."""
 DOCKERFILE_INSIDE = ".areal-agent.Dockerfile"
-"""Our file in the build's folder; the folder may not hold another of that name."""
-CPU_PERIOD_US = 100_000
+"""Our file in the build's folder. Another of that name is left out."""
 SHM_BYTES = 2**26 + 7 * 2**12
 """The size of /dev/shm in containers of builds and no others, which tells them apart: a step may print any name."""
 
@@ -80,43 +80,24 @@ async def build_image(
     Give a folder with its own `Dockerfile`, a folder and a Dockerfile's text, such a text alone, or a folder whose
     files go to `/files` of the default image. SandboxError for a Dockerfile that asks for what is not allowed.
     """
-    async with aclosing(await Engine.connect()) as engine:
-        return await build_image_with(engine, folder, dockerfile, bounds)
-
-
-async def build_image_with(
-    engine: Engine, folder: Path | None, dockerfile: str | None, bounds: BuildBounds = BOUNDS
-) -> str:
-    files = files_of(folder)
-    text = dockerfile or dockerfile_of(files)
-    bases = [await engine.image(name) for name in images_of(text)]
-    content = pack([*files, Entry(path=DOCKERFILE_INSIDE, data=as_read(text).encode())])
-    name = f"{NAME}:{hashlib.sha256(repr([base.id for base in bases]).encode() + content).hexdigest()[:32]}"
-    if await engine.find_image(name) is None:
-        await run_build(engine, content, name, bounds)
-        max_bytes = sum(base.num_bytes for base in bases) + bounds.added_bytes
-        num_bytes = (await engine.image(name)).num_bytes
-        if num_bytes > max_bytes:
-            await engine.remove_image(name)
-            raise SandboxError(f"the image has {num_bytes} bytes, and {max_bytes} are allowed; leave files out of it")
-    return name
-
-
-def files_of(folder: Path | None) -> list[Entry]:
-    """Return a folder's entries by name, so that equal files make an equal image. ValueError for links and the like."""
-    if folder is None:
-        return []
-    entries = entries_of(pack_folder(folder))
-    if any(entry.path == DOCKERFILE_INSIDE for entry in entries):
-        raise SandboxError(f"{str(folder)!r} holds a file {DOCKERFILE_INSIDE!r}, a reserved name; rename it")
-    return sorted(entries, key=lambda entry: entry.path)
-
-
-def dockerfile_of(files: list[Entry]) -> str:
-    if not files:
+    if folder is None and not dockerfile:
         raise SandboxError("there is nothing to build: give a folder, or the text of a Dockerfile")
-    own = next((entry.data for entry in files if entry.path == DOCKERFILE and entry.data is not None), None)
-    return FILES_ONLY if own is None else own.decode(errors="replace")
+    files = [] if folder is None else entries_in(folder)
+    own = next((entry.data.decode(errors="replace") for entry in files if entry.path == DOCKERFILE and entry.data), "")
+    text = dockerfile or own or FILES_ONLY
+    kept = (entry for entry in files if entry.path != DOCKERFILE_INSIDE)
+    content = pack([*kept, Entry(path=DOCKERFILE_INSIDE, data=as_read(text).encode())])
+    async with aclosing(await Engine.connect()) as engine:
+        bases = [await engine.image(name) for name in images_of(text)]
+        name = f"{NAME}:{hashlib.sha256(repr([base.id for base in bases]).encode() + content).hexdigest()[:32]}"
+        if await engine.find_image(name) is None:
+            await run_build(engine, content, name, bounds)
+            max_bytes = sum(base.num_bytes for base in bases) + bounds.added_bytes
+            num_bytes = (await engine.image(name)).num_bytes
+            if num_bytes > max_bytes:
+                await engine.remove_image(name)
+                raise SandboxError(f"the image has {num_bytes} bytes, and may have {max_bytes}; leave files out of it")
+    return name
 
 
 ALLOWED = ("FROM", "RUN", "COPY", "ENV", "ARG", "WORKDIR", "USER", "LABEL", "SHELL", "CMD", "ENTRYPOINT")
@@ -133,7 +114,7 @@ def images_of(text: str) -> list[str]:
     for instruction, rest in instructions_of(text):
         line, words = f"{instruction} {rest}", rest.split()
         if instruction not in ALLOWED:
-            raise refusal(line, f"only {', '.join(ALLOWED)} are allowed")
+            raise refusal(line, f"only {', '.join(ALLOWED)} are allowed, and no here-documents")
         if instruction == "LABEL" and OWN_LABELS in rest:
             raise refusal(line, f"labels of {OWN_LABELS!r} are reserved")
         # RUN's own flags come first; the rest belong to its command
@@ -173,7 +154,7 @@ def instructions_of(text: str) -> list[tuple[str, str]]:
         if line.endswith("\\"):
             continue
         if going_on.strip():
-            name, _, rest = going_on.strip().partition(" ")
+            name, rest = re.split(r"\s+|$", going_on.strip(), maxsplit=1)
             if rest.endswith("\\"):
                 raise refusal(going_on, "it ends in a backslash, and parsers differ on whether it continues")
             found.append((name.upper(), rest.strip()))
@@ -230,25 +211,26 @@ async def run_build(engine: Engine, content: bytes, name: str, bounds: BuildBoun
 async def follow(engine: Engine, response: aiohttp.ClientResponse, bounds: BuildBounds) -> None:
     """Follow the build to its end; SandboxError when it fails."""
     said: deque[str] = deque(maxlen=MAX_SAID_LINES)
-    steps: asyncio.Queue[str | None] = asyncio.Queue(MAX_WAITING_STEPS)  # their containers
+    room = asyncio.Semaphore(MAX_WAITING_STEPS)
+
+    async def bound(container: str) -> None:
+        await bound_processes(engine, container, bounds.processes)
+        room.release()
+
     try:
         async with asyncio.TaskGroup() as group:  # the engine may not answer until what a step prints is read
-            group.create_task(bound_steps(engine, steps, bounds))
             async for line in response.content:
                 told: dict[str, Any] = json.loads(line)
                 said.append(told.get("stream", ""))
                 if step := RUNNING.fullmatch(said[-1]):
-                    await steps.put(step[1])
+                    await room.acquire()
+                    group.create_task(bound(step[1]))
                 if "error" in told:
-                    raise SandboxError(f"the image was not built: {told['error']}; {''.join(said)[-1000:]}")
-            await steps.put(None)
+                    raise SandboxError(
+                        f"the image was not built, without network: {told['error']}; {''.join(said)[-1000:]}"
+                    )
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None
-
-
-async def bound_steps(engine: Engine, steps: asyncio.Queue[str | None], bounds: BuildBounds) -> None:
-    while (container := await steps.get()) is not None:
-        await bound_processes(engine, container, bounds.processes)
 
 
 async def bound_processes(engine: Engine, container: str, num_processes: int) -> None:

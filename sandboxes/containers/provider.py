@@ -8,35 +8,35 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import ENFORCED_BY_WALLS, Capabilities, Program
-from sandboxes.cgroups import Bounds
-from sandboxes.containers.agent_link import COMMAND, AgentLink, boot_data
-from sandboxes.containers.cell import PLAIN_COMMAND, AgentCell, ContainerProcess, PlainCell, program_request
+from sandboxes.agent.forker import FOR_ROOT
+from sandboxes.agent.wire import Operation
+from sandboxes.base import ENFORCED_BY_WALLS, Capabilities
+from sandboxes.cell import Archives, Cells, ContainerCell, Process, User, fresh_user, request_of
+from sandboxes.cgroups import Bounds, SharedBounds
 from sandboxes.containers.confinement import (
     OWNER_LABEL,
     Ownership,
-    SharedBounds,
+    bound_buffers,
     check,
     config_of,
     container_config,
-    has_tunnel,
     refuse_volumes,
-    tunnel_user,
     user_of,
     workdir_of,
 )
-from sandboxes.containers.engine import Engine, EngineSilent, Image, NoSuchProgram
+from sandboxes.containers.engine import Engine, EngineSilent, Image, NoSuchProgram, frames
 from sandboxes.containers.images import DEFAULT_IMAGE
-from sandboxes.containers.tunnel_host import TUNNEL_SOURCE, NetworkTunnel
+from sandboxes.containers.own_python import PYTHON, mount_of, python_volume
+from sandboxes.link import COMMAND, OUT_OF_DISK, AgentLink, boot_data
 from sandboxes.owner import is_abandoned
-from sandboxes.proxy import proxy_environment
-from sandboxes.seccomp import denying_filter
+from sandboxes.proxy import TUNNEL_SOURCE, NetworkTunnel, proxy_environment
+from sandboxes.seccomp import allowing_filter
 from sandboxes.spec import CellSpec, Isolation, Limits
 
 logger = logging.getLogger(__name__)
@@ -46,24 +46,29 @@ KEEPER = Path(__file__).with_name("keeper.py")
 TUNNEL_OPEN_FILES = 256
 RESTART_PATIENCE_S = 60.0
 RESTART_PAUSE_S = 1.0
+LAYER_PAUSE_S = 5.0
+DEFAULT_LAYER_BYTES = 10 * 2**30
 
-ContainerCell = AgentCell | PlainCell
 Answer = TypeVar("Answer")
 
 
 class DockerProvider:
     """The provider of containers. Make it with `start`, end it with `close`."""
 
-    def __init__(self, engine: Engine, keeper: asyncio.subprocess.Process, ownership: Ownership) -> None:
+    def __init__(
+        self, engine: Engine, keeper: asyncio.subprocess.Process, ownership: Ownership, call_filter: bytes
+    ) -> None:
         self._engine = engine
         self._keeper = keeper
         self.ownership = ownership
-        self._boot_data = boot_data(denying_filter(engine.machine))
-        self._cells: dict[str, ContainerCell] = {}  # by container
+        self._boot_data = boot_data(call_filter)
+        self._cells = Cells(self._release)
         self._without_python: set[str] = set()  # image ids
+        self._python = ""  # a volume with Python for these
+        self._writable: dict[str, ContainerCell] = {}  # by container: those whose image can be written to
+        self._watch: asyncio.Task[None] | None = None  # of these
         self._left: set[str] = set()  # containers that could not be removed because the daemon was down
         self._tasks: set[asyncio.Task[Any]] = set()  # cells that are being made or given up, and removals
-        self._closing: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(cls, *, needs_default_image: bool = False) -> Self:
@@ -73,12 +78,13 @@ class DockerProvider:
         try:
             if needs_default_image:
                 await engine.image(DEFAULT_IMAGE)
+            call_filter = allowing_filter(engine.machine)
             keeper = await start_keeper(engine.socket_path, ownership.filter)
         except BaseException:
             await engine.aclose()
             raise
         logger.info("sandboxes are containers of Docker %s", engine.version)
-        return cls(engine, keeper, ownership)
+        return cls(engine, keeper, ownership, call_filter)
 
     def capabilities(self) -> Capabilities:
         return CAPABILITIES
@@ -99,9 +105,9 @@ class DockerProvider:
     async def _create_patiently(self, spec: CellSpec) -> ContainerCell:
         deadline_s = asyncio.get_running_loop().time() + RESTART_PATIENCE_S
         while True:
-            self._check_open()
+            self._cells.check_open()
             try:
-                return await self._create(spec)
+                return await self._cells.add(await self._create(spec))
             except SandboxError as error:
                 is_down = isinstance(error, EngineSilent) or not await self._engine.is_there()
                 if not is_down or asyncio.get_running_loop().time() > deadline_s:
@@ -116,74 +122,87 @@ class DockerProvider:
         return len(orphans)
 
     async def close(self) -> None:
-        if self._closing is None:
-            self._closing = asyncio.create_task(self._close())
-        await asyncio.shield(self._closing)
+        await self._cells.close()
 
     async def _create(self, spec: CellSpec) -> ContainerCell:
         image = await self._engine.image(spec.image or DEFAULT_IMAGE)
         refuse_volumes(spec, image.volumes)
         if image.id not in self._without_python:
             try:
-                return await self._create_of(image, spec, has_agent=True)
-            except NoSuchProgram:
-                logger.warning("image %r has no python3: its programs are slow to start, one at a time", spec.image)
-                self._without_python.add(image.id)
-        if has_tunnel(spec):
-            raise SandboxError("an image without python3 cannot have a network; leave SandboxSpec.network out")
-        return await self._create_of(image, spec, has_agent=False)
+                return await self._create_of(image, spec, COMMAND)
+            except NoSuchProgram as error:
+                logger.info(
+                    "image %r cannot start the agent (%s): %r lends it Python", spec.image, error, DEFAULT_IMAGE
+                )
+        self._python = self._python or await python_volume(self._engine, self.ownership.labels)
+        cell = await self._create_of(image, spec, (*PYTHON, *COMMAND[1:]), mount_of(self._python))
+        self._without_python.add(image.id)
+        return cell
 
-    async def _create_of(self, image: Image, spec: CellSpec, *, has_agent: bool) -> ContainerCell:
-        command, labels = COMMAND if has_agent else PLAIN_COMMAND, self.ownership.labels
-        config = container_config(spec, image=image.id, command=command, labels=labels, is_agent=has_agent)
+    async def _create_of(
+        self, image: Image, spec: CellSpec, command: Sequence[str], *mounts: Mapping[str, Any]
+    ) -> ContainerCell:
+        user, labels = user_of(spec), self.ownership.labels
+        if user.uid == 0:
+            command = (*command, FOR_ROOT)
+        config = container_config(spec, user, image=image.id, command=command, labels=labels)
+        config["HostConfig"]["Mounts"] = list(mounts)
         container = await self._engine.create(config)
 
         async def change(bounds: Bounds) -> None:
             await self._engine.limit(container, config_of(bounds, spec))
 
-        home = workdir_of(spec)
-        env = {"PATH": PROGRAM_PATH, **image.env, "HOME": home, "TMPDIR": home}
         bounds = SharedBounds(Bounds.of(spec.limits), change)
+        env = environment_of(spec, user, image)
         try:
-            if has_agent:
-                cell = await self._start_agent(container, spec, bounds, env)
-            else:
-                remove = partial(self._discard, container)
-                cell = await PlainCell(self._engine, container, bounds, spec.limits, env, remove).start()
+            cell = await self._start_agent(container, spec, user, bounds, env)
+            bound_buffers(container, spec.limits)
         except BaseException:
             await asyncio.shield(self._discard(container))
             raise
-        self._cells[container] = cell
-        await self._remove_left()
-        if self._closing is not None:
-            await cell.close()
-            self._check_open()
+        if spec.is_writable:
+            save, load = partial(self._engine.save, container), partial(self._engine.load, container)
+            cell.archives = Archives(save, load)
+            self._writable[container] = cell
+            self._watch = self._watch or asyncio.create_task(self._bound_layers())
+        left, self._left = self._left, set()
+        await asyncio.gather(*(self._discard(container) for container in left))
         return cell
 
     async def _start_agent(
-        self, container: str, spec: CellSpec, bounds: SharedBounds, env: dict[str, str]
-    ) -> AgentCell:
-        link = AgentLink(*await self._engine.attach(container))
+        self, container: str, spec: CellSpec, user: User, bounds: SharedBounds, env: dict[str, str]
+    ) -> ContainerCell:
+        reader, writer = await self._engine.attach(container)
+        link = AgentLink(frames(reader), writer, partial(self._engine.has_run_out_of_memory, container))
         try:
             await self._engine.start(container)
-            await link.boot(self._boot_data)
+            try:
+                await link.boot(self._boot_data)
+            except SandboxError as error:  # Python is older than 3.10, for example, or lacks ctypes
+                raise NoSuchProgram(str(error)) from error
             tunnel = await open_tunnel(link, spec)
         except BaseException:
             link.fail("its start was given up")
             raise
-        if not link.has_filter:
-            logger.info("the image's Python has no ctypes: the engine's filter of system calls stands alone")
 
         async def remove() -> None:
+            await link.aclose()
             if tunnel is not None:
                 await tunnel.aclose()
             if link.is_given_up:  # the engine kills what its agent did not
                 await self._discard(container)
             else:
-                self._discard_soon(container)
+                self._own(self._discard(container))  # whoever closes a cell need not wait for the engine to tidy up
 
-        env = {**env, **proxy_environment()} if tunnel else env
-        return AgentCell(link, bounds, spec.limits, user_of(spec), env, remove)
+        return ContainerCell(
+            reach=link.itself,
+            home=workdir_of(spec),
+            env={**env, **proxy_environment()} if tunnel else env,
+            user=user,
+            limits=spec.limits,
+            bounds=bounds,
+            remove=remove,
+        )
 
     def _own(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
         """Start work that `close` waits for."""
@@ -192,37 +211,41 @@ class DockerProvider:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _discard_soon(self, container: str) -> None:
-        """Remove a dead container in the background: whoever closes a cell need not wait for the engine to tidy up."""
-        self._cells.pop(container, None)
-        self._own(self._discard(container))
-
     async def _discard(self, container: str) -> None:
-        """Remove a container. A failure is retried when the next one is made; `close` and the keeper also catch it."""
-        self._cells.pop(container, None)
+        """Remove a container. A failure is retried when the next one is made; `close` and the keeper also catch it.
+
+        A daemon that was killed leaves containers running, and so does one with `live-restore`.
+        """
+        self._writable.pop(container, None)
         try:
             await self._engine.remove(container)
         except SandboxError as error:
             logger.warning("a container is left for now: %s", error)
             self._left.add(container)
 
-    async def _remove_left(self) -> None:
-        """Retry removals: a daemon that was killed leaves containers running, and so does one with `live-restore`."""
-        left, self._left = self._left, set()
-        await asyncio.gather(*(self._discard(container) for container in left))
+    async def _bound_layers(self) -> None:
+        """Look at times how much the containers have written to their images, and remove those with too much."""
+        while True:
+            await asyncio.sleep(LAYER_PAUSE_S)
+            if self._writable:
+                with contextlib.suppress(SandboxError):  # the daemon is down
+                    for found in await self._engine.containers(self.ownership.filter, with_size=True):
+                        cell, num_bytes = self._writable.get(found["Id"]), found.get("SizeRw", 0)
+                        if cell and num_bytes > (max_bytes := cell.limits.disk_bytes or DEFAULT_LAYER_BYTES):
+                            logger.warning("a sandbox wrote %d bytes, may %d, and is removed", num_bytes, max_bytes)
+                            (await cell.reach()).blamed = OUT_OF_DISK
+                            await self._discard(found["Id"])
 
-    def _check_open(self) -> None:
-        if self._closing is not None:
-            raise SandboxError("the sandbox pool is closed; open another")
-
-    async def _close(self) -> None:
-        await asyncio.gather(*(cell.close() for cell in tuple(self._cells.values())))
+    async def _release(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         while self._tasks:
             await asyncio.wait(self._tasks)
         with contextlib.suppress(SandboxError):  # there is no daemon, or the keeper has more patience than we
             left = await self._engine.containers(self.ownership.filter)
             await asyncio.gather(*(self._discard(container["Id"]) for container in left))
-        self._keeper.kill()
+        with contextlib.suppress(ProcessLookupError):  # somebody else killed it
+            self._keeper.kill()
         await self._keeper.wait()
         await self._engine.aclose()
 
@@ -233,13 +256,23 @@ async def give_up(making: asyncio.Task[ContainerCell]) -> None:
         await (await making).close()
 
 
+def environment_of(spec: CellSpec, user: User, image: Image) -> dict[str, str]:
+    """Return the variables of every program. Where only the working directory can be written to, it is the home."""
+    workdir = workdir_of(spec)
+    if not spec.is_writable:
+        return {"PATH": PROGRAM_PATH, **image.env, "HOME": workdir, "TMPDIR": workdir}
+    return {"PATH": PROGRAM_PATH, "HOME": "/root" if user.uid == 0 else workdir, **image.env}
+
+
 async def open_tunnel(link: AgentLink, spec: CellSpec) -> NetworkTunnel | None:
     """Open a container's way to the network, if its spec asks for one."""
-    if spec.network is None or not has_tunnel(spec):
+    if spec.network is None or not spec.has_network:
         return None
     limits = Limits(open_files=TUNNEL_OPEN_FILES)
-    request = program_request(Program(source=TUNNEL_SOURCE), {}, tunnel_user(spec), limits, is_timed=False)
-    return await NetworkTunnel.start(await ContainerProcess(link, limits, is_timed=False).start(request), spec.network)
+    source = TUNNEL_SOURCE.encode()
+    request = request_of(Operation.SOURCE, fresh_user(), limits, b"/", b".", {}, [source], is_timed=False)
+    process = Process(link, limits, is_timed=False, has_group=True)
+    return await NetworkTunnel.start(await process.start(request), spec.network)
 
 
 async def start_keeper(socket_path: str, label: str) -> asyncio.subprocess.Process:

@@ -6,9 +6,8 @@
     verdict.py      the cases (StdinCase, CallCase, UnitTests), and the verdict: an outcome per case, a reward
     checkers.py     when an output is right: exact, by lines, close numbers, or a checker of the task's own
     languages.py    how programs of a language are built and run; bundles of files of inside/
-    unit_tests.py   unit tests, which run in one sandbox while the program runs in another
-    records.py      records of published data sets as problems
-    inside/         code that runs inside the sandboxes, beside a program or its tests
+    unit_tests.py   unit tests, which pytest runs in one sandbox while the program runs in another
+    inside/         code that is sent to the sandboxes, beside a program or its tests; what it reports is not trusted
 
 No expected output is ever in a process that runs the program, nor in the sandbox that holds it. A sandbox that fails
 raises `SandboxError`, which is not a verdict: the rollout is not punished.

@@ -3,24 +3,24 @@
 `Exact`, `SameLines` and `CloseNumbers` are pure functions of plain data (what `json.loads` makes), which can neither
 act nor pretend. A boolean is not a number; 1 and 1.0 are the same number.
 
-A `CustomChecker` is Python of the task's own, which runs in a sandbox that it never shares with the judged program. If
-it fails on an output, the output counts as wrong, since honest checkers fail on nonsense.
+A `CustomChecker` is Python of the task's own, which runs in a sandbox that it never shares with the judged program. An
+output that it fails on counts as wrong, since honest checkers fail on nonsense.
 """
 
 import ast
-import asyncio
 import json
 import math
 import operator
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol, cast
 
 from sandboxes import Limits, Sandbox
 from sandboxes.judge.languages import CALL
-from sandboxes.judge.verdict import JsonValue
+from sandboxes.judge.verdict import JsonValue, ending_of
+from sandboxes.spec import ExecResult
 
 
 class Checker(Protocol):
@@ -53,19 +53,22 @@ class SameLines(Checker):
     """
 
     def accepts_text(self, output: bytes, expected: str) -> bool:
-        return words_of(output) == words_of(expected.encode())
+        return all(given == wanted for given, wanted in zip_longest(words_of(output), words_of(expected.encode())))
 
 
 @dataclass(frozen=True, slots=True)
 class CloseNumbers(Checker):
-    """Like SameLines, but numbers, unless both are whole, may differ by `absolute` + `relative` * the expected one.
+    """Like SameLines, but numbers may differ by `absolute` + `relative` * the expected one.
 
-    >>> CloseNumbers().accepts_text(b"0.3333333", "0.33333333"), CloseNumbers().accepts_text(b"nan", "1.0")
+    An expected whole number, one that is written without a point, must be met, unless `whole_too` is set.
+
+    >>> CloseNumbers().accepts_text(b"0.3333333", "0.33333333"), CloseNumbers().accepts_text(b"6.9999999", "7")
     (True, False)
     """
 
     absolute: float = 1e-6
     relative: float = 1e-6
+    whole_too: bool = False
 
     def __post_init__(self) -> None:
         for tolerance in (self.absolute, self.relative):
@@ -73,10 +76,7 @@ class CloseNumbers(Checker):
                 raise ValueError(f"a tolerance of CloseNumbers is {tolerance!r}; give a finite number, 0 or more")
 
     def accepts_text(self, output: bytes, expected: str) -> bool:
-        given, wanted = words_of(output), words_of(expected.encode())
-        if len(given) != len(wanted):
-            return False
-        words = [pair for lines in zip(given, wanted, strict=True) for pair in zip_longest(*lines)]
+        words = zip_longest(words_of(output), words_of(expected.encode()))
         return all(given == wanted or self._agree(number_of(given), number_of(wanted)) for given, wanted in words)
 
     def accepts_data(self, result: JsonValue, expected: JsonValue) -> bool:
@@ -85,7 +85,7 @@ class CloseNumbers(Checker):
     def _agree(self, given: float | None, wanted: float | None) -> bool:
         if given is None or wanted is None:
             return False
-        if given == wanted or (type(given) is int and type(wanted) is int):
+        if given == wanted or (type(wanted) is int and not (self.whole_too and type(given) is float)):
             return given == wanted
         try:
             return math.isfinite(given) and abs(given - wanted) <= self.absolute + self.relative * abs(wanted)
@@ -117,12 +117,14 @@ def same_data(given: Any, wanted: Any, agree: Callable[[float, float], bool] = o
     return True
 
 
-def words_of(output: bytes) -> list[list[bytes]]:
-    """Return the words of each line, without trailing empty lines."""
-    lines = [line.split() for line in output.split(b"\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+def words_of(output: bytes) -> Iterator[bytes]:
+    """Yield the words and line ends, without trailing empty lines; lazily, since an output may be very long."""
+    return (found.group() for found in WORD.finditer(output.rstrip()))
+
+
+WORD = re.compile(rb"\S+|\n")
+MAX_DIGITS = 400
+"""No number that a program prints honestly is longer, and those that are need long to be read."""
 
 
 def number_of(word: bytes | None) -> int | float | None:
@@ -131,7 +133,7 @@ def number_of(word: bytes | None) -> int | float | None:
     >>> number_of(b"-1.5e3"), number_of(b"1_0"), number_of(b"inf")
     (-1500.0, None, None)
     """
-    if word is None or b"_" in word:
+    if word is None or b"_" in word or len(word) > MAX_DIGITS:
         return None
     try:
         number = int(word) if word.lstrip(b"+-").isdigit() else float(word)
@@ -145,7 +147,7 @@ class CustomChecker:
     """Python that defines `check(stdin, expected, output)`, which takes three texts and returns True, False or a score.
 
     A score is a finite number from 0 to 1; only 1 passes. For calls, the texts are JSON: the arguments, the expected
-    result, the result.
+    result, the result. A checker must not evaluate the output as Python: whatever runs there could write the score.
 
     >>> CustomChecker("def check(stdin, expected, output): return sorted(output) == sorted(expected)").limits is None
     True
@@ -161,37 +163,45 @@ class CustomChecker:
             raise ValueError(f"the checker is not Python: {error}") from None
         if not any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body):
             raise ValueError("the checker defines no function check(stdin, expected, output)")
+        names = {getattr(node, "id", getattr(node, "attr", "")) for node in ast.walk(tree)}
+        if evaluating := sorted(names & {"eval", "exec"}):
+            raise ValueError(
+                f"the checker uses {evaluating[0]}; read outputs with ast.literal_eval, json.loads or float"
+            )
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, slots=True)
 class CustomChecks:
-    """Runs a custom checker, in one sandbox that starts with the first check and ends with `stack`."""
+    """Runs a custom checker, in a sandbox where no judged program ever is."""
 
     checker: CustomChecker
-    acquire: AbstractAsyncContextManager[Sandbox]
-    stack: AsyncExitStack
-    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _box: Sandbox | None = None
+    box: Sandbox
+
+    async def try_on(self, stdin: str, expected: str) -> None:
+        """Raise ValueError unless the checker gives a score for an expected output."""
+        tried = await self._check(stdin, expected, expected)
+        if not tried.is_ok or score_of(tried.stdout) is None:
+            why = ending_of(tried.stderr) or f"it ended as {tried.status.value} and gave {tried.stdout!r:.100}"
+            raise ValueError(f"the checker gives no score for an expected output as output: {why}")
 
     async def score(self, stdin: str, expected: str, output: bytes) -> float:
         """Return a score from 0 to 1; 0 for a check that fails or returns anything else."""
-        async with self._starting:
-            if self._box is None:
-                self._box = await self.stack.enter_async_context(self.acquire)
-        args = [stdin, expected, output.decode(errors="replace")]
-        request = {"code": self.checker.source, "function": "check", "args": args}
-        result = await self._box.exec_python(CALL, stdin=json.dumps(request).encode(), limits=self.checker.limits)
-        return score_of(result.stdout) if result.is_ok else 0.0
+        result = await self._check(stdin, expected, output.decode(errors="replace"))
+        return (score_of(result.stdout) or 0.0) if result.is_ok else 0.0
+
+    async def _check(self, stdin: str, expected: str, output: str) -> ExecResult:
+        request = {"code": self.checker.source, "function": "check", "args": [stdin, expected, output]}
+        return await self.box.exec_python(CALL, stdin=json.dumps(request).encode(), limits=self.checker.limits)
 
 
-def score_of(said: bytes) -> float:
-    """Return what a checker wrote as a score; 0 if it is not one.
+def score_of(said: bytes) -> float | None:
+    """Return what a checker wrote as a score; None if it is not one.
 
     >>> score_of(b"true"), score_of(b"0.5"), score_of(b"NaN"), score_of(b"2"), score_of(b"[1]")
-    (1.0, 0.5, 0.0, 0.0, 0.0)
+    (1.0, 0.5, None, None, None)
     """
     try:
-        score = json.loads(said)
+        score = json.loads(said[:MAX_DIGITS])
     except (ValueError, RecursionError):
-        return 0.0
-    return float(score) if isinstance(score, bool | int | float) and 0 <= score <= 1 else 0.0
+        return None
+    return float(score) if isinstance(score, bool | int | float) and 0 <= score <= 1 else None

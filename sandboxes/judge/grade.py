@@ -35,6 +35,8 @@ from sandboxes.spec import ExecResult
 SAME_LINES = SameLines()
 ANY_BOX = SandboxSpec()
 CASES_AT_ONCE = 4
+MAX_GROWTH = 32
+"""A right result is at most so many times as long as the expected one, since its numbers may have more digits."""
 CANNOT_BE_RUN = (126, 127)
 """Exit codes of a command that is missing or cannot be executed."""
 
@@ -76,7 +78,10 @@ async def grade(
                 await _require_language(language, pool, spec, limits)
             detail = ending_of(built.stderr) or built.status.value
             return Verdict(cases=(CaseVerdict(outcome=Outcome.NOT_BUILT, detail=detail),) * len(cases))
-        checks = CustomChecks(checker, pool.acquire(spec), stack) if isinstance(checker, CustomChecker) else checker
+        checks = checker
+        if isinstance(checks, CustomChecker):
+            checks = CustomChecks(checks, await stack.enter_async_context(pool.acquire(spec)))
+            await checks.try_on(*texts_of(cases[0]))
 
         async def judge_one(case: Case) -> CaseVerdict:
             result = await program.run(_stdin_of(case, code), case.limits or limits)
@@ -184,22 +189,22 @@ async def judge_in_turn(
 
 async def judged(case: Case, result: ExecResult, checker: Checker | CustomChecks) -> CaseVerdict:
     """Return the verdict on what a program that ended well printed or returned."""
+    stdin, expected = texts_of(case)
     if isinstance(checker, CustomChecks):
-        if isinstance(case, StdinCase):
-            score = await checker.score(case.stdin, case.expected, result.stdout)
-        else:
-            score = await checker.score(json.dumps(list(case.args)), json.dumps(case.expected), result.stdout)
+        score = await checker.score(stdin, expected, result.stdout)
     elif isinstance(case, StdinCase):
-        score = float(checker.accepts_text(result.stdout, case.expected))
+        score = float(checker.accepts_text(result.stdout, expected))
     elif not result.stdout:
         return CaseVerdict(outcome=Outcome.CRASHED, detail="it ended before it returned", wall_s=result.wall_s)
+    elif len(result.stdout) > MAX_GROWTH * (len(expected) + 1):
+        score = 0.0  # reading it could take long
     else:
         try:
             returned = json.loads(result.stdout, parse_constant=refuse)  # NaN and infinities
         except (ValueError, RecursionError):
             score = 0.0
         else:
-            score = float(checker.accepts_data(returned, case.expected))
+            score = float(checker.accepts_data(returned, json.loads(expected)))
     return CaseVerdict(
         outcome=Outcome.PASSED if score == 1.0 else Outcome.WRONG,
         score=score,
@@ -207,6 +212,13 @@ async def judged(case: Case, result: ExecResult, checker: Checker | CustomChecks
         detail=ending_of(result.stderr),
         wall_s=result.wall_s,
     )
+
+
+def texts_of(case: Case) -> tuple[str, str]:
+    """Return what goes in and what is expected, as text; of calls, as JSON."""
+    if isinstance(case, StdinCase):
+        return case.stdin, case.expected
+    return json.dumps(list(case.args)), json.dumps(case.expected)
 
 
 def refuse(constant: str) -> None:

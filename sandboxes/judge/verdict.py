@@ -4,7 +4,10 @@ Cases are texts in and out, calls with JSON in and out, or files of unit tests.
 """
 
 import ast
+import builtins
+import json
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -56,6 +59,8 @@ class CaseVerdict:
     def __post_init__(self) -> None:
         if not 0.0 <= self.score <= 1.0:
             raise ValueError(f"CaseVerdict.score is {self.score!r}; give a number from 0 to 1")
+        for name in ("output", "detail"):  # a program may give text that cannot be encoded
+            object.__setattr__(self, name, getattr(self, name).encode(errors="replace").decode())
 
     @property
     def is_passed(self) -> bool:
@@ -126,6 +131,21 @@ def ending_of(output: bytes) -> str:
     return output[-4 * MAX_TEXT :].decode(errors="replace").strip()[-MAX_TEXT:]
 
 
+def told(value: Any) -> str:
+    """Return a value in short, without making the whole text first: data from elsewhere may be a bomb.
+
+    >>> told([["x" * 50] * 10**6] * 10**6)
+    "[[...], [...], [...], [...], [...], [...], ...]"
+    """
+    try:
+        return SHORT.repr(value)
+    except ValueError:  # an integer with too many digits to be written
+        return f"a {type(value).__name__}"
+
+
+SHORT = reprlib.Repr()
+SHORT.maxlevel, SHORT.maxstring, SHORT.maxother = 2, 200, 200
+
 JsonValue = Any
 """None, bool, int, float, str, list, and dict with str keys."""
 
@@ -161,24 +181,20 @@ class CallCase:
     def __post_init__(self) -> None:
         if not self.function.isidentifier():
             raise ValueError(f"CallCase.function is {self.function!r}; give the name of a function, without its class")
+        for name in ("args", "expected"):
+            try:
+                json.dumps(getattr(self, name), allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ValueError(f"CallCase.{name} of {self.function} cannot be written as JSON: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitTests:
-    r"""Files of tests that import the program as `module`: unittest classes, and plain functions `test_*`.
+    r"""Files of tests that import the program as `module`, for pytest: its own kind and unittest's, `async` too.
 
     The tests run in a sandbox where the program never comes. There `module` is a stand-in, which sends each call to
-    the program's sandbox and brings its result back, both as plain data. So a test may
-
-    - call functions of the program, make objects of its classes, call their methods, read their attributes, and use
-      `len`, `in`, `[...]`, iteration and `str` on them;
-    - pass and get None, booleans, numbers, text, bytes, lists, tuples, sets and dicts of these, and objects that the
-      program made. Arguments are copies: a change that the program makes to one does not show in the test;
-    - expect exceptions: built-in ones and those of the program.
-
-    An object that claims to equal everything does not pass a test: an object of the program only equals itself. `grade`
-    raises ValueError for a test that hands the program a function, a class or an object of its own. The constructor
-    refuses `from solution import *`, by which the program could replace `abs` and other names that tests judge with.
+    the program's sandbox and brings its result back as plain data. "Code rewards" in sandboxes/README.md says what a
+    test may do with the program's objects; one that has the program judge itself fails.
 
     >>> UnitTests(files={"test_it.py": "from solution import add\ndef test_add(): assert add(1, 2) == 3"}).module
     'solution'
@@ -193,8 +209,11 @@ class UnitTests:
         if not self.test_files:
             raise ValueError(f"UnitTests.files are {sorted(self.files)}; name one of them test*.py or *_test.py")
         for path, source in self.files.items():
-            if path.endswith(".py") and takes_all_names(source, self.module):
-                raise ValueError(f"UnitTests.files[{path!r}] takes all names of the program; import them one by one")
+            if path.endswith(".py") and (line := line_with_is(source)):
+                raise ValueError(
+                    f"UnitTests.files[{path!r}], line {line}: `is` cannot see whether two objects are one, as "
+                    "the program's are in another sandbox; compare by ==, or an attribute"
+                )
 
     @property
     def test_files(self) -> list[str]:
@@ -202,18 +221,31 @@ class UnitTests:
         return [path for path in self.files if TEST_FILE.fullmatch(path)]
 
 
-def takes_all_names(source: str, module: str) -> bool:
-    """Return whether the source contains `from module import *`.
+def line_with_is(source: str) -> int:
+    r"""Return the first line with an `is` between what is neither a constant nor begins with a built-in name, or 0.
 
-    >>> takes_all_names("from solution import *", "solution"), takes_all_names("from math import *", "solution")
-    (True, False)
+    >>> line_with_is("assert f(1) is None\nassert type(2) is int\nassert f(1) is not f(2)")
+    3
     """
     try:
-        nodes = ast.walk(ast.parse(source))
-    except (SyntaxError, ValueError):  # reported when the tests are loaded
-        return False
-    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == module]
-    return any(alias.name == "*" for node in imports for alias in node.names)
+        nodes = [*ast.walk(ast.parse(source))]
+    except (SyntaxError, ValueError, RecursionError):  # reported when the tests are loaded
+        return 0
+    lines: list[int] = []
+    for node in nodes:
+        match node:
+            case (
+                ast.Compare(left=left, ops=[ast.Is() | ast.IsNot()], comparators=[right])
+                | ast.Call(func=ast.Attribute(attr="assertIs" | "assertIsNot"), args=[left, right, *_])
+            ) if not any(is_plain(side) for side in (left, right)):
+                lines.append(node.lineno)
+            case _:
+                pass
+    return min(lines, default=0)
+
+
+def is_plain(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) or hasattr(builtins, ast.unparse(node).partition("(")[0])
 
 
 Case = StdinCase | CallCase

@@ -50,7 +50,9 @@ async def open_stage(renderer: Renderer, task: JsonObject) -> AsyncIterator[Play
     """`await play(workflow, *texts)`: one rollout in which the model says these texts; returns its trajectory."""
     stack = AsyncExitStack()
 
-    async def play(workflow: Any, *texts: str, wall_s: float = 20.0, timeout_s: float = 60.0) -> Trajectory:
+    async def play(
+        workflow: Any, *texts: str, backend: str = "subprocess", wall_s: float = 20.0, timeout_s: float = 60.0
+    ) -> Trajectory:
         journal = MemoryJournal()
         gateway = Gateway(
             sampler=FakeEngine([renderer.ids_of(text) for text in texts]),
@@ -73,7 +75,7 @@ async def open_stage(renderer: Renderer, task: JsonObject) -> AsyncIterator[Play
             max_concurrent=1,
             timeout_s=timeout_s,
             session={"sampling": {"max_tokens": 400}},
-            sandbox={"backend": "subprocess", "wall_s": wall_s},
+            sandbox={"backend": backend, "wall_s": wall_s},
         )
         rollout_task = Task(id="t", data=task)
         await runner.run(

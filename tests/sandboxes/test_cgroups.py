@@ -1,10 +1,11 @@
-"""Control groups, found, made, counted and removed.
+"""Control groups, found, made, counted and removed; and bounds that programs share.
 
 1. The own group of a process is found in version 1, version 2 and both, also below a mount of a part; 2. version 2 is
 written and read as its documentation says (in a plain folder, which takes what it is given); 3. a group with processes
-is killed when it is given back, and gone; 4. a group in which nothing befell is used again for the same bounds: not one
-that was killed, not counted, or still holds memory; idle ones are bounded; 5. trees of dead owners are removed, of
-living ones not; 6. a tree that is closed is gone, makes no group, and takes back those that are still out.
+is killed when it is dropped, and gone; 4. its bounds can be raised and lowered;
+5. trees of dead owners are removed, of living ones not; 6. a tree that is closed is gone, makes no group, and takes
+back those that are still out; 7. who asks for other bounds waits for those who run, is served in turn, and is refused
+while somebody runs without a deadline.
 """
 
 import asyncio
@@ -18,12 +19,12 @@ import pytest
 from areal_agent.errors import SandboxError
 from sandboxes import Limits
 from sandboxes.cgroups import (
-    MAX_IDLE,
-    MAX_LEFT_BYTES,
+    AGENT_BYTES,
     Bounds,
     ControlGroup,
     GroupTree,
     Hierarchy,
+    SharedBounds,
     find_hierarchies,
     hierarchies_here,
     reap_groups,
@@ -68,14 +69,12 @@ def test_version_2_is_written_and_read(tmp_path: Path) -> None:
         (folder / file).write_text("")
     (folder / "memory.events").write_text("low 0\nmax 9\noom 3\noom_kill 2\n")
     (folder / "pids.events").write_text("max 4\n")
-    group = ControlGroup(
-        [Hierarchy(version=2, controllers=("memory", "pids", "cpu"), path=folder)],
-        Bounds.of(Limits(memory_bytes=1000, pids=7, cpus=0.5)),
-    )
-    group.limit()
+    group = ControlGroup([Hierarchy(version=2, controllers=("memory", "pids", "cpu"), path=folder)], disk_bytes=500)
+    group.limit(Bounds.of(Limits(memory_bytes=1000, pids=7, cpus=0.5)))
     written = {file: (folder / file).read_text() for file in ("memory.max", "memory.swap.max", "pids.max", "cpu.max")}
-    assert written == {"memory.max": "1000", "memory.swap.max": "0", "pids.max": "7", "cpu.max": "50000 100000"}
-    assert (group.num_oom_kills(), group.was_refused_processes()) == (2, True)
+    expected = {"memory.swap.max": "0", "pids.max": "8", "cpu.max": "50000 100000"}
+    assert written == {"memory.max": str(1500 + AGENT_BYTES), **expected}
+    assert group.num_oom_kills() == 2
 
 
 @pytest.fixture
@@ -88,60 +87,30 @@ async def tree():
     await tree.aclose()
 
 
-async def test_released_group_is_killed_and_gone(tree: GroupTree) -> None:
+def enter(group: ControlGroup, pid: int) -> None:
+    with group.descriptors() as (_, _, *joining):
+        for descriptor in joining:
+            os.write(descriptor, str(pid).encode())
+
+
+async def test_dropped_group_is_killed_and_gone(tree: GroupTree) -> None:
     group = await tree.take(Limits())
     process = await asyncio.create_subprocess_exec("sleep", "1000")
     enter(group, process.pid)
-    tree.give_back(group)
+    tree.drop(group)
     assert await process.wait() == -signal.SIGKILL
-    assert await tree.take(Limits()) is not group
     assert await asyncio.to_thread(group.end)
 
 
-def enter(group: ControlGroup, pid: int) -> None:
-    for descriptor in group.descriptors:
-        os.write(descriptor, str(pid).encode())
-
-
-async def run_in(group: ControlGroup, *argv: str) -> None:
-    """A program that joins the group as programs do, and is counted as they are."""
-    joining = "".join(f"echo 0 >&{descriptor}; " for descriptor in group.descriptors)
-    process = await asyncio.create_subprocess_exec(
-        "bash", "-c", f'{joining} exec "$@"', "bash", *argv, pass_fds=group.descriptors
-    )
-    assert await process.wait() == 0
-    assert (group.num_oom_kills(), group.was_refused_processes()) == (0, False)
-
-
-async def test_group_in_which_nothing_befell_is_used_again(tree: GroupTree) -> None:
-    group = await tree.take(Limits())
-    await run_in(group, "true")
-    tree.give_back(group)
-    assert await tree.take(Limits(memory_bytes=2**26)) is not group  # another bound
-    assert await tree.take(Limits()) is group
-
-
-async def test_group_is_not_used_again_without_its_counts_when_killed_or_with_memory(tree: GroupTree) -> None:
-    uncounted, killed, full = groups = [await tree.take(Limits()) for _ in range(3)]
-    await run_in(killed, "true")
-    killed.kill()
-    file = Path("/dev/shm") / f"left-{os.getpid()}"
-    try:
-        await run_in(full, "dd", "if=/dev/zero", f"of={file}", f"bs={2 * MAX_LEFT_BYTES}", "count=1", "status=none")
-        for group in (uncounted, killed, full):
-            tree.give_back(group)
-        assert not set(groups) & {await tree.take(Limits()) for _ in groups}
-    finally:
-        file.unlink(missing_ok=True)
-
-
-async def test_idle_groups_are_bounded_and_the_oldest_go(tree: GroupTree) -> None:
-    groups = [await tree.take(Limits()) for _ in range(MAX_IDLE + 1)]
-    for group in groups:
-        await run_in(group, "true")
-        tree.give_back(group)
-    again = {await tree.take(Limits()) for _ in range(MAX_IDLE)}
-    assert again == set(groups[1:])
+async def test_bounds_are_raised_and_lowered(tree: GroupTree) -> None:
+    group = await tree.take(Limits(memory_bytes=2**26))
+    for memory_bytes in (2**28, 2**26):
+        group.limit(Bounds.of(Limits(memory_bytes=memory_bytes)))
+    hoard = "hoard = input() and b'x' * 2**28"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", hoard, stdin=asyncio.subprocess.PIPE)
+    enter(group, process.pid)
+    await process.communicate(b"now\n")
+    assert (process.returncode, group.num_oom_kills()) == (-signal.SIGKILL, 1)
 
 
 async def test_trees_of_dead_owners_are_removed(tree: GroupTree) -> None:
@@ -166,5 +135,53 @@ async def test_closed_tree_is_gone_and_makes_no_group(tree: GroupTree) -> None:
     await tree.aclose()
     with pytest.raises(SandboxError, match="closed"):
         await tree.take(Limits())
-    tree.give_back(out)
+    tree.drop(out)
     assert await asyncio.to_thread(out.end)  # there is nothing to end
+
+
+ONE, OTHER = Limits(pids=1), Limits(pids=2)
+
+
+async def test_who_asks_for_other_bounds_waits() -> None:
+    changes: list[int] = []
+
+    async def change(bounds: Bounds) -> None:
+        changes.append(bounds.pids)
+
+    bounds = SharedBounds(Bounds.of(ONE), change)
+    await bounds.hold(ONE, is_timed=True)
+    others = [asyncio.create_task(bounds.hold(limits, is_timed=True)) for limits in (OTHER, ONE)]
+    await asyncio.sleep(0)
+    assert changes == []
+    bounds.release(is_timed=True)
+    await others[0]
+    assert (changes, others[1].done()) == ([2], False)
+    bounds.release(is_timed=True)
+    await others[1]
+    assert changes == [2, 1]
+    bounds.release(is_timed=True)
+    await bounds.hold(ONE, is_timed=False)
+    with pytest.raises(ValueError, match="without a deadline"):
+        await bounds.hold(OTHER, is_timed=True)
+
+
+async def test_change_whose_caller_is_cancelled_is_known() -> None:
+    changes: list[int] = []
+    gate = asyncio.Event()
+
+    async def change(bounds: Bounds) -> None:
+        await gate.wait()
+        changes.append(bounds.pids)
+
+    bounds = SharedBounds(Bounds.of(ONE), change)
+    call = asyncio.create_task(bounds.hold(OTHER, is_timed=True))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    next_call = asyncio.create_task(bounds.hold(ONE, is_timed=True))
+    await asyncio.sleep(0)
+    gate.set()
+    await next_call
+    assert changes == [2, 1]

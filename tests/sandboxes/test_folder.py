@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from sandboxes import Pool, Sandbox, Status
-from sandboxes.inner.files import remove_tree
+from sandboxes.agent.files import remove_tree
 from sandboxes.owner import PREFIX, own_tag
 from sandboxes.subprocess import reap_folders
 

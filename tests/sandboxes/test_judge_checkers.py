@@ -1,9 +1,10 @@
 """When an output is right.
 
 1. Any text is the same as itself, for every checker; 2. white space at the end of lines and of the text is free, line
-ends are not; 3. numbers within the tolerance are the same, others not, and what is not finite never is; 4. any JSON
-value is the same as itself, and not as one with a leaf changed; 5. a truth value is no number, a text no number;
-6. data nested as deep as can be is compared all the same; 7. a verdict's reward is a number from 0 to 1, whatever.
+ends are not; 3. numbers within the tolerance are the same, unless a whole one is expected, others not, and what is not
+finite never; 4. any JSON value is the same as itself, and not as one with a leaf changed; 5. a truth value is no
+number, a text no number; 6. data nested as deep as can be is compared all the same; 7. a verdict's reward is a number
+from 0 to 1, whatever.
 """
 
 import json
@@ -58,9 +59,12 @@ def test_white_space(output: bytes, expected: str, is_same: bool) -> None:
 @pytest.mark.parametrize(
     ("output", "expected", "is_close"),
     [
-        (b"1.0000001 yes", "1 yes", True),
-        (b"1.1", "1", False),
-        (b"1000000.5", "1000000", True),
+        (b"1.0000001 yes", "1.0 yes", True),
+        (b"1.1", "1.0", False),
+        (b"1000000.5", "1e6", True),
+        (b"1000000006.5", "1000000007", False),  # a whole number must be met
+        (b"1000000007.0", "1000000007", True),
+        (b"0." + b"1" * 10_000, "0.11111111", False),
         (b"nan", "nan", True),  # the same word
         (b"nan", "1", False),
         (b"inf", "1e308", False),
@@ -82,7 +86,9 @@ def test_what_looks_alike_is_not_the_same(result: object, expected: object) -> N
 
 
 def test_numbers_in_data_may_differ_by_a_little() -> None:
-    assert CloseNumbers().accepts_data({"x": [1.0000001]}, {"x": [1]})
+    assert CloseNumbers().accepts_data({"x": [1.0000001]}, {"x": [1.0]})
+    assert not CloseNumbers().accepts_data({"x": [1.0000001]}, {"x": [1]})
+    assert CloseNumbers(whole_too=True).accepts_data({"x": [1.0000001]}, {"x": [1]})
     assert not SameLines().accepts_data([1.0000001], [1])
     assert not CloseNumbers().accepts_data([10**400], [1.0])
 

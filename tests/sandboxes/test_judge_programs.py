@@ -2,10 +2,10 @@
 
 1. A right program passes and a wrong one does not, by texts and by calls; 2. each language of the table, and one that
 is not in it; 3. how a program fails is told; 4. each case counts for its part; 5. `stop_early` leaves out what follows
-the first failure; 6. a case may have limits of its own; 7. a custom checker decides, may give a part, and one that
-fails passes nothing; 8. what the program prints in a call is no result; 9. what cannot be judged is refused; 10. a
-sandbox that fails, or that has not the language, raises SandboxError: it is no verdict; 11. a text that is
-precompiled does what its source does, in a Python of any version.
+the first failure; 6. a case may have limits of its own; 7. a custom checker decides, may give a part, one that fails
+passes nothing, and one that fails on what is expected or evaluates outputs is refused; 8. what the program prints in a
+call is no result; 9. what cannot be judged is refused; 10. a sandbox that fails, or that has not the language, raises
+SandboxError: it is no verdict; 11. a text that is precompiled does what its source does, in a Python of any version.
 """
 
 import shutil
@@ -113,7 +113,7 @@ async def test_checkers_decide(pool: Pool) -> None:
 
 async def test_a_custom_checker_decides(jails: Pool) -> None:
     divides = CustomChecker("def check(stdin, expected, output): return int(stdin) % int(output) == 0")
-    cases = [StdinCase(stdin="12", expected="any divisor")]
+    cases = [StdinCase(stdin="12", expected="6")]
     assert (await grade("print(4)", cases, pool=jails, checker=divides)).reward == 1.0
     assert (await grade("print(5)", cases, pool=jails, checker=divides)).reward == 0.0
     assert (await grade("print('none')", cases, pool=jails, checker=divides)).reward == 0.0  # the checker fails on it
@@ -131,9 +131,30 @@ async def test_a_custom_checker_of_calls_may_give_a_part(jails: Pool) -> None:
 
 @pytest.mark.parametrize("score", ["float('nan')", "float('inf')", "2", "-1", "'1'", "[1]", "None", "1/0"])
 async def test_a_checker_that_gives_no_score_passes_nothing(jails: Pool, score: str) -> None:
-    checker = CustomChecker(f"def check(stdin, expected, output): return {score}")
+    checker = CustomChecker(f"def check(stdin, expected, output): return output == expected or {score}")
     verdict = await grade("print(1)", SUMS[:1], pool=jails, checker=checker)
     assert (verdict.reward, verdict.partial_reward) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("body", ["1/0", "__import__('numpie')", "None", "2", "'yes'"])
+async def test_a_checker_that_fails_on_an_expected_output_is_at_fault(jails: Pool, body: str) -> None:
+    with pytest.raises(ValueError, match="no score for an expected output"):
+        await grade("print(2)", SUMS[:1], pool=jails, checker=CustomChecker(f"def check(a, b, c): return {body}"))
+
+
+def test_a_checker_that_evaluates_outputs_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ast\.literal_eval"):
+        CustomChecker("def check(stdin, expected, output): return eval(output) == eval(expected)")
+
+
+async def test_a_call_of_what_is_no_json_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot be written as JSON"):
+        CallCase(function="f", args=[], expected={1, 2})
+
+
+async def test_a_tuple_that_is_expected_counts_as_a_list(pool: Pool) -> None:
+    case = CallCase(function="f", args=[], expected=({1: (2,)},))
+    assert (await grade("def f(): return ({'1': (2,)},)", [case], pool=pool)).reward == 1.0
 
 
 async def test_the_checker_is_in_another_sandbox(jails: Pool) -> None:

@@ -2,8 +2,9 @@
 
 1. A LiveCodeBench record of texts, with private tests as pickles and as JSON, and one of calls, become cases; 2. so do
 APPS and TACO records, whose results may stand in lists of one; 3. a pickle that would run code is refused, and so is
-one that is damaged; 4. what is missing or of another type is named; 5. an answer stands behind what its site has
-imported; 6. an answer to HumanEval may go on where the prompt ends, or be whole, and is judged where it is not.
+one that is damaged, or unfolds without end; 4. what is missing or of another type is named; 5. an answer stands behind
+what its site has imported; 6. an answer to HumanEval may go on where the prompt ends, or be whole, and is judged where
+it is not.
 """
 
 import base64
@@ -15,9 +16,9 @@ from typing import Any
 
 import pytest
 
+from envs.code.records import from_apps, from_humaneval, from_livecodebench, load_plain
 from sandboxes import Pool
 from sandboxes.judge import CallCase, StdinCase, UnitTests, grade
-from sandboxes.judge.records import from_apps, from_humaneval, from_livecodebench, load_plain
 
 SUM = {"input": "1 2\n", "output": "3\n", "testtype": "stdin"}
 CALL = {"input": "[1, 2]\n3", "output": "[1, 2, 3]", "testtype": "functional"}
@@ -95,6 +96,17 @@ def test_a_pickle_that_needs_names_is_refused(data: Any) -> None:
         from_livecodebench(livecodebench(private_test_cases=private))
 
 
+def test_a_pickle_that_unfolds_without_end_is_refused_in_short() -> None:
+    """Each list holds the one before twice: as text, this would have 2**40 items."""
+    bomb: list[Any] = []
+    for _ in range(40):
+        bomb = [bomb, bomb]
+    private = base64.b64encode(zlib.compress(pickle.dumps([bomb]))).decode()
+    with pytest.raises(ValueError, match="needs the texts 'input' and 'output'") as found:
+        from_livecodebench(livecodebench(private_test_cases=private))
+    assert len(str(found.value)) < 500
+
+
 @pytest.mark.parametrize("pickled", [b"", b"garbage", b"\x80\x04]", b"Pid\n.", b"("])
 def test_a_damaged_pickle_is_refused(pickled: bytes) -> None:
     with pytest.raises(pickle.UnpicklingError):
@@ -105,7 +117,7 @@ def test_a_damaged_pickle_is_refused(pickled: bytes) -> None:
     ("record", "message"),
     [
         (livecodebench(private_test_cases="%%%"), "'private_test_cases' cannot be unpacked"),
-        (livecodebench(private_test_cases=None), "'private_test_cases' is 'None'; it must be a str"),
+        (livecodebench(private_test_cases=None), "'private_test_cases' is None; it must be a str"),
         (livecodebench(private_test_cases='{"a": 1}'), "'private_test_cases'"),
         (livecodebench(public_test_cases="["), "'public_test_cases' is not JSON"),
         (livecodebench(public_test_cases='[{"input": 1}]'), "needs the texts 'input' and 'output'"),

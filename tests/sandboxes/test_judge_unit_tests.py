@@ -1,14 +1,15 @@
-"""Programs judged by unit tests, which run where the program is not.
+"""Programs judged by unit tests, which pytest runs where the program is not.
 
-1. unittest classes, plain classes and plain functions are run, each with a verdict of its own; 2. values of every plain
-type go there and back as they are; 3. classes, objects, attributes, items, iteration and exceptions of the program
-serve tests; 4. each test fails alone: by a wrong value, an exception, a death, a time-out, and the next finds the
-program anew, without the objects that it had made; 5. a program that cannot be loaded, or lacks a name, fails; 6. tests
-that are at fault themselves, hold nothing, or ask for what cannot be judged are refused by ValueError; 7. skipping is
-no pass, and an expected failure is refused; 8. set-up of classes is run, and its failure fails the class; 9.
-`stop_early`; 10. files beside the tests can be imported by them, and not by the program; 11. a program
-cannot have its tests refused or their process fail: by what it defines a name as, or by very many names; 12. tests that
-take all names of the program are refused.
+1. unittest classes, plain classes and functions are run, each with a verdict of its own, with what pytest offers:
+inheritance, set-up and tear-down, fixtures, parameters, conftest; 2. async tests are run, and what nothing would run is
+refused; 3. values of every plain type go there and back as they are; 4. classes, objects, attributes, items, iteration,
+contexts, arithmetic, exceptions and output of the program serve tests; 5. a test that has the program judge itself
+fails; 6. each test fails alone: by a wrong value, an exception, a death, a time-out, and the next finds the program
+anew, without the objects that it had made; 7. a program that cannot be loaded, or lacks a name, fails; 8. tests whose
+source shows that they cannot be judged are refused by ValueError; 9. skipping is no pass, nor if the program had it
+skipped; 10. errors of set-up and tear-down fail all that they are for; 11. `stop_early`; 12. files beside the tests can
+be imported by them, and not by the program; 13. a program cannot have its tests refused or their process fail: by what
+it defines a name as, by very many names, by very long answers; 14. limits hold for the program.
 """
 
 import pytest
@@ -18,7 +19,9 @@ from sandboxes.judge import Outcome, UnitTests, Verdict, grade
 
 STACK = """
 class Empty(LookupError):
-    pass
+    def __init__(self, said):
+        super().__init__(said)
+        self.code = 7
 
 class Stack:
     LIMIT = 3
@@ -51,6 +54,27 @@ class Stack:
 
     def __str__(self):
         return "|".join(map(str, self.items))
+
+    def __add__(self, other):
+        return Stack(*self, *other)
+
+    def __neg__(self):
+        return -self.items[0]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, frames):
+        self.items.append(kind)
+
+    def show(self):
+        print("shown")
+
+class Deep(Stack):
+    pass
+
+def apply(function, value):
+    return function(value)
 
 def merged(first, second):
     return Stack(*first, *second)
@@ -129,7 +153,14 @@ def test_it():
         "s = Stack(1); assert s.name == 'stack'; s.name = 'other'; assert s.name == 'other' and s[0] == 1",
         "assert str(Stack(1, 2)) == '1|2' and not Stack() and Stack(0)",
         "assert Stack.LIMIT == 3 and isinstance(Stack.of([1]), Stack) and not isinstance(5, Stack)",
-        "s = Stack(1); assert s == s and s.push(2) is s and Stack(1) != Stack(1)",
+        "s = Stack(1); assert s.push(2)[1] == 2 and s != None and not s == None and s in {s}",
+        "with Stack(1) as s: assert [next(iter(s + Stack(2))), -s] == [1, -1]",
+        "import pytest\n    with pytest.raises(LookupError) as e, Stack(): Stack().pop()\n    assert e.value.code == 7",
+        "assert isinstance(Deep(1), Stack) and issubclass(Deep, Stack) and Deep(1).pop() == 1",
+        "assert apply(len, 'abc') == 3 and apply(Stack, [1, 2]).pop() == [1, 2]",
+        "import contextlib, io\n    with contextlib.redirect_stdout(io.StringIO()) as said: Stack().show()\n"
+        "    assert said.getvalue() == 'shown\\n'",
+        "g = count(10**9); assert [next(g), next(iter(g)), next(g)] == [0, 1, 2]",
         "assert list(merged(Stack(1), Stack(2))) == [1, 2]",
         "assert list(count(3)) == [0, 1, 2] and next(count(2)) == 0",
         "import unittest; unittest.TestCase().assertRaises(Empty, Stack().pop)",
@@ -140,7 +171,7 @@ def test_it():
 )
 async def test_objects_of_the_program_serve(pool: Pool, check: str) -> None:
     verdict = await judged(
-        pool, STACK, f"from solution import Empty, Stack, count, merged\ndef test_it():\n    {check}"
+        pool, STACK, f"from solution import Deep, Empty, Stack, apply, count, merged\ndef test_it():\n    {check}"
     )
     assert verdict.is_passed, verdict
 
@@ -214,18 +245,11 @@ async def test_a_wrong_value_while_the_tests_are_loaded_is_the_programs_fault(po
     [
         ("import solution, no_such_module\nx = solution.add\ndef test_it(): pass", "No module named"),
         ("import no_such_module\ndef test_it(): pass", "No module named 'no_such_module'"),
-        ("x = 1", "hold no test that counts"),
-        ("import unittest\n@unittest.skip('never')\ndef test_it(): pass", "hold no test that counts"),
-        ("def test_it(tmp_path): pass", "takes arguments"),
-        ("import solution\ndef test_it(): solution.add(len, 1)", "no plain data"),
-        (
-            "import solution\ndef test_it():\n  try: solution.add(lambda: 1, 1)\n  except BaseException: pass",
-            "no plain",
-        ),
-        (
-            "import unittest\nclass T(unittest.TestCase):\n  @unittest.expectedFailure\n  def test_it(self): 1/0",
-            "to fail",
-        ),
+        ("x = 1", "hold no test"),
+        ("import pytest\npytest.skip('no', allow_module_level=True)", "skips itself"),
+        ("def test_it():\n  assert (1 == 2, 'no')", "always true"),
+        ("from solution import *\ndef test_it(): assert abs(f(2) - 3.5) < 1e-6", "one by one"),
+        ("from solution import f\ndef test_it():\n  a = f(1)\n  assert a is not f(2)", "line 4: `is` cannot see"),
     ],
 )
 async def test_tests_that_are_at_fault_are_refused(pool: Pool, tests: str, message: str) -> None:
@@ -233,19 +257,120 @@ async def test_tests_that_are_at_fault_are_refused(pool: Pool, tests: str, messa
         await judged(pool, "def add(a, b): return a + b", tests)
 
 
-async def test_skipping_is_no_pass(pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("test", "detail"),
+    [
+        ("@pytest.mark.xfail\ndef test_it(): assert f() == 2", "expected to fail"),
+        ("def test_it():\n  if f() == 1: pytest.xfail('no')", "expected to fail"),
+        ("@pytest.mark.skipif(hasattr(solution, 'f'), reason='no')\ndef test_it(): pass", "Skipped: no"),
+        ("def test_it():\n  if f() == 1: pytest.skip('no')", "Skipped: no"),
+        ("def test_it(): return f() == 2", "returns a bool"),
+        ("def test_it():\n  yield f() == 2", "not in tests"),
+        ("def run(): yield\ndef test_it(): return run()", "returns a generator"),
+        ("@pytest.fixture\nasync def fix(): assert f() == 2\ndef test_it(fix): pass", "async fixture"),
+        ("class T(unittest.TestCase):\n  async def test_it(self): assert f() == 2", "returns a coroutine"),
+        ("class T(unittest.TestCase):\n  @unittest.expectedFailure\n  def test_it(self): 1 / 0", "expected to fail"),
+        ("def test_it():\n  t = Thread(target=lambda: f() / 0); t.start(); t.join()", "Exception in thread"),
+        ("def test_it():\n  t = Thread(target=solution.leave); t.start(); t.join()", "Exception in thread"),
+        ("def test_it(): assert all(map(lambda n: solution.stop() == n, [1]))", "the program raised StopIteration"),
+        ("def test_it(monkeypatch): monkeypatch.setattr(solution.It, 'x', 1)", "sets 'x' in It"),
+        ("def test_it(monkeypatch): monkeypatch.setattr(solution, 'f', 1)", "sets 'f' in the program"),
+        ("def test_it(): solution.It(lambda: 1)", "no plain data"),
+        ("class Mine(solution.It): pass\ndef test_it(): pass", "derives a class"),
+    ],
+)
+async def test_a_test_that_decides_nothing_fails(pool: Pool, test: str, detail: str) -> None:
+    code = "def f(): return 1\ndef leave(): raise SystemExit\ndef stop(): raise StopIteration\nclass It: x = 0"
+    imports = "import pytest, solution, unittest\nfrom solution import f\nfrom threading import Thread"
+    verdict = await judged(pool, code, f"{imports}\n{test}")
+    assert (verdict.reward, detail in verdict.cases[0].detail) == (0.0, True), verdict
+
+
+@pytest.mark.parametrize(
+    ("check", "detail"),
+    [
+        ("a, b = Stack(1), Stack(1)\n    assert a == b", "compares an object"),
+        ("a, b = merged([], []), merged([], [])\n    assert [a] != [b]", "compares an object"),
+        ("assert merged([], []) < 3", "compares an object"),
+        ("assert merged([], []) + 3", "a value of its own"),
+        ("try: apply(Mock(), 1)\n    except BaseException: pass", "no plain data"),
+        ("solution.merged = 1", "sets 'merged' in the program"),
+    ],
+)
+async def test_a_test_that_has_the_program_judge_itself_fails(pool: Pool, check: str, detail: str) -> None:
+    imports = "import solution\nfrom solution import Stack, apply, merged\nfrom unittest.mock import Mock"
+    tests = f"{imports}\ndef test_it():\n    {check}"
+    verdict = await judged(pool, STACK, tests)
+    assert (verdict.reward, detail in verdict.cases[0].detail) == (0.0, True), verdict
+
+
+async def test_what_pytest_offers(pool: Pool) -> None:
+    files = {
+        "conftest.py": "import pytest, solution\n@pytest.fixture\ndef made(tmp_path):\n    yield solution.make()",
+        "test_it.py": """
+import asyncio, pytest, unittest, solution
+seen = []
+def setup_module(): seen.append("module")
+class Base:
+    @classmethod
+    def setup_class(cls): seen.append("class")
+    def setup_method(self): self.n = solution.make()
+    def test_base(self): assert self.n == 1 and seen == ["module", "class"]
+class TestDerived(Base):
+    pass
+@pytest.mark.parametrize("n", [1, 2])
+def test_fixture(made, n): assert made == n
+async def test_async(made):
+    await asyncio.sleep(0)
+    assert await solution.later(made) == 1
+    async with solution.Later() as it:
+        assert [n async for n in it] == [0, 1]
+class TestAsync(unittest.IsolatedAsyncioTestCase):
+    async def test_isolated(self): self.assertEqual(await solution.later(1), 2)
+def test_output(capsys):
+    solution.make()
+    assert capsys.readouterr().out == "made\\n" and 1.0 == pytest.approx(1 + 1e-9)
+""",
+    }
+    code = """
+import asyncio
+def make(): print("made"); return 1
+async def later(n): await asyncio.sleep(0); return n
+class Later:
+    async def __aenter__(self): return self
+    async def __aexit__(self, *error): pass
+    async def __aiter__(self):
+        yield 0
+        yield 1
+"""
+    verdict = await grade(code, UnitTests(files=files), pool=pool)
+    assert [(case.output, case.is_passed) for case in verdict.cases] == [
+        ("test_base", True),
+        ("test_fixture[1]", True),
+        ("test_fixture[2]", False),
+        ("test_async", True),
+        ("test_isolated", False),
+        ("test_output", True),
+    ], verdict
+
+
+async def test_an_error_of_a_tear_down_fails_all_that_it_is_for(pool: Pool) -> None:
     tests = """
 import unittest, solution
-class T(unittest.TestCase):
-    def test_it(self):
-        if not solution.is_ready():
-            self.skipTest("not ready")
-    @unittest.skip("never")
-    def test_never(self):
-        pass
+class First(unittest.TestCase):
+    @classmethod
+    def tearDownClass(cls): assert solution.one() == 1
+    def test_a(self): pass
+    def test_b(self): pass
+class TestOther:
+    def teardown_method(self): assert solution.one() == 2
+    def test_c(self): pass
+    def test_d(self): assert 0
+def test_e(): pass
 """
-    verdict = await judged(pool, "def is_ready(): return False", tests)
-    assert outcomes(verdict) == {"test_it": Outcome.WRONG}
+    verdict = await judged(pool, "def one(): return 2", tests)
+    assert [case.is_passed for case in verdict.cases] == [False, False, True, False, True]
+    assert "2 == 1" in verdict.cases[0].detail
 
 
 async def test_set_up_of_classes(pool: Pool) -> None:
@@ -265,7 +390,7 @@ class Sub(unittest.TestCase):
             with self.subTest(n=n): self.assertEqual(solution.one(), n)
 """
     verdict = await judged(pool, "def one(): return 1\ndef fails(): raise ValueError", tests)
-    assert outcomes(verdict) == {"test_good": Outcome.PASSED, "test_bad": Outcome.CRASHED, "test_sub": Outcome.WRONG}
+    assert outcomes(verdict) == {"test_good": Outcome.PASSED, "test_bad": Outcome.WRONG, "test_sub": Outcome.WRONG}
 
 
 async def test_stop_early(pool: Pool) -> None:
@@ -296,22 +421,44 @@ async def test_other_languages_have_none(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    "definition", ["class made(Exception): pass", "class made: pass", "def made(n): return object()"]
+    "definition",
+    [
+        "class made(Exception): pass",
+        "class made: pass",
+        "def made(n): return object()",
+        "def made(n): return [[]] * 3_000_000",
+        "def made(n): raise type('\\ud800', (ValueError,), {})('\\ud800')",
+        "def made(n): raise SystemExit(0)",
+        "def made(n): raise ModuleNotFoundError('none')",
+        "made = 5",
+    ],
 )
-async def test_a_program_cannot_have_its_tests_refused(pool: Pool, definition: str) -> None:
+@pytest.mark.parametrize("indent", ["def test_it(): ", "value = "])
+async def test_a_program_cannot_have_its_tests_refused(pool: Pool, definition: str, indent: str) -> None:
     """By defining a name as something else than they take it for."""
-    tests = "from solution import made, used\ndef test_it(): assert used(made, made(3)) == 4"
+    tests = f"import pytest\nfrom solution import made, used\n{indent}used(made, made(3)) == 4 or pytest.fail()\n"
     verdict = await judged(pool, f"{definition}\ndef used(a, b): return 3", tests)
     assert verdict.reward == 0.0
+    assert [case.detail.encode() for case in verdict.cases]
+
+
+@pytest.mark.parametrize(
+    ("body", "outcomes"),
+    [
+        ("bytearray(2**28)", (Outcome.MEMORY, Outcome.WRONG)),  # by the kernel, or by MemoryError
+        ("os.write(2, b'x' * 2**15)", (Outcome.OUTPUT_LIMIT,)),
+        ("open('big', 'wb').write(bytes(2**22))", (Outcome.DISK,)),
+    ],
+)
+async def test_limits_hold_for_the_program(pool: Pool, body: str, outcomes: tuple[Outcome, ...]) -> None:
+    tests = "from solution import act\ndef test_it():\n    act()"
+    limits = Limits(wall_s=10.0, memory_bytes=2**26, file_bytes=2**20, output_bytes=2**14)
+    assert (await judged(pool, f"import os\ndef act(): {body}; return 1", tests)).reward == 1.0
+    verdict = await judged(pool, f"import os\ndef act(): {body}; return 1", tests, limits=limits)
+    assert verdict.cases[0].outcome in outcomes, verdict
 
 
 async def test_a_program_of_too_many_names_fails(pool: Pool) -> None:
     code = "for n in range(100_000): globals()[f'name{n}'] = int\ndef add(a, b): return 3"
     verdict = await judged(pool, code, "from solution import add\ndef test_it(): assert add(1, 2) == 3")
     assert [case.outcome for case in verdict.cases] == [Outcome.CRASHED]
-
-
-def test_taking_all_names_is_refused() -> None:
-    """`def abs(x): return 0` would be asked how far the program's results are from the right ones."""
-    with pytest.raises(ValueError, match="one by one"):
-        UnitTests(files={"test_it.py": "from solution import *\ndef test_it(): assert abs(f(2) - 3.5) < 1e-6"})

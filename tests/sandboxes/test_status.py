@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from sandboxes import Isolation, Limits, Status
-from sandboxes.execution import status_of
+from sandboxes.cell import status_of
 from sandboxes.link import Ended
 
 LIMITS = Limits(wall_s=3.0, memory_bytes=100_000_000)
@@ -21,7 +21,7 @@ LIMITS = Limits(wall_s=3.0, memory_bytes=100_000_000)
     [
         (0, 0.1, 99_000_000, b"MemoryError\n", Status.OK),
         (-signal.SIGKILL, 4.0, 0, b"", Status.TIMEOUT),
-        (-signal.SIGKILL, 2.9, 0, b"", Status.SIGNALED),
+        (-signal.SIGKILL, 2.2, 0, b"", Status.SIGNALED),
         (1, 0.1, 90_000_000, b"", Status.MEMORY),
         (-signal.SIGSEGV, 0.1, 90_000_000, b"", Status.MEMORY),
         (1, 0.1, 89_000_000, b"", Status.NONZERO),
@@ -34,9 +34,9 @@ def test_status(code: int, cpu_s: float, peak_memory_bytes: int, stderr: bytes, 
     assert status_of(code, ended, stderr, LIMITS) is status
 
 
-@pytest.mark.parametrize("value", [0, -1, float("inf"), float("nan")])
+@pytest.mark.parametrize("value", [0, -1, 1e300, float("inf"), float("nan")])
 def test_limits_are_positive_and_finite(value: float) -> None:
-    with pytest.raises(ValueError, match=r"Limits\.wall_s is .*; give a positive, finite number"):
+    with pytest.raises(ValueError, match=r"Limits\.wall_s is .*; give a positive number"):
         Limits(wall_s=value)
 
 

@@ -28,8 +28,11 @@ class StubCell:
     """What the stock asks of a cell."""
 
     def __init__(self) -> None:
-        self.is_alive = True
+        self.is_living = True
         self.is_closed = False
+
+    async def answers(self) -> bool:
+        return self.is_living
 
     async def close(self) -> None:
         self.is_closed = True
@@ -101,7 +104,7 @@ async def test_dead_cell_is_not_handed_out(stock: Stock, provider: StubProvider)
     provider.is_open = True
     await stock.warm(ONE, 1)
     [[dead]] = [shelf.ready for shelf in stock.shelves.values()]
-    dead.is_alive = False
+    dead.is_living = False
     assert await stock.take(ONE) is not dead
     await turns()
     assert dead.is_closed

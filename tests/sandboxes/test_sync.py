@@ -4,7 +4,6 @@
 left, threads included; 4. an error is raised where the call was.
 """
 
-import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import SandboxError
-from sandboxes import Pool, Process, Sandbox, SandboxSpec, Status, sync
-from sandboxes.sessions import PythonSession, ShellSession
+from sandboxes import SandboxSpec, Status, sync
 
 
 def test_calls_of_a_sandbox(tmp_path: Path) -> None:
@@ -55,18 +53,3 @@ def test_error_is_raised_where_the_call_was() -> None:
             box.read("nothing")
         with pytest.raises(SandboxError, match="closed"):
             box.exec(["true"])
-
-
-@pytest.mark.parametrize(
-    ("asynchronous", "plain", "left_out"),
-    [
-        (Sandbox, sync.Sandbox, {"prepare", "limits"}),
-        (Pool, sync.Pool, {"check", "close"}),
-        (Process, sync.Process, set()),
-        (ShellSession, sync.ShellSession, set()),
-        (PythonSession, sync.PythonSession, {"close"}),
-    ],
-)
-def test_names_are_the_same(asynchronous: type, plain: type, left_out: set[str]) -> None:
-    names = {name for name, _ in inspect.getmembers(asynchronous) if not name.startswith("_")}
-    assert names - left_out == {name for name, _ in inspect.getmembers(plain) if not name.startswith("_")}

@@ -6,7 +6,7 @@ import pytest
 import pytest_asyncio
 
 from areal_agent.errors import SandboxError
-from sandboxes.containers.cell import AgentCell
+from sandboxes.cell import ContainerCell
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE
 from sandboxes.containers.provider import DockerProvider
@@ -34,7 +34,7 @@ async def provider(engine: Engine) -> AsyncIterator[DockerProvider]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cell(provider: DockerProvider) -> AsyncIterator[AgentCell]:
+async def cell(provider: DockerProvider) -> AsyncIterator[ContainerCell]:
     """One container for the tests of a module: none of them may leave anything."""
     cell = await provider.create(CellSpec(limits=Limits(wall_s=30.0, disk_bytes=16 * 2**20)))
     yield cell

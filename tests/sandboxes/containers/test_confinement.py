@@ -4,11 +4,13 @@
 processes, CPUs and disks as the limits say, the disks together no more than allowed; 3. nothing of a spec reaches the
 configuration but by its own field; 4. root and names are refused as users; 5. folders that cannot be a disk of their
 own are refused; 6. a runtime that is not installed is refused, and one
-that is a kernel of its own has room for itself; 7. the network is a tunnel, whose user is neither root
-nor the programs'.
+that is a kernel of its own has room for itself; 7. the network is a tunnel; 8. users
+differ from container to container; 9. only where an image can be written to may programs be root, with three
+capabilities.
 """
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,14 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.errors import SandboxError
+from sandboxes.cgroups import AGENT_BYTES
 from sandboxes.containers.confinement import (
-    AGENT_BYTES,
     AGENT_PIDS,
     SANDBOXED_BYTES,
     SANDBOXED_PIDS,
     check,
     container_config,
-    tunnel_user,
     user_of,
     workdir_of,
 )
@@ -32,12 +33,12 @@ from sandboxes.spec import CellSpec, Limits, Network
 RUNTIMES = frozenset({"runc"})
 DANGEROUS = (
     "Privileged", "Binds", "Mounts", "Devices", "DeviceRequests", "VolumesFrom", "PidMode", "UTSMode", "UsernsMode",
-    "ExtraHosts", "PublishAllPorts", "PortBindings", "MaskedPaths", "ReadonlyPaths", "Sysctls", "GroupAdd", "Links",
+    "ExtraHosts", "PublishAllPorts", "PortBindings", "MaskedPaths", "ReadonlyPaths", "GroupAdd", "Links",
 )  # fmt: skip
 
 
 def config_of(spec: CellSpec) -> dict[str, Any]:
-    return container_config(spec, image="sha256:0", command=["agent"], labels={"a": "b"}, is_agent=True)
+    return container_config(spec, user_of(spec), image="sha256:0", command=["agent"], labels={"a": "b"})
 
 
 def sizes(tmpfs: dict[str, str], option: str) -> int:
@@ -51,14 +52,13 @@ def test_closed() -> None:
     assert (host["CapDrop"], host["CapAdd"]) == (["ALL"], ["SETUID", "SETGID", "KILL"])
     assert host["SecurityOpt"] == ["no-new-privileges"]
     assert host["ReadonlyRootfs"] is True
-    assert host["AutoRemove"] is True
 
 
 def test_limits() -> None:
     limits = Limits(memory_bytes=2**27, pids=7, cpus=0.5, disk_bytes=2**24, inodes=1600)
     host = config_of(CellSpec(limits=limits))["HostConfig"]
-    assert host["Memory"] == host["MemorySwap"] == 2**27 + AGENT_BYTES
-    assert (host["PidsLimit"], host["NanoCpus"]) == (7 + AGENT_PIDS, 500_000_000)
+    assert host["Memory"] == host["MemorySwap"] == 2**27 + 2**24 + AGENT_BYTES  # full disks count as memory
+    assert (host["PidsLimit"], host["CpuQuota"]) == (7 + AGENT_PIDS, 50_000)
     assert (sizes(host["Tmpfs"], "size"), sizes(host["Tmpfs"], "nr_inodes")) == (2**24, 1600)
     assert all("nosuid,nodev" in options for options in host["Tmpfs"].values())
 
@@ -120,7 +120,21 @@ def test_network_is_a_tunnel_and_no_interface() -> None:
     assert (host["NetworkMode"], host["PidsLimit"]) == ("none", 7 + AGENT_PIDS + 1)
 
 
-@given(uid=st.integers(1, 70_000))
-def test_tunnel_is_another_user_than_the_programs(uid: int) -> None:
-    spec = CellSpec(limits=Limits(), user=str(uid))
-    assert tunnel_user(spec).uid not in (0, user_of(spec).uid)
+def test_every_container_has_a_user_of_its_own() -> None:
+    assert len({user_of(CellSpec(limits=Limits())) for _ in range(20)}) == 20
+
+
+def test_image_that_can_be_written_to() -> None:
+    spec = CellSpec(limits=Limits(), user="0", workdir="/", is_writable=True)
+    check(spec, RUNTIMES)
+    host = config_of(spec)["HostConfig"]
+    assert host["CapAdd"] == ["SETUID", "SETGID", "KILL", "CHOWN", "DAC_OVERRIDE", "FOWNER"]
+    assert (host["ReadonlyRootfs"], list(host["Tmpfs"]), host["SecurityOpt"]) == (
+        False,
+        ["/dev/shm"],
+        ["no-new-privileges"],
+    )
+    with pytest.raises(SandboxError, match="is_writable=True"):
+        user_of(replace(spec, is_writable=False))
+    with pytest.raises(SandboxError, match="user is '0:5'"):
+        user_of(replace(spec, user="0:5"))

@@ -1,8 +1,9 @@
 """A daemon of our own that is ended, killed and started anew under a pool, with and without `live-restore`.
 
-1. what ran fails as the sandbox's fault, also what prints all the while; 2. a sandbox that is asked for while there is
-no daemon comes when it is back; 3. the stock is full again; 4. of the containers before nothing is left, and with the
-pool go those after.
+1. what ran fails as the sandbox's fault, also what prints all the while, what is being written or unpacked, and what is
+unpacked while there is no daemon; a container that is being made is made, or lost; 2. a sandbox that is asked for while
+there is no daemon comes when it is back; 3. the stock is full again; 4. of the containers before nothing is left, and
+with the pool go those after.
 """
 
 import asyncio
@@ -20,10 +21,11 @@ import pytest
 import pytest_asyncio
 
 from areal_agent.errors import SandboxError
-from sandboxes import Limits, Pool, open_pool
+from sandboxes import Limits, Pool, SandboxSpec, open_pool
 from sandboxes.containers.confinement import OWNER_LABEL
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE
+from sandboxes.folder import Entry, pack
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -32,6 +34,9 @@ OF_NO_USE = ("usr/include", "usr/share", "usr/lib/gcc", "var", "boot")
 MAX_FILE_BYTES = 10 * 2**20
 CHATTER = "import time\nwhile True:\n    print('x' * 1000, flush=True)\n    time.sleep(0.001)"
 PATIENT = Limits(wall_s=1000.0, output_bytes=2**30)
+WRITABLE = SandboxSpec(is_writable=True, user="0", limits=PATIENT)
+NOT_IN_STOCK = SandboxSpec(limits=Limits(wall_s=601.0))
+FILES = pack([Entry(path=f"{number}", data=bytes(2**20)) for number in range(24)])
 
 
 class Daemon:
@@ -166,8 +171,8 @@ async def ids_of(engine: Engine) -> set[str]:
     return {container["Id"] for container in await engine.containers(OWNER_LABEL)}
 
 
-async def printed(pool: Pool) -> bytes:
-    async with pool.acquire() as box:
+async def printed(pool: Pool, spec: SandboxSpec | None = None) -> bytes:
+    async with pool.acquire(spec) as box:
         return (await box.exec(["echo", "back"])).stdout
 
 
@@ -187,7 +192,7 @@ async def test_pool_survives_a_restart_of_its_daemon(daemon: Daemon, number: sig
     seconds = f"8640{os.getpid()}"  # of sleep: a word that no other process has
     async with open_pool(backend="docker", wall_s=600.0) as pool:
         await pool.warm(num_cells=2)
-        async with pool.acquire() as box, pool.acquire() as chatty:
+        async with pool.acquire() as box, pool.acquire(WRITABLE) as chatty:
             calls = [
                 asyncio.create_task(box.exec(["sleep", seconds], limits=PATIENT)),
                 asyncio.create_task(chatty.exec_python(CHATTER, limits=PATIENT)),
@@ -195,17 +200,27 @@ async def test_pool_survives_a_restart_of_its_daemon(daemon: Daemon, number: sig
             assert (await box.exec(["true"], limits=PATIENT)).is_ok
             assert (await chatty.exec(["true"], limits=PATIENT)).is_ok
             process = await box.spawn(["cat"])
+            archives = await chatty.archives()
             engine = await Engine.connect()
             before = await ids_of(engine)
+            halfway = [
+                asyncio.create_task(work)
+                for work in (box.upload(FILES), archives.load(FILES, "/srv"), printed(pool, NOT_IN_STOCK))
+            ]
+            await asyncio.sleep(0)
             await daemon.stop(number)
             for call in calls:
                 with pytest.raises(SandboxError, match="gone"):
                     await call
             with pytest.raises(SandboxError, match="gone"):
                 await process.wait()
+            with pytest.raises(SandboxError):
+                await archives.load(FILES, "/srv")
             asked = asyncio.create_task(printed(pool))
             await daemon.start()
             assert await asked == b"back\n"
+            for ended in await asyncio.gather(*halfway, return_exceptions=True):
+                assert ended in (None, b"back\n") or isinstance(ended, SandboxError), ended
         await pool.warm(num_cells=2)
 
         async def is_clear() -> bool:

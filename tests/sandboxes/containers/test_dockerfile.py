@@ -20,7 +20,7 @@ RUN make \\
     --quiet --mount
 FROM other/image@sha256:{digest}
 COPY --from=build --chown=1:1 /a /b
-COPY --from=0 /a /b
+COPY\t--from=0 /a /b
 COPY --from=third:1 /a /b
 FROM build
 """.replace("{digest}", "a" * 64)

@@ -20,11 +20,10 @@ import docker
 import pytest
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Program
 from sandboxes.containers.engine import Engine
-from sandboxes.containers.images import DEFAULT_IMAGE, MAX_WAITING_STEPS, BuildBounds, build_image_with, follow
+from sandboxes.containers.images import DEFAULT_IMAGE, MAX_WAITING_STEPS, BuildBounds, build_image, follow
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.spec import CellSpec, Limits
+from sandboxes.spec import CellSpec, Limits, Program
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -46,36 +45,34 @@ async def printed(provider: DockerProvider, image: str, *argv: str) -> bytes:
 async def test_image_of_a_dockerfile(engine: Engine, provider: DockerProvider, tmp_path: Path) -> None:
     (tmp_path / "greeting").write_text("hello")
     (tmp_path / "Dockerfile").write_text(f"FROM {DEFAULT_IMAGE}\nENV WORD=there\nCOPY greeting /greeting\n")
-    name = await build_image_with(engine, tmp_path, None)
+    name = await build_image(tmp_path)
     assert await printed(provider, name, "sh", "-c", "cat /greeting; echo $WORD") == b"hellothere\n"
-    assert await build_image_with(engine, tmp_path, None) == name
+    assert await build_image(tmp_path) == name
     (tmp_path / "greeting").write_text("bye")
-    assert await build_image_with(engine, tmp_path, None) != name
+    assert await build_image(tmp_path) != name
 
 
 async def test_image_of_a_folder_without_a_dockerfile(engine: Engine, provider: DockerProvider, tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "data").write_text("inside")
-    assert (
-        await printed(provider, await build_image_with(engine, tmp_path, None), "cat", "/files/sub/data") == b"inside"
-    )
+    assert await printed(provider, await build_image(tmp_path), "cat", "/files/sub/data") == b"inside"
 
 
 async def test_build_has_no_network(engine: Engine) -> None:
     text = f"FROM {DEFAULT_IMAGE}\nRUN test $(grep -c : /proc/net/dev) = 1\n"  # the loopback interface
-    assert await engine.find_image(await build_image_with(engine, None, text))
+    assert await engine.find_image(await build_image(dockerfile=text))
 
 
 async def test_build_that_fails(engine: Engine) -> None:
     with pytest.raises(SandboxError, match="told-why"):
-        await build_image_with(engine, None, f"FROM {DEFAULT_IMAGE}\nRUN echo told-why; false\n")
+        await build_image(dockerfile=f"FROM {DEFAULT_IMAGE}\nRUN echo told-why; false\n")
 
 
 async def test_image_that_is_not_here(engine: Engine, provider: DockerProvider) -> None:
     with pytest.raises(SandboxError, match="images are not fetched"):
         await provider.create(CellSpec(limits=PATIENT, image="no-such-image"))
     with pytest.raises(SandboxError, match="images are not fetched"):
-        await build_image_with(engine, None, "FROM no-such-image\n")
+        await build_image(dockerfile="FROM no-such-image\n")
 
 
 @pytest.mark.parametrize(("place", "is_refused"), [("/data", True), ("/work/../tmp", False)])
@@ -102,19 +99,19 @@ async def test_volumes(engine: Engine, provider: DockerProvider, place: str, is_
 )
 async def test_step_is_bounded(engine: Engine, step: str, bounds: BuildBounds) -> None:
     with pytest.raises(SandboxError, match="the image was not built"):
-        await build_image_with(engine, None, f"FROM {DEFAULT_IMAGE}\nRUN {step}\n", bounds)
+        await build_image(dockerfile=f"FROM {DEFAULT_IMAGE}\nRUN {step}\n", bounds=bounds)
 
 
 async def test_bounds_are_the_builders(engine: Engine) -> None:
     shown = "cat /sys/fs/cgroup/cpu/cpu.cfs_quota_us /sys/fs/cgroup/cpu.max 2> /dev/null; ulimit -n -u; exit 1"
     with pytest.raises(SandboxError, match=r"(?s)50000.*\b77\b.*\b99\b"):
         bounds = BuildBounds(cpus=0.5, open_files=77, processes=99)
-        await build_image_with(engine, None, f"FROM {DEFAULT_IMAGE}\nRUN bash -c '{shown}'\n", bounds)
+        await build_image(dockerfile=f"FROM {DEFAULT_IMAGE}\nRUN bash -c '{shown}'\n", bounds=bounds)
 
 
 async def test_build_that_lasts_too_long(engine: Engine) -> None:
     with pytest.raises(SandboxError, match="within 3 s"):
-        await build_image_with(engine, None, f"FROM {DEFAULT_IMAGE}\nRUN sleep 1000\n", BuildBounds(wall_s=3.0))
+        await build_image(dockerfile=f"FROM {DEFAULT_IMAGE}\nRUN sleep 1000\n", bounds=BuildBounds(wall_s=3.0))
 
 
 async def test_build_ends_with_its_client(engine: Engine) -> None:
@@ -123,7 +120,7 @@ async def test_build_ends_with_its_client(engine: Engine) -> None:
     starts = client.events(decode=True, filters={"label": label, "event": "start"})
     try:
         text = f"FROM {DEFAULT_IMAGE}\nLABEL {label}\nRUN sleep 1000\n"
-        build = asyncio.create_task(build_image_with(engine, None, text))
+        build = asyncio.create_task(build_image(dockerfile=text))
         started = await asyncio.to_thread(next, starts)
         build.cancel()
         with suppress(docker.errors.NotFound):  # it is removed as soon as it is dead
@@ -136,7 +133,7 @@ async def test_build_ends_with_its_client(engine: Engine) -> None:
 
 async def test_step_may_print_much(engine: Engine) -> None:
     text = f"FROM {DEFAULT_IMAGE}\nRUN echo {uuid.uuid4().hex} && head -c 3M /dev/zero\n"
-    name = await build_image_with(engine, None, text)
+    name = await build_image(dockerfile=text)
     assert await engine.find_image(name)
     await engine.remove_image(name)
 
@@ -145,7 +142,7 @@ async def test_image_that_is_too_large_is_not_kept(engine: Engine) -> None:
     text = f"FROM {DEFAULT_IMAGE}\nRUN echo {uuid.uuid4().hex} && head -c 3M /dev/urandom > /file\n"
     for _ in range(2):  # not found the second time either
         with pytest.raises(SandboxError, match="leave files out"):
-            await build_image_with(engine, None, text, BuildBounds(added_bytes=2**20))
+            await build_image(dockerfile=text, bounds=BuildBounds(added_bytes=2**20))
 
 
 RUNNING = b'{"stream": " ---> Running in 0123456789ab\\n"}\n'

@@ -1,7 +1,7 @@
 """The way of a container to the network: a tunnel to the filtering proxy, and nothing beside it.
 
 1. what is allowed is reached, and nothing else; 2. much data both ways, many connections at once; 3. programs cannot
-harm the tunnel; 4. its port is the proxy's; 5. without a network there is no tunnel.
+harm the tunnel; 4. without a network there is no tunnel.
 """
 
 import asyncio
@@ -10,12 +10,9 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from sandboxes.base import Program
-from sandboxes.containers.agent.tunnel import PORT
-from sandboxes.containers.cell import AgentCell
+from sandboxes.cell import ContainerCell
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.proxy import PROXY_PORT
-from sandboxes.spec import CellSpec, Limits, Network, Status
+from sandboxes.spec import CellSpec, Limits, Network, Program, Status
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -48,38 +45,38 @@ async def port() -> AsyncIterator[int]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def connected(provider: DockerProvider, port: int) -> AsyncIterator[AgentCell]:
+async def connected(provider: DockerProvider, port: int) -> AsyncIterator[ContainerCell]:
     network = Network.allow([f"127.0.0.1:{port}"])
     cell = await provider.create(CellSpec(limits=PATIENT, network=network))
     yield cell
     await cell.close()
 
 
-async def fetch(cell: AgentCell, *places: tuple[str, int], num_bytes: int = 1) -> list[str]:
+async def fetch(cell: ContainerCell, *places: tuple[str, int], num_bytes: int = 1) -> list[str]:
     source = FETCH.format(places=places, num_bytes=num_bytes)
     result = await cell.exec(Program(source=source), stdin=b"", limits=PATIENT)
     assert result.is_ok, result
     return result.stdout.decode().splitlines()
 
 
-async def test_what_is_allowed_is_reached_and_nothing_else(connected: AgentCell, port: int) -> None:
+async def test_what_is_allowed_is_reached_and_nothing_else(connected: ContainerCell, port: int) -> None:
     answers = await fetch(connected, ("127.0.0.1", port), ("127.0.0.1", port + 1), ("localhost", port))
     assert answers[0] == "1 y"
     assert all("not among the hosts" in answer for answer in answers[1:])
 
 
-async def test_environment_names_the_proxy(connected: AgentCell, port: int) -> None:
+async def test_environment_names_the_proxy(connected: ContainerCell, port: int) -> None:
     source = f"import urllib.request\nprint(urllib.request.urlopen('http://127.0.0.1:{port}', data=b'abc').read())"
     assert (await connected.exec(Program(source=source), stdin=b"", limits=PATIENT)).stdout == b"b'3 yyy'\n"
 
 
-async def test_much_data_over_many_connections(connected: AgentCell, port: int) -> None:
+async def test_much_data_over_many_connections(connected: ContainerCell, port: int) -> None:
     size = 2**20
     calls = [fetch(connected, ("127.0.0.1", port), num_bytes=size) for _ in range(8)]
     assert [answer[0].split()[0] for answer in await asyncio.gather(*calls)] == [str(size)] * 8
 
 
-async def test_programs_cannot_harm_the_tunnel(connected: AgentCell, port: int) -> None:
+async def test_programs_cannot_harm_the_tunnel(connected: ContainerCell, port: int) -> None:
     source = """
 import os, socket
 for pid in {int(name) for name in os.listdir('/proc') if name.isdigit()} - {os.getpid()}:
@@ -97,10 +94,6 @@ os.kill(-1, 9)
     assert await fetch(connected, ("127.0.0.1", port)) == ["1 y"]
 
 
-async def test_port_is_the_proxys() -> None:
-    assert PORT == PROXY_PORT
-
-
-async def test_without_a_network_there_is_no_tunnel(cell: AgentCell) -> None:
+async def test_without_a_network_there_is_no_tunnel(cell: ContainerCell) -> None:
     source = "import socket\ntry: socket.create_connection(('127.0.0.1', 3128))\nexcept OSError as error: print(error)"
     assert b"refused" in (await cell.exec(Program(source=source), stdin=b"", limits=PATIENT)).stdout

@@ -1,26 +1,27 @@
 """Containers come and go, and none is left.
 
 1. closing a cell ends its programs, and its container is removed; 2. closing the provider removes all, also one that is
-just being made, or whose caller is cancelled; 3. a closed one makes no more; 4. a container that is killed from outside
-fails its calls, and is known to be dead; 5. after a `kill -9` of its process nothing is left, though nobody reaps; 6.
-reaping takes what dead owners left, and nothing else.
+just being made, or whose caller is cancelled; 3. a closed one makes no more; 4. a container, forker or
+relay that is killed from outside fails its calls, and the cell is known to be dead; a keeper may be killed; 5. after a
+`kill -9` of its process nothing is left, though nobody reaps; 6. reaping takes what dead owners left, and nothing else.
 """
 
 import asyncio
+import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from areal_agent.errors import SandboxError
-from sandboxes.base import Program
 from sandboxes.containers.confinement import OWNER_LABEL, Ownership
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE
 from sandboxes.containers.provider import DockerProvider
 from sandboxes.owner import own_tag
-from sandboxes.spec import CellSpec, Limits
+from sandboxes.spec import CellSpec, Limits, Program
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -29,7 +30,7 @@ SPEC = CellSpec(limits=PATIENT)
 GONE_WITHIN_S = 30.0
 HOST = """
 import asyncio
-from sandboxes.base import Program
+from sandboxes.spec import Program
 from sandboxes.containers.provider import DockerProvider
 from sandboxes.spec import Limits
 from sandboxes.spec import CellSpec
@@ -54,7 +55,7 @@ async def test_closed_cell_is_gone(engine: Engine, provider: DockerProvider) -> 
     with pytest.raises(SandboxError):
         await process.wait()
     assert [chunk async for chunk in process.stdout] == []
-    assert not cell.is_alive
+    assert not await cell.answers()
     async with asyncio.timeout(GONE_WITHIN_S):
         while await engine.containers(provider.ownership.filter):
             pass
@@ -96,15 +97,32 @@ async def test_start_that_is_cancelled_as_the_provider_closes(
     assert await engine.containers(provider.ownership.filter) == []
 
 
-async def test_container_that_is_killed_from_outside(engine: Engine, provider: DockerProvider) -> None:
+@pytest.mark.parametrize("killed", ["container", "forker", "relay"])
+async def test_what_is_killed_from_outside(engine: Engine, provider: DockerProvider, killed: str) -> None:
     cell = await provider.create(SPEC)
     call = asyncio.create_task(cell.exec(Program(argv=("sleep", "1000")), stdin=b"", limits=PATIENT))
     [container] = await engine.containers(provider.ownership.filter)
-    await engine.remove(container["Id"])
+    if killed == "container":
+        await engine.remove(container["Id"])
+    else:
+        details = await engine.find_container(container["Id"])
+        assert details is not None
+        forker = details["State"]["Pid"]
+        os.kill(forker if killed == "forker" else child_of(forker), signal.SIGKILL)
     with pytest.raises(SandboxError, match="gone"):
         await call
-    assert not cell.is_alive
+    assert not await cell.answers()
     await cell.close()
+    while await engine.containers(provider.ownership.filter):
+        pass
+
+
+async def test_keeper_that_is_killed() -> None:
+    provider = await DockerProvider.start()
+    provider._keeper.kill()
+    await provider._keeper.wait()
+    await (await provider.create(SPEC)).close()
+    await provider.close()
 
 
 async def test_after_kill_of_its_process_nothing_is_left(engine: Engine) -> None:
@@ -128,6 +146,10 @@ async def test_reaping_takes_what_dead_owners_left(engine: Engine, provider: Doc
     assert [found["Id"] for found in await engine.containers(ours.filter)] == [living]
     for container in (dead, unknown, living):  # removing what is gone is harmless
         await engine.remove(container)
+
+
+def child_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
 def unstarted(labels: dict[str, str]) -> dict[str, object]:

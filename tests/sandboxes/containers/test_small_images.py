@@ -1,71 +1,62 @@
-"""Images that have less than the default one.
+"""Images that have less than the default one: the agent has a Python of its own there.
 
-1. a Python without `ctypes`, `json` and `resource` runs the agent: programs, limits and files as ever; 2. without any
-Python programs run by the engine's own exec: output, stdin, status, limits, files, and nothing is left of them; what
-cannot be given is refused; 3. a stdin that ends before the host can hear the script runs nothing.
+1. where Python lacks `ctypes`, and where it is broken or there is none: programs, Python source, streams,
+limits, files and tars as ever, with all walls; 2. root in an image that can be written to; 3. nobody may change the
+agent's Python, and it is copied once.
 """
 
 import asyncio
-from asyncio.subprocess import PIPE
 
 import pytest
 
-from areal_agent.errors import SandboxError
-from sandboxes.base import Program
-from sandboxes.containers.cell import shell
 from sandboxes.containers.engine import Engine
-from sandboxes.containers.images import DEFAULT_IMAGE, build_image_with
+from sandboxes.containers.images import DEFAULT_IMAGE, build_image
+from sandboxes.containers.own_python import PLACE, python_volume
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.spec import CellSpec, Limits, Status
+from sandboxes.folder import Entry
+from sandboxes.spec import CellSpec, Limits, Program, Status
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PATIENT = Limits(wall_s=60.0)
-AS_MINIMAL = """
-cd /usr/lib/python3.* && rm -r ctypes json dataclasses.py asyncio tempfile.py shutil.py pathlib.py inspect.py
-rm -f lib-dynload/resource.* lib-dynload/_ctypes.* lib-dynload/_json.* lib-dynload/mmap.*
-"""
+IMAGES = {
+    "minimal": f"FROM {DEFAULT_IMAGE}\nRUN rm -r /usr/lib/python3.*/ctypes /usr/lib/python3.*/lib-dynload/_ctypes.*\n",
+    "old": f"FROM {DEFAULT_IMAGE}\nRUN ln -sf /bin/false /usr/bin/python3\n",
+    "bare": f"FROM {DEFAULT_IMAGE}\nRUN rm -rf /usr/bin/python3* /usr/lib/python3* /lib/*/libffi* /lib/*/libz.*\n",
+}
 
 
-async def test_python_without_ctypes_runs_the_agent(engine: Engine, provider: DockerProvider) -> None:
-    command = " && ".join(AS_MINIMAL.strip().splitlines())
-    image = await build_image_with(engine, None, f"FROM {DEFAULT_IMAGE}\nRUN {command}\n")
-    cell = await provider.create(CellSpec(limits=PATIENT, image=image))
-    python = await cell.exec(Program(source="print(input(), __name__)"), stdin=b"hi", limits=PATIENT)
+@pytest.mark.parametrize("name", IMAGES)
+async def test_image_without_a_whole_python(engine: Engine, provider: DockerProvider, name: str) -> None:
+    image = await build_image(dockerfile=IMAGES[name])
+    cell = await provider.create(CellSpec(limits=PATIENT, image=image, user="77"))
+    python = await cell.exec(Program(source="import ctypes; print(input(), __name__)"), stdin=b"hi", limits=PATIENT)
     assert python.stdout == b"hi __main__\n"
-    assert (await cell.exec(Program(argv=("id", "-u")), stdin=b"", limits=PATIENT)).stdout == b"65534\n"
+    walls = Program(argv=("sh", "-c", "id -u; grep ^Seccomp: /proc/self/status"))
+    assert (await cell.exec(walls, stdin=b"", limits=PATIENT)).stdout == b"77\nSeccomp:\t2\n"
     limits = Limits(wall_s=60.0, open_files=17, file_bytes=1024)
     shown = await cell.exec(Program(argv=("sh", "-c", "ulimit -n; exec yes > big")), stdin=b"", limits=limits)
     assert (shown.status, shown.stdout) == (Status.DISK, b"17\n")
-    await cell.write("a/b", b"data")
+    process = await cell.spawn(Program(argv=("cat",)), limits=PATIENT, is_timed=False)
+    await process.write(b"echo")
+    assert await anext(process.stdout) == b"echo"
+    await cell.upload([Entry(path="b", data=b"data")], "a")
     assert await cell.read("a/b") == b"data"
+    assert [entry.data for entry in await cell.download("a", 4096)] == [b"data"]
     await cell.close()
 
 
-async def test_image_without_python(engine: Engine, provider: DockerProvider) -> None:
-    image = await build_image_with(engine, None, f"FROM {DEFAULT_IMAGE}\nRUN rm /usr/bin/python3*\n")
-    cell = await provider.create(CellSpec(limits=PATIENT, image=image))
-    try:
-        result = await cell.exec(Program(argv=("sh", "-c", "id -u; cat; exit 3")), stdin=b"hi", limits=PATIENT)
-        assert (result.status, result.exit_code, result.stdout) == (Status.NONZERO, 3, b"65534\nhi")
-        late = await cell.exec(Program(argv=("sleep", "1000")), stdin=b"", limits=Limits(wall_s=0.5))
-        assert late.status is Status.TIMEOUT
-        much = await cell.exec(Program(argv=("yes",)), stdin=b"", limits=Limits(wall_s=60.0, output_bytes=1000))
-        assert (much.status, len(much.stdout), much.truncated) == (Status.OUTPUT_LIMIT, 1000, True)
-        left = await cell.exec(Program(argv=("sh", "-c", "ls -d /proc/[0-9]*")), stdin=b"", limits=PATIENT)
-        assert len(left.stdout.split()) <= 4  # the first process and its child, the shell and ls
-        await cell.write("a/b", b"data")
-        assert await cell.read("a/b") == b"data"
-        with pytest.raises(OSError, match="cannot be reached"):
-            await cell.read("a")
-        with pytest.raises(SandboxError, match="without python3"):
-            await cell.spawn(Program(argv=("true",)), limits=PATIENT, is_timed=False)
-    finally:
-        await cell.close()
-    assert not cell.is_alive
+async def test_root_in_an_image_without_python(engine: Engine, provider: DockerProvider) -> None:
+    image = await build_image(dockerfile=IMAGES["bare"])
+    cell = await provider.create(CellSpec(limits=PATIENT, image=image, user="0", workdir="/", is_writable=True))
+    change = f"touch /etc/x && grep CapEff /proc/self/status; touch {PLACE}/ready/x || mv {PLACE}/ready {PLACE}/x"
+    shown = await cell.exec(Program(argv=("sh", "-c", change)), stdin=b"", limits=PATIENT)
+    assert (shown.status, shown.stdout) == (Status.NONZERO, b"CapEff:\t000000000000000b\n")
+    assert shown.stderr.count(b"Read-only file system") == 2
+    assert cell.archives is not None
+    await cell.close()
 
 
-async def test_stdin_that_ends_at_once_runs_nothing() -> None:
-    for line, printed in ((b"", b""), (b"\n", b"ran\n")):
-        ran = await asyncio.create_subprocess_exec(*shell("echo ran"), stdin=PIPE, stdout=PIPE)
-        assert await ran.communicate(line) == (printed, None)
+async def test_python_is_copied_once(engine: Engine, provider: DockerProvider) -> None:
+    labels = provider.ownership.labels
+    assert len({*await asyncio.gather(*(python_volume(engine, labels) for _ in range(3)))}) == 1

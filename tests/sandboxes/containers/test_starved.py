@@ -8,9 +8,8 @@ import asyncio
 
 import pytest
 
-from sandboxes.base import Program
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.spec import CellSpec, Limits, Status
+from sandboxes.spec import CellSpec, Limits, Program, Status
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 

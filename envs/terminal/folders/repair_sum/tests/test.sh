@@ -1,0 +1,2 @@
+#!/bin/sh
+cd /testbed && python3 /tests/judge.py

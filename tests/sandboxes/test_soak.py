@@ -1,0 +1,40 @@
+"""2,000 executions leave nothing behind; and what an open pool holds would be seen as left."""
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "sandboxes"
+HELD_BY_AN_OPEN_POOL = """
+import asyncio, sys
+from soak import held, leaks
+from sandboxes import open_pool
+
+async def main():
+    before = held()
+    async with open_pool(backend=sys.argv[1]) as pool, pool.acquire() as box:
+        await box.exec_python("")
+        print(*leaks(before, held()))
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["jail", "docker"])
+async def test_nothing_is_left_behind(require, backend: str) -> None:
+    await require(backend)
+    command = [sys.executable, str(BENCHMARK), "--soak", "2000", "--backend", backend]
+    soak = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    assert soak.returncode == 0, soak.stdout + soak.stderr
+
+
+@pytest.mark.parametrize(("backend", "seen"), [("jail", "groups"), ("docker", "containers")])
+async def test_what_is_held_is_seen(require, backend: str, seen: str) -> None:
+    await require(backend)
+    command = [sys.executable, "-c", HELD_BY_AN_OPEN_POOL, backend]
+    found = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True, cwd=BENCHMARK)
+    assert {"descriptors", "processes", seen} <= set(found.stdout.split())
