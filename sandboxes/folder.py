@@ -115,7 +115,7 @@ def for_agent(entries: Iterable[Entry]) -> bytes:
 def of_agent(packed: bytes, max_bytes: int) -> list[Entry]:
     """Return the entries that a sandbox lists; OSError when they exceed `max_bytes`, or are malformed."""
     try:
-        texts = wire.unpack(packed)
+        texts = wire.unpack(packed, 3 * (max_bytes // TAR_BLOCK_BYTES + 1))
         if sum(map(len, texts[2::3])) + len(texts[2::3]) * TAR_BLOCK_BYTES > max_bytes:
             raise OSError(errno.EFBIG, f"its files are more than max_bytes, {max_bytes}")
         return [

@@ -172,7 +172,7 @@ def check_workdir(workdir: str | None) -> None:
     names = workdir.split("/")[1:]
     is_plain = workdir.startswith("/") and all(name and name not in (".", "..") and "\0" not in name for name in names)
     is_taken = not is_plain or names[0] in TAKEN_FOLDERS or Path(sys.base_prefix).is_relative_to(f"/{names[0]}")
-    if is_taken or len(workdir) > MAX_WORKDIR:
+    if is_taken or not workdir.isprintable() or len(workdir) > MAX_WORKDIR:
         raise SandboxError(
             f"SandboxSpec.workdir is {workdir!r}; give an absolute path that is not the system's, such as '/app', "
             f"of at most {MAX_WORKDIR} characters"

@@ -275,6 +275,8 @@ class Stock:
         cell = outcome.result()
         if shelf.waiters:
             shelf.waiters.popleft().set_result(cell)
+        elif sum(len(other.ready) for other in self.shelves.values()) >= self._max_idle or self._is_closed:
+            self._own(cell.close())
         else:
             shelf.ready[cell] = self._loop.call_later(self._idle_s, self._expire, shelf, cell)
 

@@ -129,7 +129,9 @@ class Sandbox:
         return await (await self._live_cell()).read(path)
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file in the working directory, and make its parent folders."""
+        """Write a file in the working directory, in place of whatever is there, and make its parent folders."""
+        if not isinstance(data, bytes):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
+            raise ValueError(f"the data for {path!r} is {data!r:.100}; give bytes, for example text.encode()")
         await (await self._live_cell()).write(path, data)
 
     async def upload(self, source: bytes | Path, path: str = ".") -> None:

@@ -42,7 +42,7 @@ def main() -> None:
         if header == INTERRUPT:  # its run was over
             continue
         mark, length = REQUEST.unpack(header)
-        source = read_whole(requests, length).decode("utf-8", "surrogateescape")
+        source = read_whole(requests, length).decode("utf-8", "surrogatepass")
         number += 1
         name = f"<run {number}>"
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)

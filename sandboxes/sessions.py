@@ -19,6 +19,7 @@ from time import monotonic
 from typing import Self
 
 from sandboxes.cell import Process
+from sandboxes.link import END_PATIENCE_S
 from sandboxes.session_inside import ENDING, INTERRUPT, MARK_BYTES, REQUEST
 from sandboxes.spec import ExecResult, Limits, Status
 
@@ -58,6 +59,8 @@ class PythonSession:
 
         Wall-clock time and output in `limits` may differ per run; the rest is fixed when the session starts.
         """
+        if not isinstance(source, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
+            raise ValueError(f"source is {source!r:.100}; give Python source as text")
         limits = limits or self._limits
         if replace(limits, wall_s=self._limits.wall_s, output_bytes=self._limits.output_bytes, cpu_s=None) != replace(
             self._limits, cpu_s=None
@@ -108,7 +111,7 @@ class Interpreter:
         self._room, self._is_truncated = limits.output_bytes, False
         started_s = monotonic()
         verdict: Status | None = None
-        mark, data = secrets.token_bytes(MARK_BYTES), source.encode("utf-8", "surrogateescape")
+        mark, data = secrets.token_bytes(MARK_BYTES), source.encode("utf-8", "surrogatepass")
         try:
             async with asyncio.timeout(limits.wall_s) as self._deadline:
                 await self._send(REQUEST.pack(mark, len(data)) + data)
@@ -117,7 +120,7 @@ class Interpreter:
             verdict = Status.OUTPUT_LIMIT if self._is_truncated else Status.TIMEOUT
             ending = await self._interrupt(mark)
         if ending is None:
-            ended = await self.process.wait()
+            ended = await self._end()
             status = ended.status if ended.status is Status.MEMORY else verdict or ended.status
             result = replace(ended, status=status, is_state_lost=True)
         else:
@@ -136,6 +139,14 @@ class Interpreter:
         stdout, stderr = (bytes(output.printed) for output in self._outputs)
         wall_s = monotonic() - started_s
         return replace(result, stdout=stdout, stderr=stderr, truncated=self._is_truncated, wall_s=wall_s)
+
+    async def _end(self) -> ExecResult:
+        """Return how the interpreter died. One that only gave up its streams, to which it cannot answer, is killed."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_PATIENCE_S):
+                return await self.process.wait()
+        await self.process.kill()
+        return await self.process.wait()
 
     async def _send(self, data: bytes) -> None:
         with contextlib.suppress(BrokenPipeError):  # it is dead, and the end of its output says so
@@ -230,7 +241,7 @@ class ShellSession:
 
     async def run(self, command: str, *, stdin: bytes = b"", limits: Limits | None = None) -> ExecResult:
         """Run bash commands. In a sandbox without bash the exit code is 127."""
-        if len(command.encode(errors="surrogateescape")) > MAX_COMMAND_BYTES:
+        if len(command.encode(errors="surrogatepass")) > MAX_COMMAND_BYTES:
             raise ValueError(f"the command is longer than {MAX_COMMAND_BYTES} bytes; write it to a file, and run that")
         async with self._turn:
             return await self._execute(["bash", "-c", self._script, "bash", command], stdin=stdin, limits=limits)

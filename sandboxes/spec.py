@@ -17,6 +17,9 @@ from areal_agent.errors import SandboxError
 WEB_PORTS = (80, 443)
 
 
+FRACTIONS = ("wall_s", "cpu_s", "cpus")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """The resources that one program may use.
@@ -40,8 +43,9 @@ class Limits:
     def __post_init__(self) -> None:
         for limit in fields(self):
             name, value = limit.name, getattr(self, limit.name)
-            if value is not None and not 0 < value < 2**63:
-                raise ValueError(f"Limits.{name} is {value!r}; give a positive number below 2**63")
+            kind, what = ((int, float), "number") if name in FRACTIONS else (int, "whole number")
+            if value is not None and not (isinstance(value, kind) and 0 < value < 2**63):
+                raise ValueError(f"Limits.{name} is {value!r}; give a positive {what} below 2**63")
 
     @property
     def max_cpu_s(self) -> int:
@@ -161,6 +165,10 @@ class SandboxSpec:
         for name in ("setup", "startup"):
             if isinstance(value := getattr(self, name), str):
                 raise ValueError(f"SandboxSpec.{name} is {value!r}; give a list of {NEEDED[name]}")
+        for name, kind in (("limits", Limits), ("network", Network)):
+            if not isinstance(value := getattr(self, name), kind | None):
+                raise ValueError(f"SandboxSpec.{name} is {value!r}; give a {kind.__name__}")
+        object.__setattr__(self, "min_isolation", Isolation(self.min_isolation))  # which may be its text
 
     def cell(self, limits: Limits) -> "CellSpec":
         """Return what the cell starts with; `limits` apply when the spec names none."""

@@ -8,14 +8,17 @@ comes of it, so type checkers see only `Any` here.
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine, Generator
+from concurrent.futures import CancelledError
 from contextlib import AbstractAsyncContextManager, closing, contextmanager
 from functools import wraps
 from typing import Any, Self
 
+from areal_agent.errors import SandboxError
 from sandboxes import pool
 from sandboxes.cell import Process
 from sandboxes.sandbox import Sandbox
 
+CLOSED = "the sandbox pool is closed; open another"
 ASYNCHRONOUS = (pool.Pool, Sandbox, Process, AbstractAsyncContextManager, AsyncIterator)
 
 
@@ -26,20 +29,39 @@ class LoopThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="sandboxes", daemon=True)
         self._thread.start()
+        self._is_closing = False
+        self._lock = threading.Lock()  # of `_is_closing`: no call begins after the last are ended
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        with self._lock:
+            if self._is_closing:
+                work.close()
+                raise SandboxError(CLOSED)
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
-        except BaseException:
+        except BaseException as error:
             future.cancel()
+            if self._is_closing and isinstance(error, CancelledError):
+                raise SandboxError(CLOSED) from None
             raise
 
     def close(self) -> None:
-        self.run(self._loop.shutdown_default_executor())
+        """End the loop, and with it the calls of other threads."""
+        with self._lock:
+            self._is_closing = True
+            finishing = asyncio.run_coroutine_threadsafe(self._finish(), self._loop)
+        finishing.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _finish(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._loop.shutdown_default_executor()
 
 
 class Blocking:

@@ -257,7 +257,7 @@ class SandboxConfig(Section):
     wall_s: Annotated[float, Field(gt=0)] = 5.0
     """Seconds that one program may run."""
     memory_bytes: Annotated[int, Field(ge=16 * 2**20)] = 256 * 2**20
-    """Address space of one program."""
+    """Memory of all programs of a sandbox together; without control groups, address space of each process."""
     output_bytes: Annotated[int, Field(ge=1)] = 64 * 2**10
     """Bytes that one program may print."""
     max_concurrent: Annotated[int, Field(ge=1)] = 16

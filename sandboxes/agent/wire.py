@@ -4,6 +4,7 @@ The host decodes nothing that comes out of a sandbox except numbers and raw byte
 """
 
 import struct
+import sys
 from collections.abc import Iterator
 from enum import IntEnum
 
@@ -117,14 +118,14 @@ def pack(*texts: bytes) -> bytes:
     return b"".join(len(text).to_bytes(4, "big") + text for text in texts)
 
 
-def unpack(data: bytes) -> list[bytes]:
-    """Return the byte strings that `pack` packed; ValueError for anything else."""
+def unpack(data: bytes, max_texts: int = sys.maxsize) -> list[bytes]:
+    """Return the byte strings that `pack` packed; ValueError for anything else, or more of them."""
     texts: list[bytes] = []
     at = 0
     while at < len(data):
         end = at + 4 + int.from_bytes(data[at : at + 4], "big")
-        if at + 4 > len(data) or end > len(data):
-            raise ValueError(f"{len(data)} bytes are cut short")
+        if end > len(data) or len(texts) == max_texts:
+            raise ValueError(f"{len(data)} bytes are cut short, or hold more than {max_texts} texts")
         texts.append(data[at + 4 : end])
         at = end
     return texts

@@ -235,6 +235,11 @@ class Base:
     def test_base(self): assert self.n == 1
 class TestIt(Base): pass
 """
+LETS_THROUGH = """class Make:
+    def __enter__(self): return self
+    def __exit__(self, *error): return error[0] is None
+make = Make()"""
+HIDES = LETS_THROUGH.replace("error[0] is None", "True")
 IN_A_THREAD = "import threading; t = threading.Thread(target=lambda: 1 / num()); t.start(); t.join()"
 SKIPPED = """pass
 import pytest, solution
@@ -254,6 +259,8 @@ PAIRS: tuple[tuple[str, str, str], ...] = (  # the body of a test, a right progr
     (INHERITED, ONE, TWO),
     ("assert use(make().count) == 1", "class make: count = 1\nuse = int", "make = str\nuse = int"),
     ("assert make() == []", "make = list", "make = lambda: [[]] * 3_000_000"),
+    ("with make: assert num() == 1", f"{ONE}\n{LETS_THROUGH}", f"{TWO}\n{HIDES}"),
+    ("assert num() == 10**5000", "num = lambda: 10**5000", "num = lambda: 10**5000 + 1"),
     ("assert num() == 1", ONE, "num = lambda: len(bytearray(300 * 2**20)) // (300 * 2**20)"),
 )
 HALF_OF_USUAL = Limits(wall_s=20.0, memory_bytes=128 * 2**20)

@@ -29,6 +29,7 @@ from sandboxes.judge.verdict import (
     failure_of,
     shortened,
     skip_after_first_failure,
+    told,
 )
 from sandboxes.spec import ExecResult
 
@@ -67,6 +68,8 @@ async def grade(
         if language is not PYTHON:
             raise ValueError(f"unit tests are judged in Python, not in {language.name}; give StdinCase or CallCase")
         return await judge_unit_tests(code, cases, pool=pool, spec=spec, limits=limits, stop_early=stop_early)
+    if not isinstance(cases, Sequence) or not all(isinstance(case, StdinCase | CallCase) for case in cases):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers may be untyped
+        raise ValueError(f"cases is {told(cases)}; give a list of StdinCase or of CallCase, or UnitTests")
     if not cases:
         raise ValueError("cases is empty; give at least one")
     source = _source_for(cases, code, language)

@@ -8,6 +8,7 @@ import builtins
 import json
 import re
 import reprlib
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -18,6 +19,7 @@ from sandboxes.spec import ExecResult
 
 MAX_TEXT = 1_000
 """The number of characters of output, and of detail, that a verdict keeps per case."""
+TAKEN_MODULES = {*sys.stdlib_module_names, "pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "sandboxes"}
 TEST_FILE = re.compile(r"(.*/)?(test[^/]*|[^/]*_test)\.py", re.DOTALL)
 
 
@@ -204,8 +206,8 @@ class UnitTests:
     module: str = "solution"
 
     def __post_init__(self) -> None:
-        if not self.module.isidentifier():
-            raise ValueError(f"UnitTests.module is {self.module!r}; give the name of a module")
+        if not self.module.isidentifier() or self.module in TAKEN_MODULES:
+            raise ValueError(f"UnitTests.module is {self.module!r}; give the name of a module of your own")
         if not self.test_files:
             raise ValueError(f"UnitTests.files are {sorted(self.files)}; name one of them test*.py or *_test.py")
         for path, source in self.files.items():

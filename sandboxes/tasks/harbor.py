@@ -13,6 +13,7 @@ not exist.
 
 import argparse
 import asyncio
+import contextlib
 import io
 import json
 import logging
@@ -35,7 +36,7 @@ from areal_agent.errors import SandboxError
 from sandboxes.cell import Archives
 from sandboxes.containers.engine import Engine, Image
 from sandboxes.containers.images import BuildBounds, build_image
-from sandboxes.folder import Entry, entries_in, pack
+from sandboxes.folder import Entry, entries_in, entries_of, pack
 from sandboxes.pool import Pool, open_pool
 from sandboxes.sandbox import Sandbox
 from sandboxes.spec import ExecResult, Limits, Network, SandboxSpec, Status
@@ -48,10 +49,11 @@ MEMORY_MB = 2048
 STORAGE_MB = 10 * 1024
 PROCESSES, OPEN_FILES, OUTPUT_BYTES = 1024, 2048, MIB
 REWARD_TEXT, REWARD_JSON = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
-READING_WALL_S = 30.0
+MAX_REWARD_BYTES = 64 * 1024
 TESTS_SAID = "/logs/verifier/test-stdout.txt"
 RUN_TESTS = f"/tests/test.sh > {TESTS_SAID} 2>&1"
 MAX_TOLD_BYTES = 2000
+MAX_NAMED = 5
 CLEAR = """
 mkdir -p -- "$(dirname "$1")"
 if [ -d "$1" ] && [ ! -L "$1" ]; then rm -rf -- "$1"/..?* "$1"/.[!.]* "$1"/*; else rm -f -- "$1"; fi
@@ -276,7 +278,9 @@ class HarborTask:
     async def prepare(self) -> None:
         """Find the image, or build it unless it was built; SandboxError when neither works."""
         async with self._preparing, aclosing(await Engine.connect()) as engine:
-            if self._image is None:
+            if self._image is not None:
+                return
+            try:
                 environment, folder = self.config.environment, self.folder / "environment"
                 name = environment.docker_image
                 if name is None or (await engine.find_image(name) is None and (folder / "Dockerfile").is_file()):
@@ -284,6 +288,8 @@ class HarborTask:
                 image = await engine.image(name)
                 self.config.declared_paths(environment.workdir or image.workdir, self.folder)
                 self._image = image
+            except SandboxError as error:
+                raise SandboxError(f"{self.folder}: {error}") from error
 
     @property
     def image(self) -> Image:
@@ -321,24 +327,22 @@ class HarborTask:
         async with pool.acquire(self._spec(self.config.verifier)) as fresh:
             source, target = await box.archives(), await fresh.archives()
             await target.load(tar_of_folders("logs", "logs/artifacts"), "/")
-            for path in self.config.declared_paths(self.workdir, self.folder):
+            paths = self.config.declared_paths(self.workdir, self.folder)
+            for path in paths:  # all of them, before anything of the agent's is there that could be run instead
+                await fresh.exec(["/bin/sh", "-c", CLEAR, "sh", path])
+            for path in paths:
                 try:
-                    await self._copy(path, source, fresh, target)
+                    await self._copy(path, source, target)
                 except OSError as error:
                     return self._failed(f"{path}, which is judged, cannot be copied: {error}")
             return await self._judge(fresh)
 
-    async def _copy(self, path: str, source: Archives, fresh: Sandbox, target: Archives) -> None:
-        """Make `path` in the fresh sandbox what it is in the agent's, also where the agent has removed something."""
-        with tempfile.TemporaryFile() as tar:
-            try:
-                await source.save(path, tar, self._storage_bytes)
-            except FileNotFoundError:
-                tar.truncate(0)
-            await fresh.exec(["sh", "-c", CLEAR, "sh", path])
-            if tar.tell():
-                tar.seek(0)
-                await target.load(tar, posixpath.dirname(path))
+    async def _copy(self, path: str, source: Archives, target: Archives) -> None:
+        """Copy a path to the fresh sandbox, where it was cleared; what the agent has removed stays away."""
+        with tempfile.TemporaryFile() as tar, contextlib.suppress(FileNotFoundError):
+            await source.save(path, tar, self._storage_bytes)
+            tar.seek(0)
+            await target.load(tar, posixpath.dirname(path))
 
     async def _judge(self, box: Sandbox) -> TaskVerdict:
         """Run the tests and read their reward."""
@@ -346,12 +350,12 @@ class HarborTask:
         await archives.load(tar_of_folders("logs", "logs/verifier"), "/")
         await archives.load(tar_of(self.folder / "tests", "tests"), "/")
         limits = replace(box.limits, wall_s=self.config.verifier.timeout_sec or AGENT_WALL_S)
-        result = await box.exec(["sh", "-c", RUN_TESTS], env=self._verifier_env, limits=limits)
+        result = await box.exec(["/bin/sh", "-c", RUN_TESTS], env=self._verifier_env, limits=limits)
         said = (await box.exec(["tail", "-c", str(MAX_TOLD_BYTES), TESTS_SAID])).stdout.decode(errors="replace")
         if result.status is Status.TIMEOUT:
             return self._failed(f"the tests did not end within {limits.wall_s:g} s", said)
         try:
-            rewards = await reported(box)
+            rewards = await reported(archives)
         except ValueError as error:
             return self._failed(str(error), said)
         return TaskVerdict(reward=rewards["reward"], rewards=rewards, detail=said, trusted=self.trusted)
@@ -399,12 +403,11 @@ def load_tasks(folder: Path | str, *, variables: Mapping[str, str] | None = None
     if not paths:
         raise ValueError(f"there is no task.toml below {str(folder)!r}; give a task folder, or one that holds some")
     tasks = [HarborTask.load(path, variables=variables) for path in paths]
-    if num_untrusted := sum(not task.trusted for task in tasks):
+    if untrusted := [task.folder.name for task in tasks if not task.trusted]:
         logger.warning(
             "%d of %d tasks are judged in the agent's own sandbox (environment_mode = 'shared'): their rewards can be "
-            "forged, and training on them teaches to",
-            num_untrusted,
-            len(tasks),
+            "forged, and training on them teaches to; set 'separate', or leave them out: %s",
+            *(len(untrusted), len(tasks), ", ".join(untrusted[:MAX_NAMED])),
         )
     return tasks
 
@@ -441,16 +444,26 @@ def tar_of_folders(*names: str) -> bytes:
     return buffer.getvalue()
 
 
-async def reported(box: Sandbox) -> dict[str, float]:
+async def reported(archives: Archives) -> dict[str, float]:
     """Return the rewards that the tests wrote, `reward` among them; ValueError when there is no valid one.
 
-    Two files that disagree are refused: tests write one, and code that they run may write the other.
+    The engine itself reads the files: a program would be found, and loaded, as the image says, perhaps from where the
+    agent worked. Two files that disagree are refused: tests write one, and code that they run may write the other.
     """
     found: list[dict[str, float]] = []
     for path, read in ((REWARD_TEXT, str), (REWARD_JSON, json.loads)):
-        result = await box.exec(["cat", path], limits=replace(box.limits, wall_s=READING_WALL_S))
-        if result.is_ok:
-            found.append(rewards_of(read(result.stdout.decode(errors="replace")), path))
+        with tempfile.TemporaryFile() as tar:
+            try:
+                await archives.save(path, tar, MAX_REWARD_BYTES)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise ValueError(f"{path} cannot be read: {error}") from error
+            tar.seek(0)
+            entry, *_ = entries_of(tar.read())
+        if entry.data is None:
+            raise ValueError(f"{path} is a folder")
+        found.append(rewards_of(read(entry.data.decode(errors="replace")), path))
     if not found:
         raise ValueError(f"the tests wrote no reward to {REWARD_TEXT} or {REWARD_JSON}")
     if any(one["reward"] != found[0]["reward"] for one in found):
@@ -483,7 +496,10 @@ async def judge_solution(task: HarborTask, pool: Pool, *, is_empty: bool) -> Tas
         if not is_empty:
             result = await task.solve(box)
             if not result.is_ok:
-                logger.warning("the solution ended as %s: %r", result.status.value, result.stderr[-500:])
+                said = result.stderr.decode(errors="replace")[-500:].rstrip()
+                logger.warning(
+                    "the solution ended as %s, exit code %s: %s", result.status.value, result.exit_code, said
+                )
         return await task.verify(box, pool)
 
 
@@ -506,7 +522,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(f"{verdict.reward:g}" + ("" if verdict.trusted else " (not trusted)"))
     print(verdict.detail.rstrip(), end="\n" * bool(verdict.detail), file=sys.stderr)
-    return 0
+    return int(verdict.reward > 0 if options.empty else verdict.reward < 1)
 
 
 if __name__ == "__main__":

@@ -296,12 +296,12 @@ class Life:
         while True:
             self.release()
             await self.train()
-            waiting = {trajectory.group_id for trajectory in await self.ledger.ask(questions.waiting)}
             ended = {
                 group_id
                 for group_id, is_cut_off in (await self.ledger.ask(questions.drawn_groups)).items()
                 if not is_cut_off
-            }
+            }  # asked first: a group that ends in between is none of these
+            waiting = {trajectory.group_id for trajectory in await self.ledger.ask(questions.waiting)}
             if set(range(num_positions)) <= {attempt.position for attempt in map(Attempt.parse, ended - waiting)}:
                 return
 

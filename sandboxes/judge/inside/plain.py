@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 SCALARS = (type(None), bool, int, float, str)
+MAX_BITS = 10_000
+"""Longer whole numbers travel in hexadecimal: Python bounds the digits of others, which also take long to read."""
 DATE = ("year", "month", "day")
 TIME = ("hour", "minute", "second", "microsecond")
 PARTS: dict[str, Callable[[Any], list[Any]]] = {  # the arguments that make such a value again
@@ -17,6 +19,7 @@ PARTS: dict[str, Callable[[Any], list[Any]]] = {  # the arguments that make such
     **dict.fromkeys(("collections.deque", "builtins.bytearray"), lambda value: [[*value]]),
     **dict.fromkeys(("collections.Counter", "collections.OrderedDict"), lambda value: [dict(value)]),
     "builtins.complex": lambda value: [value.real, value.imag],
+    "builtins.slice": lambda value: [value.start, value.stop, value.step],
     "builtins.range": lambda value: [value.start, value.stop, value.step],
     "collections.defaultdict": lambda value: [None, dict(value)],
     "datetime.date": lambda value: [getattr(value, part) for part in DATE],
@@ -30,6 +33,8 @@ PARTS: dict[str, Callable[[Any], list[Any]]] = {  # the arguments that make such
 def pack(value: Any, pack_object: Callable[[Any], dict[str, Any]]) -> Any:
     """Return a value as JSON. `pack_object` turns anything that is not plain data into a dict of its own, or raises."""
     kind: type = type(value)
+    if kind is int and value.bit_length() > MAX_BITS:
+        return {"int": hex(value)}
     if kind in SCALARS:
         return value
     if kind is list:
@@ -53,6 +58,8 @@ def unpack(data: Any, unpack_object: Callable[[dict[str, Any]], Any]) -> Any:
     [(kind, content)] = data.items()
     if kind == "dict":
         return {unpack(key, unpack_object): unpack(item, unpack_object) for key, item in content}
+    if kind == "int":
+        return int(content, 16)
     if kind == "bytes":
         return content.encode("latin-1")
     if kind in PARTS:

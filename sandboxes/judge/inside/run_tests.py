@@ -200,7 +200,8 @@ def main() -> None:
         error = reporter.error
         why = "".join(traceback.format_exception_only(type(error), error) if error else said.getvalue()[-MAX_DETAIL:])
         # A missing module is the tests' own fault; an assertion may fail because of a value that the program gave.
-        is_independent = not program.has_answered or isinstance(error, (ImportError, SyntaxError))
+        is_missing = isinstance(error, (ImportError, SyntaxError)) and not program.has_told
+        is_independent = not program.has_answered or is_missing
         wire.tell({"broken": program.unjudged or why.strip(), "is_ours": is_independent and not program.has_failed})
 
 

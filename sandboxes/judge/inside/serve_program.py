@@ -136,11 +136,7 @@ def main() -> None:
             answer["printed"] = data[:MAX_PRINTED].decode(errors="replace")
             printed.seek(0)
             printed.truncate()
-        try:
-            text = json.dumps(answer)
-        except ValueError as error:  # an integer with too many digits to be written
-            text = json.dumps({"raised": described(error, vars)})
-        replies.write(f"{text}\n")
+        replies.write(f"{json.dumps(answer)}\n")
         replies.flush()
 
 

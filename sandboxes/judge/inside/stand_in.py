@@ -47,6 +47,7 @@ class Program:
         self._ask = ask
         self.classes: dict[str, type[Any]] = {}
         self.has_answered = False  # whether anything here may depend on its answers
+        self.has_told = False  # whether plain data of it is here, or an exception
         self.has_failed = False  # whether it has raised, died, or lacked a name that a test asked for
         self.is_gone = False  # whether it has died since this was last set to False
         self.unjudged = ""  # the reason why the running test cannot be judged
@@ -59,8 +60,10 @@ class Program:
         reply = self._ask({"do": act, "on": key, "args": [pack(arg, self._pack) for arg in args]})
         self.has_answered = True
         sys.stdout.write(str(reply.get("printed", "")))
+        value = unpack(reply["value"], self._unpack) if "value" in reply else None
+        self.has_told = self.has_told or not isinstance(value, RemoteObject)
         if "value" in reply:
-            return unpack(reply["value"], self._unpack)
+            return value
         self.has_failed = True
         if "raised" in reply:
             raise self._exception(reply["raised"], act)
@@ -184,7 +187,7 @@ class RemoteObject:
         return remote(self, "getattr", "__enter__")()
 
     def __exit__(self, kind: Any, error: Any, _frames: object) -> bool:
-        return remote(self, "getattr", "__exit__")(kind, error, None) is True
+        return hides(self, remote(self, "getattr", "__exit__")(kind, error, None), error)
 
     def __await__(self) -> Generator[None, None, Any]:
         return remote(self, "run")
@@ -194,13 +197,23 @@ class RemoteObject:
         return await remote(self, "getattr", "__aenter__")()
 
     async def __aexit__(self, kind: Any, error: Any, _frames: object) -> bool:
-        return await remote(self, "getattr", "__aexit__")(kind, error, None) is True
+        return hides(self, await remote(self, "getattr", "__aexit__")(kind, error, None), error)
 
     def __aiter__(self) -> Any:
         return remote(self, "getattr", "__aiter__")()
 
     async def __anext__(self) -> Any:
         return await remote(self, "getattr", "__anext__")()
+
+
+def hides(target: Any, answer: Any, error: Any) -> bool:
+    """Return False: a program that hides an error of a `with` block hides the checks that come after it there."""
+    if answer is True and error is not None:
+        raise target._remote[0].cannot(
+            "the program hides an error that was raised in a `with` block of the test, and with it what the block "
+            "checks; expect the error in the test"
+        )
+    return False
 
 
 class RemoteClass(type):
@@ -227,9 +240,11 @@ class StandIn(types.ModuleType):
     def __init__(self, name: str, program: Program, names: dict[str, Any]) -> None:
         super().__init__(name)
         names = {key: value for key, value in names.items() if key.isidentifier() and not key.startswith("__")}
+        lines = {key: {key, *ancestors} for key, (_, ancestors) in names.items()}
         for key, (kind, ancestors) in sorted(names.items(), key=lambda item: len(item[1][1])):  # ancestors come first
             if kind != "object":
-                program.classes[key] = class_of(key, kind, ancestors, program)
+                is_true = all(lines[ancestor] <= lines[key] for ancestor in ancestors if ancestor in lines)
+                program.classes[key] = class_of(key, kind, ancestors if is_true else [], program)
         vars(self).update(_program=program, _names=frozenset(names))
 
     def __getattr__(self, name: str) -> Any:

@@ -89,6 +89,15 @@ async def test_cheat_earns_nothing(pool: Pool, cheat: str) -> None:
     assert (verdict.reward, verdict.trusted) == (0.0, True), verdict
 
 
+async def test_our_commands_are_not_found_where_the_agent_worked(tmp_path: Path, pool: Pool) -> None:
+    test = "PATH=/usr/bin:/bin\n[ -e number.txt ]; echo $((! $?)) > /logs/verifier/reward.txt\n"
+    task = copy_of("write_number", tmp_path, ("environment/Dockerfile", "", "ENV PATH=/app/bin:$PATH\n"))
+    (tmp_path / "tests/test.sh").write_text(f"#!/bin/sh\n{test}")
+    planted = "mkdir bin; cd bin; for name in cat sh tail mkdir rm; do printf '#!/bin/bash\necho 1\n' > $name; done"
+    verdict = await verdict_on(task, pool, f"{planted}; chmod +x *")
+    assert (verdict.reward, verdict.trusted) == (0.0, True), verdict
+
+
 async def test_what_was_removed_is_gone_and_links_and_owners_stay(tmp_path: Path, pool: Pool) -> None:
     test = "cd /app && [ ! -e names.txt ] && [ $(readlink l) = m ] && [ $(stat -c %u m) = 7 ]"
     test += " && echo 1 > /logs/verifier/reward.txt"
@@ -102,14 +111,12 @@ async def test_what_was_removed_is_gone_and_links_and_owners_stay(tmp_path: Path
         (":", "wrote no reward"),
         ("echo nan > reward.txt", "holds 'nan"),
         ("echo 0 > reward.txt; echo 1 > reward.json", "disagree"),
-        ("mkfifo reward.txt", "wrote no reward"),
+        ("mkfifo reward.txt", "neither a file nor a folder"),
+        ("mkdir reward.txt", "is a folder"),
         ("sleep 100", "did not end within 2 s"),
     ],
 )
-async def test_no_valid_reward_is_0_with_the_reason(
-    tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch, written: str, told: str
-) -> None:
-    monkeypatch.setattr("sandboxes.tasks.harbor.READING_WALL_S", 1.0)
+async def test_no_valid_reward_is_0_with_the_reason(tmp_path: Path, pool: Pool, written: str, told: str) -> None:
     task = copy_of("write_number", tmp_path, ("task.toml", "timeout_sec = 30.0", "timeout_sec = 2.0"))
     (tmp_path / "tests/test.sh").write_text(f"#!/bin/sh\ncd /logs/verifier\necho hi\n{written}\n")
     verdict = await verdict_on(task, pool, "true")
