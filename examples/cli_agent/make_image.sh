@@ -10,7 +10,7 @@ case $(uname -m) in aarch64) platform=linux-arm64 ;; *) platform=linux-x64 ;; es
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 npm pack --silent --pack-destination "$folder" "@openai/codex@$version-$platform" > /dev/null
-tar -xzf "$folder"/*.tgz -C "$folder" --wildcards --strip-components 4 'package/vendor/*/bin/codex'
-printf 'FROM areal-agent-sandbox:latest\nCOPY codex /usr/local/bin/\n' > "$folder/Dockerfile"
+tar -xzf "$folder"/*.tgz -C "$folder" --wildcards --strip-components 4 "package/vendor/*/bin/codex" "package/vendor/*/rg"
+printf 'FROM areal-agent-sandbox:latest\nCOPY codex rg /usr/local/bin/\n' > "$folder/Dockerfile"
 rm "$folder"/*.tgz
 docker build --quiet --network none --tag "$image" "$folder"
