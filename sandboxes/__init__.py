@@ -8,7 +8,9 @@
     sandbox.py      Sandbox: a cell of any backend in its caller's hands
     sessions.py     shells and Python interpreters that keep their state; session_inside.py runs in the sandbox
     sync.py         the same interface without asyncio
-    proxy.py        a sandbox's way to the network; agent/tunnel.py is its inner end in a container
+    tunnel.py       a tunnel out of a sandbox; agent/tunnel.py is its inner end
+    proxy.py        a sandbox's way to the network
+    gateway.py      the way of a sandbox's programs to their own session of a gateway
     cell.py         a cell whose programs an agent runs, for every backend; how a program ended
     link.py         the host's end of an agent, and how an agent is started
     agent/          the agent, which forks, confines and reaps programs, and the walls of jails

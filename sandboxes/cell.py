@@ -33,6 +33,8 @@ NEARLY_ALL_CPU = 0.5
 OF_FILES = Limits(wall_s=60.0, open_files=128, file_bytes=2**63 - 1)
 """Of a container's process that handles files: its disk bounds what it writes."""
 PACKING_BYTES = 64 * 1024
+OF_OURS = Limits(open_files=256)
+"""Of a process of ours among the programs."""
 PROGRAM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
 
@@ -73,7 +75,8 @@ class Cell(ABC):
 
     `reach` returns the agent to use now. `bounds` are those of all programs together; where there are none,
     `process_bounds` returns for some limits the most bytes of address space and processes, or refuses them.
-    `remove` disposes of the sandbox after its programs have ended. `archives` leads beyond the working directory.
+    `has_users` tells whether processes may run as other users than the programs. `parts` are ended when the cell is
+    closed, the last one first. `archives` leads beyond the working directory.
     """
 
     reach: Callable[[], Awaitable[AgentLink]]
@@ -83,7 +86,8 @@ class Cell(ABC):
     limits: Limits
     bounds: SharedBounds | None
     process_bounds: Callable[[Limits], tuple[int, int]] = lambda _limits: (0, 0)
-    remove: Callable[[], Awaitable[None]]
+    has_users: bool
+    parts: contextlib.AsyncExitStack
     archives: Archives | None = None
     runs: set[AgentRun] = field(default_factory=set[AgentRun])
     _closing: asyncio.Future[None] | None = None
@@ -137,10 +141,21 @@ class Cell(ABC):
             process.run.ended.add_done_callback(lambda _ended: bounds.release(is_timed=is_timed))
         return process
 
+    async def start_own(self, source: bytes) -> "Process":
+        """Start Python source of ours, which no program can signal or trace if there are other users."""
+        self.check_open()
+        user, home = (fresh_user(), b"/") if self.has_users else (self.user, encoded(self.home))
+        bounds = self.process_bounds(OF_OURS)
+        request = request_of(Operation.SOURCE, user, OF_OURS, home, b".", {}, [source], bounds, is_timed=False)
+        process = Process(await self.reach(), OF_OURS, is_timed=False, has_group=self.bounds is not None)
+        await process.start(request)
+        self._follow(process.run)
+        return process
+
     async def close(self) -> None:
         """Kill what runs in the cell and remove its files. Harmless when it is closed already."""
         if self._closing is None:
-            self._closing = asyncio.ensure_future(self.remove())
+            self._closing = asyncio.ensure_future(self.parts.aclose())
         await asyncio.shield(self._closing)
 
     @property
@@ -278,10 +293,9 @@ class Process:
 
 @dataclass(eq=False, kw_only=True)
 class FolderCell(Cell):
-    """A cell with a working folder that the host can open: `open_folder` does. Written files belong to `owner`."""
+    """A cell with a working folder that the host can open: `open_folder` does."""
 
     open_folder: Callable[[], Awaitable[int]]
-    owner: int | None
 
     async def read(self, path: str) -> bytes:
         return await self._with_folder(lambda folder: folder.read(path, self.limits.file_bytes))
@@ -309,7 +323,7 @@ class FolderCell(Cell):
         self.check_open()
         descriptor = await self.open_folder()
         try:
-            return await asyncio.to_thread(act, OpenFolder(descriptor, self.owner))
+            return await asyncio.to_thread(act, OpenFolder(descriptor, self.user.uid if self.has_users else None))
         finally:
             os.close(descriptor)
 

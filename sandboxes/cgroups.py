@@ -24,9 +24,9 @@ from sandboxes.spec import Limits
 
 DEFAULT_PIDS = 64
 DEFAULT_DISK_BYTES = 64 * 2**20
-AGENT_BYTES = 32 * 2**20
+AGENT_BYTES = 48 * 2**20
 """Memory added to that of the programs, for the agent and what the kernel keeps for it."""
-NUM_FORKERS = 1
+NUM_OURS = 3
 """The processes of ours in a jail's control group."""
 CPU_PERIOD_US = 100_000
 NEEDED = ("memory", "pids")
@@ -179,7 +179,7 @@ class ControlGroup:
 
     def limit(self, bounds: Bounds) -> None:
         """Set the kernel's bounds in folders that exist. Memory includes swap, where the kernel counts that."""
-        memory_bytes, pids = bounds.memory_bytes + self._own_bytes, bounds.pids + NUM_FORKERS
+        memory_bytes, pids = bounds.memory_bytes + self._own_bytes, bounds.pids + NUM_OURS
         files = {
             1: [
                 ("memory.memsw.limit_in_bytes", -1),  # the next may not pass it

@@ -25,7 +25,7 @@ from sandboxes.base import ENFORCED_BY_WALLS, Capabilities
 from sandboxes.cell import Cells, FolderCell, User, base_environment, fresh_user
 from sandboxes.cgroups import ControlGroup, GroupTree
 from sandboxes.link import AgentLink, chunks_of, end_process, socket_pair, start_process
-from sandboxes.proxy import PROXY_PORT, FilteringProxy, proxy_environment
+from sandboxes.proxy import connect, proxy_environment
 from sandboxes.seccomp import allowing_filter
 from sandboxes.spec import CellSpec, Isolation, Limits, Program
 
@@ -113,37 +113,37 @@ async def start_jail(zygotes: "Zygotes", spec: CellSpec, groups: GroupTree | Non
     """Return the cell of a new jail; SandboxError when it cannot be started."""
     home, user = spec.workdir or DEFAULT_WORKDIR, fresh_user() if os.getuid() == 0 else NOBODY
     group = None if groups is None else await groups.take(spec.limits)
-    env = base_environment(home)
+    env = base_environment(home) | (proxy_environment() if spec.has_network else {})
     parts = contextlib.AsyncExitStack()
 
     def process_bounds(limits: Limits) -> tuple[int, int]:
-        return (0, 0) if group else (limits.memory_bytes, cgroups.NUM_FORKERS + (limits.pids or cgroups.DEFAULT_PIDS))
+        return (0, 0) if group else (limits.memory_bytes, cgroups.NUM_OURS + (limits.pids or cgroups.DEFAULT_PIDS))
 
     try:
         if groups is not None and group is not None:
             parts.callback(groups.drop, group)
         jail = await zygotes.fork(spec, user, group)
         parts.push_async_callback(jail.aclose)
-        if jail.listener is not None and spec.network is not None:
-            parts.push_async_callback((await FilteringProxy.start(jail.listener, spec.network)).aclose)
-            env |= proxy_environment()
+        cell = FolderCell(
+            reach=jail.link.itself,
+            home=home,
+            env=env,
+            user=user,
+            limits=spec.limits,
+            bounds=cgroups.SharedBounds(cgroups.Bounds.of(spec.limits), partial(groups.limit, group))
+            if groups and group
+            else None,
+            process_bounds=process_bounds,
+            has_users=os.getuid() == 0,
+            parts=parts,
+            open_folder=jail.open_folder,
+        )
+        if spec.network is not None and spec.has_network:
+            await connect(cell, spec.network)
     except BaseException:
         await asyncio.shield(parts.aclose())
         raise
-    return FolderCell(
-        reach=jail.link.itself,
-        home=home,
-        env=env,
-        user=user,
-        limits=spec.limits,
-        bounds=cgroups.SharedBounds(cgroups.Bounds.of(spec.limits), partial(groups.limit, group))
-        if groups and group
-        else None,
-        process_bounds=process_bounds,
-        remove=parts.aclose,
-        open_folder=jail.open_folder,
-        owner=user.uid if os.getuid() == 0 else None,
-    )
+    return cell
 
 
 async def try_jail() -> None:
@@ -196,12 +196,11 @@ def zygote_config() -> str:
 
 
 class Jail:
-    """What the host holds of a jail: its agent, its working folder, its relay and, with a network, a listener."""
+    """What the host holds of a jail: its agent, its working folder and its relay."""
 
     def __init__(self, link: AgentLink, descriptors: list[int]) -> None:
         self.link = link
-        self._folder, self._relay, *listeners = descriptors
-        self.listener = socket.socket(fileno=listeners[0]) if listeners else None
+        self._folder, self._relay = descriptors
 
     async def open_folder(self) -> int:
         await self.link.check_alive()
@@ -215,8 +214,6 @@ class Jail:
                 signal.pidfd_send_signal(self._relay, signal.SIGKILL)
         os.close(self._folder)
         os.close(self._relay)
-        if self.listener is not None:
-            self.listener.close()
 
 
 class ZygoteDiedError(SandboxError):
@@ -257,7 +254,6 @@ class Zygote:
             "inodes": spec.limits.inodes or DEFAULT_INODES,
             "uid": user.uid,
             "workdir": spec.workdir or DEFAULT_WORKDIR,
-            "proxy_port": PROXY_PORT if spec.has_network else None,
         }
         try:
             async with asyncio.timeout(START_TIMEOUT_S):

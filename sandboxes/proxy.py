@@ -1,29 +1,22 @@
 """A sandbox's only way to the network: an HTTP proxy in the host's process that lets allowed connections through.
 
-Of a jail it listens on a socket that was made inside, so the sandbox needs no path, port or address of the host. Names
-are resolved here, and the connection goes to the very address that was checked: a name that leads to a private address,
+Connections reach it by a tunnel (`tunnel.py`), so the sandbox needs no path, port or address of the host. Names are
+resolved here, and the connection goes to the very address that was checked: a name that leads to a private address,
 this machine or its neighbours is refused. Only TCP passes.
-
-A container sends the bytes of numbered connections over its one stream (`agent/tunnel.py`); `NetworkTunnel` makes each
-a connection of the proxy's.
 """
 
 import asyncio
 import contextlib
 import ipaddress
 import socket
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Self
 from urllib.parse import urlsplit
 
-from areal_agent.errors import SandboxError
-from sandboxes.agent.tunnel import CHUNK_BYTES, DATA, END, FRAME, GONE, MAX_CONNECTIONS, OPEN, PROXY_PORT, READY, TAKEN
-from sandboxes.agent.wire import whole_frames
-from sandboxes.cell import Process
+from sandboxes.agent.tunnel import CHUNK_BYTES
+from sandboxes.cell import Cell
 from sandboxes.spec import Access, Network, plain_host
+from sandboxes.tunnel import open_tunnel
 
-MAX_HEAD_BYTES = 65_536
+PROXY_PORT = 3128
 HEAD_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
 DETOURS = tuple(
@@ -44,40 +37,28 @@ def proxy_environment() -> dict[str, str]:
     return {name: url for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY")}
 
 
+async def connect(cell: Cell, network: Network) -> None:
+    """Connect a cell, whose programs have the variables of `proxy_environment`, to a network."""
+    proxy = FilteringProxy(network)
+    cell.parts.push_async_callback(proxy.aclose)
+    await open_tunnel(cell, PROXY_PORT, proxy.take)
+
+
 class FilteringProxy:
-    """The proxy of one sandbox. Make it with `start`, end it with `aclose`."""
+    """The proxy of one sandbox, to be ended with `aclose`."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
 
-    @classmethod
-    async def start(cls, listener: socket.socket, network: Network) -> Self:
-        """Start serving on `listener`, which the proxy takes over."""
-        proxy = cls(network)
-        listener.setblocking(False)
-        proxy._server = await asyncio.start_server(proxy.take, sock=listener, limit=MAX_HEAD_BYTES, start_serving=False)
-        try:
-            await proxy._server.start_serving()
-        except BaseException:
-            await proxy.aclose()
-            raise
-        return proxy
-
     async def aclose(self) -> None:
-        if self._server is not None:
-            self._server.close()
         for connection in self._connections:
             connection.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
 
-    def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one more connection of a program, or close it if there are too many."""
-        if len(self._connections) >= MAX_CONNECTIONS:
-            writer.close()
-            return
-        connection = asyncio.create_task(self._serve(reader, writer))
+    async def take(self, channel: socket.socket) -> None:
+        """Serve one more connection of a program."""
+        connection = asyncio.create_task(self._serve(*await asyncio.open_connection(sock=channel)))
         self._connections.add(connection)
         connection.add_done_callback(self._connections.discard)
 
@@ -190,99 +171,3 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             await writer.drain()
         if writer.can_write_eof():
             writer.write_eof()
-
-
-TUNNEL_SOURCE = Path(__file__).with_name("agent").joinpath("tunnel.py").read_text()
-AHEAD_BYTES = 256 * 1024
-"""The most that one connection is sent before its program has taken any of it."""
-READY_TIMEOUT_S = 30.0
-
-
-@dataclass(eq=False)
-class Connection:
-    """One connection of a container's program: the host's end of a socket pair whose other end the proxy has."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    num_ahead: int = 0
-    has_room: asyncio.Event = field(default_factory=asyncio.Event)
-    pump: asyncio.Task[None] | None = None
-
-
-class NetworkTunnel:
-    """A container's tunnel. Make it with `start`, end it with `aclose`; it ends with its process in the container."""
-
-    def __init__(self, process: Process, network: Network) -> None:
-        self._process = process
-        self._proxy = FilteringProxy(network)
-        self._connections: dict[int, Connection] = {}
-        self._task = asyncio.create_task(self._serve())
-
-    @classmethod
-    async def start(cls, process: Process, network: Network) -> Self:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                if await anext(process.stdout, b"") == READY:
-                    return cls(process, network)
-        raise SandboxError("the way to the network could not be opened in a container")
-
-    async def aclose(self) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        for connection in self._connections.values():
-            self._end(connection)
-        self._connections.clear()
-        await self._proxy.aclose()
-
-    async def _serve(self) -> None:
-        """Read frames from the container until it ends, or sends what our tunnel would not."""
-        received = bytearray()
-        with contextlib.suppress(ValueError):
-            async for chunk in self._process.stdout:
-                received += chunk
-                for frame in whole_frames(received, CHUNK_BYTES):
-                    await self._on_frame(*frame)
-
-    async def _on_frame(self, kind: int, number: int, body: bytes) -> None:
-        connection = self._connections.get(number)
-        if kind == OPEN and connection is None and len(self._connections) < MAX_CONNECTIONS:
-            await self._open(number)
-        elif connection is None:
-            return
-        elif kind == DATA:
-            connection.writer.write(body)
-            with contextlib.suppress(ConnectionError):
-                await connection.writer.drain()
-        elif kind == END:
-            if connection.writer.can_write_eof() and not connection.writer.is_closing():
-                connection.writer.write_eof()
-        elif kind == GONE:
-            self._end(self._connections.pop(number))
-        elif kind == TAKEN:
-            connection.num_ahead = max(0, connection.num_ahead - int(body))
-            connection.has_room.set()
-
-    async def _open(self, number: int) -> None:
-        ours, theirs = socket.socketpair()
-        connection = Connection(*await asyncio.open_connection(sock=ours))
-        self._proxy.take(*await asyncio.open_connection(sock=theirs))
-        self._connections[number] = connection
-        connection.pump = asyncio.create_task(self._pump(number, connection))
-
-    async def _pump(self, number: int, connection: Connection) -> None:
-        """Send what the proxy answers, as fast as the program takes it."""
-        with contextlib.suppress(OSError, SandboxError):
-            while data := await connection.reader.read(CHUNK_BYTES):
-                connection.num_ahead += len(data)
-                await self._process.write(FRAME.pack(DATA, number, len(data)) + data)
-                while connection.num_ahead > AHEAD_BYTES:
-                    connection.has_room.clear()
-                    await connection.has_room.wait()
-            await self._process.write(FRAME.pack(END, number, 0))
-        self._connections.pop(number, None)
-        connection.writer.close()
-
-    def _end(self, connection: Connection) -> None:
-        if connection.pump is not None:
-            connection.pump.cancel()
-        connection.writer.close()

@@ -11,10 +11,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from areal_agent.errors import SandboxError
 from sandboxes.cell import Archives, Cell, Process
 from sandboxes.folder import entries_in, entries_of, pack
+from sandboxes.gateway import expose_gateway
 from sandboxes.sessions import SESSION_SOURCE, PythonSession, ShellSession
 from sandboxes.spec import CellSpec, ExecResult, Limits, Program, SandboxSpec, relative_parts
 
@@ -22,6 +24,13 @@ MAX_DOWNLOAD_BYTES = 64 * 2**20
 IN_SILENCE = ("sh", "-c", 'exec "$@" < /dev/null > /dev/null 2>&1', "sh")
 READY_PAUSE_S = 0.2
 SANDBOX_FAILED = "sandbox_failed"
+
+
+class Session(Protocol):
+    """What is needed of a rollout."""
+
+    base_url: str
+    api_key: str
 
 
 class Sandbox:
@@ -151,6 +160,14 @@ class Sandbox:
         if cell.archives is None:
             raise SandboxError("only a container with SandboxSpec.is_writable has paths beyond its working directory")
         return cell.archives
+
+    async def expose_gateway(self, rollout: Session) -> str:
+        """Return the base URL at which programs reach this rollout's session of the gateway, whatever the network.
+
+        It is a port of the sandbox's loopback. Any key will do: requests bear the session's own. Nothing but paths
+        below `/v1/` can be asked for. (Anthropic's clients take it without `/v1`.)
+        """
+        return await expose_gateway(await self._live_cell(), rollout.base_url, rollout.api_key)
 
     async def health(self) -> bool:
         """Return whether the sandbox runs programs."""

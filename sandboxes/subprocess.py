@@ -142,10 +142,11 @@ class SubprocessProvider:
             limits=spec.limits,
             bounds=None,
             process_bounds=self._process_bounds,
-            remove=lambda: self._remove(cell),
+            has_users=False,
+            parts=contextlib.AsyncExitStack(),
             open_folder=open_folder,
-            owner=None,
         )
+        cell.parts.push_async_callback(self._remove, cell)
         return await self._cells.add(cell)
 
     async def reap(self) -> int:

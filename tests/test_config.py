@@ -119,6 +119,6 @@ def test_what_is_given_beside_a_preset_holds_in_any_order(tmp_path: Path) -> Non
     assert config.algorithm.advantage == "grpo"
 
 
-@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=str)
+@pytest.mark.parametrize("path", sorted([*Path("configs").glob("*.yaml"), *Path("examples").glob("*/*.yaml")]), ids=str)
 def test_every_config_of_the_project_is_valid(path: Path) -> None:
     Config.load(path)

@@ -1,4 +1,4 @@
-"""The tasks of a folder (`AREAL_AGENT_TASKS`, or three tiny ones) for a run: each has its instruction and its place."""
+"""The tasks of a folder for a run (a config's, `AREAL_AGENT_TASKS`, or three tiny ones), as instructions and places."""
 
 import os
 import random
@@ -11,11 +11,13 @@ FOLDERS = Path(__file__).with_name("folders")
 NUM_TASKS = {"train": 1_000, "test": 30}
 
 
-def load(split: Literal["train", "test"], seed: int, num: int | None = None) -> list[dict[str, Any]]:
+def load(
+    split: Literal["train", "test"], seed: int, num: int | None = None, folder: str | None = None
+) -> list[dict[str, Any]]:
     """Return `num` tasks, every one as often as any other. They are the same in both splits: there are so few."""
     if split not in NUM_TASKS:
         raise ValueError(f"split is {split!r}; valid: {', '.join(map(repr, NUM_TASKS))}")
-    tasks = load_tasks(os.environ.get("AREAL_AGENT_TASKS") or FOLDERS)
+    tasks = load_tasks(folder or os.environ.get("AREAL_AGENT_TASKS") or FOLDERS)
     random.Random(f"terminal/{split}/{seed}").shuffle(tasks)
     return [
         {

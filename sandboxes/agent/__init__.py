@@ -11,7 +11,7 @@ In a container the forker is the first process, and the relay its child. In a ja
 forker (walls.py) and stays outside. Without walls both stand beside the host. The stream is a container's standard
 streams, or a socket. files.py handles files that are not trusted, and kernel.py makes system calls.
 
-A container with a network has a third process, tunnel.py: a program like the others, but with its own user.
+A sandbox with a network, or a way to a gateway, has a process for it, tunnel.py: a program with a user of its own.
 
 The package uses only the standard library and nothing else of ours, since nothing of the host may be in these
 processes. A container gets its source, so no image contains it.

@@ -1,7 +1,8 @@
-"""The inner end of a container's way to the network: carries connections to one local port over stdin and stdout.
+"""The inner end of a tunnel out of a sandbox: carries connections to one port of its loopback over stdin and stdout.
 
-It runs as a program with a user of its own, which the other programs can neither signal nor trace. Its source is sent
-to the container alone, so it imports nothing of ours. It opens no connections: the container has no outside network.
+It runs as a program, where there are users with one of its own, whom the other programs can neither signal nor trace.
+Its source is sent alone, so it imports nothing of ours. It opens no connections. The host first sends the port in two
+bytes, 0 for any that is free; the first frame has the port that listens, in place of a connection's number.
 """
 
 import os
@@ -12,9 +13,6 @@ import struct
 FRAME = struct.Struct("=BQI")  # as `wire.HEADER`
 """Kind, number of the connection, length of the data that follows; that of TAKEN is the number of bytes taken."""
 OPEN, DATA, END, TAKEN, GONE = 1, 2, 3, 4, 5
-READY = FRAME.pack(OPEN, 0, 0)
-"""What comes first: from now on the port listens."""
-PROXY_PORT = 3128
 CHUNK_BYTES = 32_768
 MAX_CONNECTIONS = 64
 
@@ -128,8 +126,8 @@ class Tunnel:
 
 
 def main() -> None:
-    with socket.create_server(("127.0.0.1", PROXY_PORT)) as listener:
-        os.write(1, READY)
+    with socket.create_server(("127.0.0.1", int.from_bytes(os.read(0, 2), "big"))) as listener:
+        os.write(1, FRAME.pack(OPEN, listener.getsockname()[1], 0))
         Tunnel(listener, 0, 1).serve()
 
 

@@ -37,7 +37,7 @@ from sandboxes.agent.interpreter import Interpreter
 from sandboxes.agent.relay import COUNTERS, Relay
 
 ANSWER = struct.Struct("=i")
-"""An errno, or 0: the zygote is ready, or a jail, whose folder, relay and listener (if it has one) come with it."""
+"""An errno, or 0: the zygote is ready, or a jail, whose folder and relay come with it."""
 DEFAULT_WORKDIR = "/work"
 MAX_SETTINGS_BYTES = 16_384
 """The most bytes of a jail's settings, as JSON."""
@@ -155,14 +155,11 @@ def serve_jail(
     for_forker, for_relay = agent_sockets()
     with telling_the_host(stream):
         leave_the_others()
-        handed = [os.pidfd_open(os.getpid())]
-        if config["proxy_port"] is not None:
-            handed.append(socket.create_server(("127.0.0.1", config["proxy_port"])).detach())
         if config["workdir"] != DEFAULT_WORKDIR:
             make_own_root(config["workdir"])
         make_disk(config["disk_bytes"], config["inodes"], config["uid"], config["workdir"])
         os.chdir(config["workdir"])
-        handed.insert(0, os.open(".", os.O_RDONLY | os.O_DIRECTORY))
+        handed = [os.open(".", os.O_RDONLY | os.O_DIRECTORY), os.pidfd_open(os.getpid())]
         unshare(NEW_PIDS)
         forker = os.fork()
     counters, joining = group[: len(COUNTERS)], group[len(COUNTERS) :]

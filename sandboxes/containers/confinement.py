@@ -24,9 +24,8 @@ from sandboxes.spec import CellSpec, Limits
 
 WORKDIR = "/work"
 DEFAULT_RUNTIME = "runc"
-AGENT_PIDS = 2
-TUNNEL_BYTES = 24 * 2**20
-"""Memory for the process that carries a container's connections, if it has a network."""
+AGENT_PIDS = 4
+"""Relay and forker, and those of two tunnels."""
 SANDBOXED_BYTES, SANDBOXED_PIDS = 128 * 2**20, 256
 """Added for a runtime with a kernel of its own, such as gVisor's, which lives within the container's bounds."""
 AGENT_CAPABILITIES = ("SETUID", "SETGID", "KILL")  # to become the programs' user, and to kill its processes
@@ -44,13 +43,13 @@ def config_of(bounds: Bounds, spec: CellSpec) -> dict[str, Any]:
     What is on the disks counts as memory of the container and stays after its writer. So there is room for full disks:
     whenever memory runs out, some program holds more than its bound, and is killed, never the agent.
     """
-    has_way_out, is_kernel = spec.has_network, spec.runtime not in (None, DEFAULT_RUNTIME)
+    is_kernel = spec.runtime not in (None, DEFAULT_RUNTIME)
     memory_bytes = bounds.memory_bytes + (spec.limits.disk_bytes or DEFAULT_DISK_BYTES)
-    memory_bytes += AGENT_BYTES + TUNNEL_BYTES * has_way_out + SANDBOXED_BYTES * is_kernel
+    memory_bytes += AGENT_BYTES + SANDBOXED_BYTES * is_kernel
     return {
         "Memory": memory_bytes,
         "MemorySwap": memory_bytes,
-        "PidsLimit": bounds.pids + AGENT_PIDS + has_way_out + SANDBOXED_PIDS * is_kernel,
+        "PidsLimit": bounds.pids + AGENT_PIDS + SANDBOXED_PIDS * is_kernel,
         "CpuPeriod": CPU_PERIOD_US,
         "CpuQuota": bounds.quota_us,  # `NanoCpus` cannot be undone, nor be more than the machine has
     }

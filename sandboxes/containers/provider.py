@@ -15,9 +15,8 @@ from typing import Any, Self, TypeVar
 
 from areal_agent.errors import SandboxError
 from sandboxes.agent.forker import FOR_ROOT
-from sandboxes.agent.wire import Operation
 from sandboxes.base import ENFORCED_BY_WALLS, Capabilities
-from sandboxes.cell import Archives, Cells, ContainerCell, Process, User, fresh_user, request_of
+from sandboxes.cell import Archives, Cells, ContainerCell, User
 from sandboxes.cgroups import Bounds, SharedBounds
 from sandboxes.containers.confinement import (
     OWNER_LABEL,
@@ -35,15 +34,14 @@ from sandboxes.containers.images import DEFAULT_IMAGE
 from sandboxes.containers.own_python import PYTHON, mount_of, python_volume
 from sandboxes.link import COMMAND, OUT_OF_DISK, AgentLink, boot_data
 from sandboxes.owner import is_abandoned
-from sandboxes.proxy import TUNNEL_SOURCE, NetworkTunnel, proxy_environment
+from sandboxes.proxy import connect, proxy_environment
 from sandboxes.seccomp import allowing_filter
-from sandboxes.spec import CellSpec, Isolation, Limits
+from sandboxes.spec import CellSpec, Isolation
 
 logger = logging.getLogger(__name__)
 
 PROGRAM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 KEEPER = Path(__file__).with_name("keeper.py")
-TUNNEL_OPEN_FILES = 256
 RESTART_PATIENCE_S = 60.0
 RESTART_PAUSE_S = 1.0
 LAYER_PAUSE_S = 5.0
@@ -174,35 +172,39 @@ class DockerProvider:
     ) -> ContainerCell:
         reader, writer = await self._engine.attach(container)
         link = AgentLink(frames(reader), writer, partial(self._engine.has_run_out_of_memory, container))
+        parts = contextlib.AsyncExitStack()
         try:
             await self._engine.start(container)
             try:
                 await link.boot(self._boot_data)
             except SandboxError as error:  # Python is older than 3.10, for example, or lacks ctypes
                 raise NoSuchProgram(str(error)) from error
-            tunnel = await open_tunnel(link, spec)
+            cell = ContainerCell(
+                reach=link.itself,
+                home=workdir_of(spec),
+                env=env | (proxy_environment() if spec.has_network else {}),
+                user=user,
+                limits=spec.limits,
+                bounds=bounds,
+                has_users=True,
+                parts=parts,
+            )
+            if spec.network is not None and spec.has_network:
+                await connect(cell, spec.network)
         except BaseException:
             link.fail("its start was given up")
+            await parts.aclose()
             raise
 
         async def remove() -> None:
             await link.aclose()
-            if tunnel is not None:
-                await tunnel.aclose()
             if link.is_given_up:  # the engine kills what its agent did not
                 await self._discard(container)
             else:
                 self._own(self._discard(container))  # whoever closes a cell need not wait for the engine to tidy up
 
-        return ContainerCell(
-            reach=link.itself,
-            home=workdir_of(spec),
-            env={**env, **proxy_environment()} if tunnel else env,
-            user=user,
-            limits=spec.limits,
-            bounds=bounds,
-            remove=remove,
-        )
+        parts.push_async_callback(remove)
+        return cell
 
     def _own(self, work: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
         """Start work that `close` waits for."""
@@ -262,17 +264,6 @@ def environment_of(spec: CellSpec, user: User, image: Image) -> dict[str, str]:
     if not spec.is_writable:
         return {"PATH": PROGRAM_PATH, **image.env, "HOME": workdir, "TMPDIR": workdir}
     return {"PATH": PROGRAM_PATH, "HOME": "/root" if user.uid == 0 else workdir, **image.env}
-
-
-async def open_tunnel(link: AgentLink, spec: CellSpec) -> NetworkTunnel | None:
-    """Open a container's way to the network, if its spec asks for one."""
-    if spec.network is None or not spec.has_network:
-        return None
-    limits = Limits(open_files=TUNNEL_OPEN_FILES)
-    source = TUNNEL_SOURCE.encode()
-    request = request_of(Operation.SOURCE, fresh_user(), limits, b"/", b".", {}, [source], is_timed=False)
-    process = Process(link, limits, is_timed=False, has_group=True)
-    return await NetworkTunnel.start(await process.start(request), spec.network)
 
 
 async def start_keeper(socket_path: str, label: str) -> asyncio.subprocess.Process:

@@ -11,6 +11,7 @@ from typing import Any
 
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
+from areal_agent.ledger.ledger import Ledger
 from areal_agent.models.recipe import render, train_tokenizer
 from areal_agent.rollout.context import SharedResources
 from areal_agent.rollout.runner import RolloutRunner, RolloutSpec, open_clients
@@ -46,21 +47,28 @@ def renderer_of(demonstrations: Iterable[Any], folder: Path) -> Renderer:
 
 
 @asynccontextmanager
-async def open_stage(renderer: Renderer, task: JsonObject) -> AsyncIterator[Play]:
+async def open_stage(
+    renderer: Renderer, task: JsonObject, *, ledger: Ledger | None = None, max_context_tokens: int = 2000
+) -> AsyncIterator[Play]:
     """`await play(workflow, *texts)`: one rollout in which the model says these texts; returns its trajectory."""
     stack = AsyncExitStack()
 
     async def play(
-        workflow: Any, *texts: str, backend: str = "subprocess", wall_s: float = 20.0, timeout_s: float = 60.0
+        workflow: Any,
+        *texts: str,
+        backend: str = "subprocess",
+        wall_s: float = 20.0,
+        timeout_s: float = 60.0,
+        max_tokens: int = 400,
     ) -> Trajectory:
         journal = MemoryJournal()
         gateway = Gateway(
             sampler=FakeEngine([renderer.ids_of(text) for text in texts]),
             renderer=renderer,
-            journal=journal,
+            journal=ledger.own if ledger else journal,
             model_name="model",
             admin_key=ADMIN_KEY,
-            max_context_tokens=2000,
+            max_context_tokens=max_context_tokens,
             vocab_size=renderer.vocab_size,
         )
         served = await gateway.serve()
@@ -74,14 +82,14 @@ async def open_stage(renderer: Renderer, task: JsonObject) -> AsyncIterator[Play
             shared=await stack.enter_async_context(SharedResources()),
             max_concurrent=1,
             timeout_s=timeout_s,
-            session={"sampling": {"max_tokens": 400}},
+            session={"sampling": {"max_tokens": max_tokens}},
             sandbox={"backend": backend, "wall_s": wall_s},
         )
         rollout_task = Task(id="t", data=task)
         await runner.run(
             RolloutSpec(session_id="s", group_id="g", task=rollout_task, seed=0, purpose=SessionPurpose.TRAIN)
         )
-        return journal.closed[0]
+        return await ledger.trajectory("s") if ledger else journal.closed[0]
 
     async with stack:
         yield play

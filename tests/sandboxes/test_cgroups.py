@@ -72,7 +72,7 @@ def test_version_2_is_written_and_read(tmp_path: Path) -> None:
     group = ControlGroup([Hierarchy(version=2, controllers=("memory", "pids", "cpu"), path=folder)], disk_bytes=500)
     group.limit(Bounds.of(Limits(memory_bytes=1000, pids=7, cpus=0.5)))
     written = {file: (folder / file).read_text() for file in ("memory.max", "memory.swap.max", "pids.max", "cpu.max")}
-    expected = {"memory.swap.max": "0", "pids.max": "8", "cpu.max": "50000 100000"}
+    expected = {"memory.swap.max": "0", "pids.max": "10", "cpu.max": "50000 100000"}
     assert written == {"memory.max": str(1500 + AGENT_BYTES), **expected}
     assert group.num_oom_kills() == 2
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import SandboxError
-from sandboxes import Isolation, Limits, Network, Pool, SandboxSpec, Status, jail, open_pool
+from sandboxes import Isolation, Limits, Pool, SandboxSpec, Status, jail, open_pool
 from sandboxes.agent.forker import children_of
 from sandboxes.cgroups import hierarchies_here
 from sandboxes.conformance.harm import processes_left
@@ -79,12 +79,11 @@ async def test_no_descriptor_stays_open(backend: str) -> None:
     assert descriptors() <= before
 
 
-@pytest.mark.parametrize("network", [Network.none(), Network.full()])
-async def test_no_jail_where_no_more_files_may_be_open(backend: str, network: Network, descriptors_left) -> None:
-    spec = SandboxSpec(network=network).cell(Limits())
+async def test_no_jail_where_no_more_files_may_be_open(backend: str, descriptors_left) -> None:
+    spec = SandboxSpec().cell(Limits())
     zygote = await Zygote.start()
     before = len(os.listdir("/proc/self/fd"))
-    num_handed = 3 if spec.has_network else 2  # folder and relay, and a listener
+    num_handed = 2  # folder and relay
     for num_free in range(num_handed + 2):
         is_enough = num_free > num_handed  # and our end of the control socket
         with (

@@ -89,6 +89,8 @@ async def run_on(path: str, *, silence_s: float = 60.0, limits: Limits = LIMITS)
 
     async def nothing(_bounds: Bounds | None = None) -> None: ...
 
+    parts = contextlib.AsyncExitStack()
+    parts.push_async_callback(link.aclose)
     cell = ContainerCell(
         reach=link.itself,
         home="/work",
@@ -96,7 +98,8 @@ async def run_on(path: str, *, silence_s: float = 60.0, limits: Limits = LIMITS)
         user=User(uid=1, gid=1),
         limits=LIMITS,
         bounds=SharedBounds(Bounds.of(LIMITS), nothing),
-        remove=link.aclose,
+        has_users=True,
+        parts=parts,
     )
     try:
         return (await cell.exec(Program(argv=("x",)), stdin=b"", limits=limits)).stdout

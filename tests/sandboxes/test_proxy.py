@@ -3,18 +3,17 @@
 1. An allowed host is reached, by a plain request and by CONNECT; 2. through the proxy alone; 3. another port, and
 another name of the same address, are refused with a reason; 4. `full` reaches no private address and not this machine;
 5. without a network there is no proxy; 6. what is no request of a proxy is refused; 7. private addresses are told from
-public ones, however they are written; 8. a start that is cancelled leaves no listener open.
+public ones, however they are written.
 """
 
 import asyncio
 import ipaddress
-import socket
 from collections.abc import AsyncIterator
 
 import pytest
 
 from sandboxes import Network, Pool, SandboxSpec, open_pool
-from sandboxes.proxy import FilteringProxy, is_own, is_public
+from sandboxes.proxy import is_own, is_public
 
 FETCH = """
 import os, urllib.request
@@ -133,12 +132,3 @@ def test_public_addresses(address: str, is_it: bool) -> None:
 def test_own_address() -> None:
     assert is_own(ipaddress.ip_address("127.0.0.1"))
     assert not is_own(ipaddress.ip_address("192.0.2.1"))
-
-
-async def test_a_cancelled_start_leaves_no_listener() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    start = asyncio.create_task(FilteringProxy.start(listener, Network.full()))
-    asyncio.get_running_loop().call_soon(start.cancel)  # when it has begun
-    with pytest.raises(asyncio.CancelledError):
-        await start
-    assert listener.fileno() == -1

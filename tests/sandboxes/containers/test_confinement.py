@@ -117,7 +117,7 @@ def test_network_is_a_tunnel_and_no_interface() -> None:
     spec = CellSpec(limits=Limits(pids=7), network=Network.full())
     check(spec, RUNTIMES)
     host = config_of(spec)["HostConfig"]
-    assert (host["NetworkMode"], host["PidsLimit"]) == ("none", 7 + AGENT_PIDS + 1)
+    assert (host["NetworkMode"], host["PidsLimit"]) == ("none", 7 + AGENT_PIDS)
 
 
 def test_every_container_has_a_user_of_its_own() -> None:
