@@ -29,8 +29,9 @@ from areal_agent.models.recipe import RECIPE, Recipe, demonstrations_of
 from areal_agent.observe.progress import Progress
 from areal_agent.run.preflight import MODEL_TYPES, check_model, check_model_folder
 from areal_agent.tokens.forest import Forest, Reply
-from areal_agent.tokens.formats.answer_format import ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import ToolFormat
 from areal_agent.tokens.formats.base import ToolCall
+from areal_agent.tokens.formats.thinking import ReasoningFormat
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import HistoryThinking
 from areal_agent.types import ForkReason, JsonObject

@@ -31,7 +31,8 @@ from areal_agent.gateway.online.consumer import DEFAULT_GROUP_WAIT_S, Consumer
 from areal_agent.gateway.online.groups import Bound
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.process import collect_garbage_rarely, exit_with_parent
-from areal_agent.tokens.formats.answer_format import ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import ToolFormat
+from areal_agent.tokens.formats.thinking import ReasoningFormat
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import HistoryThinking
 

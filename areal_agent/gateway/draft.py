@@ -16,7 +16,7 @@ from areal_agent.tokens.formats.answer_format import AnswerFormat
 from areal_agent.tokens.formats.base import AnswerDelta, ParsedAnswer, ToolCall
 from areal_agent.tokens.formats.reader import AnswerReader
 from areal_agent.tokens.renderer import Detokenizer
-from areal_agent.types import FinishReason, GenerateResult, TokenChunk, TopLogprobs
+from areal_agent.types import FinishReason, GenerateResult, JsonObject, TokenChunk, TopLogprobs
 
 
 class StopFinder:
@@ -109,6 +109,7 @@ class ChatReading:
     given: str | None = None
     only_tool: str | None = None  # a call of any other tool is malformed
     accepts: Callable[[ToolCall], bool] | None = None  # a call that it rejects is malformed
+    tools: Sequence[JsonObject] = ()  # their schemas give arguments that are written as bare text a type
 
     @property
     def num_given(self) -> int:
@@ -120,6 +121,7 @@ class ChatReading:
             is_thinking=self.is_thinking,
             only_tool=self.only_tool,
             accepts=self.accepts,
+            tools=self.tools,
         )
         if self.given is not None:
             reader.go_on_after(self.given)

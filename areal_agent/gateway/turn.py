@@ -22,7 +22,6 @@ from areal_agent.gateway.order import Order, Question
 from areal_agent.protocols import Journal, Sampler
 from areal_agent.tokens.forest import Forest, Prompt
 from areal_agent.tokens.formats.base import AnswerDelta, ParsedAnswer
-from areal_agent.tokens.formats.reader import THINK_END
 from areal_agent.tokens.prompt import packed
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import (
@@ -398,7 +397,8 @@ class PendingTurn:
     def _num_reasoning_tokens(self, parsed: ParsedAnswer, result: GenerateResult) -> int:
         if not parsed.reasoning:
             return 0
-        return self._services.renderer.detokenizer.num_tokens_through(THINK_END, result.token_ids)
+        renderer = self._services.renderer
+        return renderer.detokenizer.num_tokens_through(renderer.thinking.end, result.token_ids)
 
     def _completion(self, index: int, result: GenerateResult) -> Completion:
         return Completion(

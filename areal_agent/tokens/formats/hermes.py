@@ -8,7 +8,6 @@
     </tool_call>
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,6 @@ from areal_agent.tokens.formats.cursor import Cursor
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _ARGUMENTS = "arguments"
-_TAG_ON_ITS_LINE = re.compile(r"<tool_call>(\n|\\n)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,9 +25,6 @@ class Hermes:
     newline: str
 
     marks = Marks(openings=(_BEGIN,), closing=_END)
-
-    def is_written_by(self, template: str) -> bool:
-        return _BEGIN in template and bool(self.newline) == bool(_TAG_ON_ITS_LINE.search(template))
 
     def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
         cursor.expect("{")
