@@ -146,8 +146,7 @@ class Renderer:
 
     def form(self, message: JsonObject) -> JsonObject:
         """Return a normalised message as the template receives it, with special-token text in it broken up."""
-        is_trusted = message["role"] in ("system", "assistant")
-        form = (self._breaker_in_answers if is_trusted else self._breaker).broken(message)
+        form = self._broken_form(message)
         if form.get("reasoning_content") is not None:
             form = {"thinking": form["reasoning_content"], **form}  # as transformers does, for templates that read it
         return self._manner.form(form) if form.get("tool_calls") else form
@@ -155,12 +154,18 @@ class Renderer:
     def form_with_thinking(self, message: JsonObject, thinking: str) -> JsonObject:
         """Return a normalised answer as the template receives it, with this text in the place of its thinking."""
         _, content = split_thinking(message)
-        form = dict(self.form({**message, "content": content, "reasoning_content": None}))
+        form = dict(self._broken_form({**message, "content": content, "reasoning_content": None}))
         del form["reasoning_content"]
-        if not self.thinking.is_inline:
-            return {**form, "thinking": thinking, "reasoning_content": thinking}
-        # No white space after the thinking: some templates would keep it when they leave the thinking out.
-        return {**form, "content": f"{self.thinking.begin}\n{thinking}\n{self.thinking.end}{form['content'] or ''}"}
+        if self.thinking.is_inline:
+            # No white space after the thinking: some templates would keep it when they leave the thinking out.
+            form["content"] = f"{self.thinking.begin}\n{thinking}\n{self.thinking.end}{form['content']}"
+        else:
+            form |= {"thinking": thinking, "reasoning_content": thinking}
+        return self._manner.form(form) if form.get("tool_calls") else form
+
+    def _broken_form(self, message: JsonObject) -> JsonObject:
+        is_trusted = message["role"] in ("system", "assistant")
+        return (self._breaker_in_answers if is_trusted else self._breaker).broken(message)
 
     def tool_forms(self, tools: Sequence[JsonObject]) -> list[JsonObject]:
         """Return tool definitions as the template receives them."""

@@ -4,14 +4,14 @@ Code outside this package starts here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Self
 
 from areal_agent.errors import RequestError
 from areal_agent.tokens.formats.base import Family, ParsedAnswer, ToolCall
 from areal_agent.tokens.formats.deepseek import DeepSeek
-from areal_agent.tokens.formats.detection import PROBE, PROBE_TOOLS, Manner, probes
+from areal_agent.tokens.formats.detection import PROBE, PROBE_TOOLS, Manner, probes, refuses_content
 from areal_agent.tokens.formats.gemma import FUNCTION_GEMMA, GEMMA_4
 from areal_agent.tokens.formats.harmony import FINAL, Harmony, HarmonyReader
 from areal_agent.tokens.formats.hermes import Hermes
@@ -111,7 +111,8 @@ class AnswerFormat:
         for text, manner in probes(template):
             found = [one for one in formats if one.parse(text, tools=PROBE_TOOLS).tool_calls == (PROBE,)]
             if found:  # formats of one family read the same
-                return next((one for one in found if one.format("", (PROBE,)).strip() in text), found[0]), manner
+                best = next((one for one in found if one.format("", (PROBE,)).strip() in text), found[0])
+                return best, replace(manner, is_single_text=refuses_content(template, manner))
         return cls(tool_format=tool_format or ToolFormat.NONE, reasoning_format=reasoning_format), Manner()
 
     def parse(

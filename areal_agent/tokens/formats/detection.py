@@ -42,11 +42,13 @@ class Manner:
 
     has_text_arguments: bool = False
     is_content_null: bool = False  # where an answer has calls and no content
+    is_single_text: bool = False  # an answer with calls may have content or thinking: the content is left out
 
     def form(self, message: JsonObject) -> JsonObject:
         """Return an answer with calls in this form."""
         calls = [self._call(call) for call in message["tool_calls"]]
-        content = None if self.is_content_null and not message["content"] else message["content"]
+        content = "" if self.is_single_text and message.get("thinking") else message["content"]
+        content = None if self.is_content_null and not content else content
         return {**message, "content": content, "tool_calls": calls}
 
     def _call(self, call: JsonObject) -> JsonObject:
@@ -78,7 +80,25 @@ def probes(template: ChatTemplate) -> Iterator[tuple[str, Manner]]:
             except RequestError:
                 continue
             after_question = text.rpartition(str(_QUESTION["content"]))[2]
-            common = next(
-                (n for n, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), len(before)
-            )
-            yield from ((answer, manner) for answer in dict.fromkeys((text[common:], after_question)))
+            after_header = text[_num_common(before, text) :]
+            yield from ((answer, manner) for answer in dict.fromkeys((after_header, after_question)))
+
+
+def _num_common(one: str, other: str) -> int:
+    """Return the number of characters with which both texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def refuses_content(template: ChatTemplate, manner: Manner) -> bool:
+    """Return whether a template that writes calls in this form refuses content and thinking beside one."""
+    answer = {**manner.form(probe_call(PROBE_IDS[0])), "content": "x"}
+    return not _is_refused(template, answer) and _is_refused(template, {**answer, "thinking": "x"})
+
+
+def _is_refused(template: ChatTemplate, answer: JsonObject) -> bool:
+    try:
+        template.render([_QUESTION, answer], PROBE_TOOLS, add_generation_prompt=False)
+    except RequestError:
+        return True
+    return False

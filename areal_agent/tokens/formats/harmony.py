@@ -45,10 +45,9 @@ class Harmony:
             raise MalformedCall
 
     def write(self, content: str, calls: Sequence[ToolCall]) -> str:
-        written = [f"{self.opening(call.name)}{call.arguments_json}{_CALL}" for call in calls]
-        if content:
-            written.insert(0, f"{_CHANNEL}commentary{_MESSAGE}{content}{_END}")
-        return f"{_START}assistant".join(written)
+        """Write the messages of an answer, the last one without its end token."""
+        written = f"{_CALL}{_START}assistant".join(f"{self.opening(call.name)}{call.arguments_json}" for call in calls)
+        return f"{_CHANNEL}commentary{_MESSAGE}{content}{_END}{_START}assistant{written}" if content else written
 
     def opening(self, tool_name: str | None) -> str:
         begin = f"{_CHANNEL}commentary to={_FUNCTIONS}"

@@ -21,9 +21,9 @@ _ID = re.compile(r"(?:functions\.)?(?P<name>.+):\d+")
 
 
 class Kimi:
-    """Writes all calls in one section; reads calls outside of one, too."""
+    """Writes all calls of an answer in one section."""
 
-    marks = Marks(openings=(_SECTION_BEGIN, _BEGIN), closing=_END, endings=(_SECTION_END,))
+    marks = Marks(openings=(_SECTION_BEGIN,), closing=_END, separators=(_BEGIN,), endings=(_SECTION_END,))
 
     def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
         if opening == _SECTION_BEGIN:

@@ -7,6 +7,7 @@ so that the agent sees what the model wrote.
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
 from areal_agent.tokens.formats.base import AnswerDelta, Family, ParsedAnswer, PartialCall, ToolCall
 from areal_agent.tokens.formats.cursor import SPACE, Cursor, MalformedCall, MoreNeeded
@@ -190,6 +191,8 @@ class AnswerReader:
         tool_call = call.whole()
         if tool_call is None or not (self._accepts is None or self._accepts(tool_call)):
             return False
+        if any(tool_call.id == one.id for one in self._calls):
+            tool_call = replace(tool_call, id=None)  # the agent needs ids that differ
         self._content.keeps_edges = False
         self._deltas.append(AnswerDelta(call=tool_call, call_index=len(self._calls)))
         self._calls.append(tool_call)
