@@ -355,7 +355,8 @@ def _tools(renderer: Renderer) -> Finding:
     tool_format = renderer.answer_format.tool_format
     if tool_format is ToolFormat.NONE:
         remedy = "fine for workflows without tools; otherwise use a template with tools, or set rollout.tool_format"
-        return Finding("template", State.WARN, "writes no tool calls: no text of an answer is taken for one", remedy)
+        found = "writes no tool calls that can be read back: requests with tools are refused"
+        return Finding("template", State.WARN, found, remedy)
     found = f"tool calls as {tool_format}"
     try:
         reason = continued(renderer, RESULT, content="", calls=True)

@@ -143,7 +143,8 @@ def cases() -> list[tuple[ToolFormat, str, str]]:
     for tool_format in ToolFormat:
         if tool_format is not ToolFormat.NONE:
             write = AnswerFormat(tool_format=tool_format, reasoning_format=ReasoningFormat.NONE).format
-            found += [(tool_format, label, write(*said)) for label, said in SAID.items()]
+            end = "<|call|>" if tool_format is ToolFormat.HARMONY else ""  # for SGLang's parser it is text
+            found += [(tool_format, label, write(*said) + end) for label, said in SAID.items()]
             found += [(tool_format, label, text) for label, text in ODD.get(tool_format, {}).items()]
     return found
 
