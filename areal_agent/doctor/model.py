@@ -29,7 +29,6 @@ from areal_agent.models.recipe import RECIPE, Recipe, demonstrations_of
 from areal_agent.observe.progress import Progress
 from areal_agent.run.preflight import MODEL_TYPES, check_model, check_model_folder
 from areal_agent.tokens.forest import Forest, Reply
-from areal_agent.tokens.formats.answer_format import ToolFormat
 from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.formats.thinking import ReasoningFormat
 from areal_agent.tokens.renderer import Renderer
@@ -353,7 +352,7 @@ def _thinking(renderer: Renderer, history_thinking: HistoryThinking) -> Finding:
 
 def _tools(renderer: Renderer) -> Finding:
     tool_format = renderer.answer_format.tool_format
-    if tool_format is ToolFormat.NONE:
+    if not renderer.answer_format.has_calls:
         remedy = "fine for workflows without tools; otherwise use a template with tools, or set rollout.tool_format"
         found = "writes no tool calls that can be read back: requests with tools are refused"
         return Finding("template", State.WARN, found, remedy)

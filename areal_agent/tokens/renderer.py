@@ -79,7 +79,7 @@ class Renderer:
             tool_format=tool_format,
             reasoning_format=reasoning_format,
         )
-        self.reads_calls = tool_format is not None or self.answer_format.tool_format is not ToolFormat.NONE
+        self.reads_calls = tool_format is not None or self.answer_format.has_calls
         """Whether calls can be read from answers, or somebody has said that none are to be read."""
         self.thinking = self.answer_format.thinking or TAGS[ReasoningFormat.THINK]
         self._opened_thinking = self.thinking.opened()
@@ -241,8 +241,8 @@ class Renderer:
                 "the chat template writes no special token of the tokenizer after an answer; "
                 "use a template that ends each answer with one, as '<|im_end|>' in ChatML"
             )
-        calling = self._token_after_call()
-        return (plain[0],) if calling in (None, plain[0]) else (plain[0], calling)
+        calling = self._token_after_call(plain[0])
+        return (plain[0],) if calling == plain[0] else (plain[0], calling)
 
     def _find_end_pattern(self) -> re.Pattern[str]:
         """Return a pattern for what ends an answer in rendered text.
@@ -259,10 +259,9 @@ class Renderer:
         messages: list[JsonObject] = [question, {"role": "assistant", "content": answer}]
         return self._tokens_after(answer, messages if is_last else [*messages, question])
 
-    def _token_after_call(self) -> str | None:
-        """Return the control token that ends an answer with a call; None if the model knows no tools."""
-        format_ = self.answer_format
-        written = "" if format_.tool_format is ToolFormat.NONE else format_.format("", (PROBE,))
+    def _token_after_call(self, plain: str) -> str:
+        """Return the control token that ends an answer with a call; `plain`, which ends others, if no other does."""
+        written = self.answer_format.format("", (PROBE,)) if self.answer_format.has_calls else ""
         question, word = {"role": "user", "content": "x"}, str(PROBE.arguments["word"])
         for id_ in PROBE_IDS:
             called = [question, self._manner.form(probe_call(id_))]
@@ -274,8 +273,8 @@ class Renderer:
                     continue
                 outside = [token for token in tokens if token not in written]
                 if outside:
-                    return outside[0] if written else outside[-1]
-        return None
+                    return plain if plain in outside else outside[0] if written else outside[-1]
+        return plain
 
     def _tokens_after(self, answer: str, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> list[str]:
         """Return the control tokens that follow `answer` in the text, in order."""

@@ -192,6 +192,11 @@ class AnswerFormat:
         return self.thinking.write(reasoning, text)
 
     @property
+    def has_calls(self) -> bool:
+        """Whether any text is a call."""
+        return self._family is not None
+
+    @property
     def thinking(self) -> Thinking | None:
         """The tags around reasoning."""
         return TAGS.get(self.reasoning_format)

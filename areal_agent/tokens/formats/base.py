@@ -77,7 +77,7 @@ class Marks:
 class PartialCall:
     """The parts of one call that have been read. `only_tool`: a call of another tool is malformed.
 
-    A family whose arguments are not one JSON object begins them and sets one after the other.
+    A family whose arguments are not one JSON object sets them when it has read all.
     """
 
     def __init__(self, only_tool: str | None = None, types: ParameterTypes | None = None) -> None:
@@ -87,7 +87,6 @@ class PartialCall:
         self.id: str | None = None
         self.arguments: JsonObject | None = None  # also None if the text is not strict JSON
         self.has_arguments = False
-        self._set: dict[str, Any] = {}
 
     @property
     def has_begun(self) -> bool:
@@ -109,15 +108,6 @@ class PartialCall:
     def set_arguments(self, arguments: JsonObject) -> None:
         """Set all arguments."""
         self.has_arguments, self.arguments = True, arguments
-
-    def begin_arguments(self) -> None:
-        """Begin to set arguments one by one."""
-        self.has_arguments = True
-        self.arguments = self._set
-
-    def set_argument(self, name: str, value: Any) -> None:
-        """Set one argument; a later value replaces an earlier one."""
-        self._set[name] = value
 
     def typed(self, name: str, text: str) -> Any:
         """Return the value that bare text stands for as this argument of the named tool."""

@@ -77,13 +77,19 @@ class HarmonyReader(AnswerReader):
         header = self._next_header()
         channel = header is not None and _HEADER.fullmatch(header)
         if header is None or not channel:
-            self._num_malformed += "to=" in cursor.text[begin : begin + MAX_HEADER]
-            cursor.accept(_START, _CHANNEL, "to=")
+            cursor.position = begin
+            tag = cursor.accept(_START, _CHANNEL, "to=")
+            rest = cursor.text[cursor.position : begin + MAX_HEADER] if header is None else header.removeprefix(tag)
+            is_last_tag = _START not in rest and _CHANNEL not in rest  # else it is tried again from there
+            self._num_malformed += is_last_tag and "to=" in tag + rest
             self._say(cursor.text[begin : cursor.position])
             self._step = self._read_content
-        elif _recipient(header):
+        elif _recipient(header) and self._family:
             cursor.position, self._opening = begin, header.lstrip() + _MESSAGE
-            self._step = self._read_call if self._family else self._read_content
+            self._step = self._read_call
+        elif _recipient(header):  # no calls are wanted
+            self._say(cursor.text[begin : cursor.position])
+            self._step = self._read_body
         elif channel["channel"] == "analysis":
             self._reasoning = self._reasoning or Prose(keeps_edges=False)
             self._think("\n" if self._reasoning.text else "")

@@ -11,6 +11,7 @@ Without a tag, an answer that begins with `[` may also be other text; a name and
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from areal_agent.tokens.formats.base import Marks, PartialCall, ToolCall
 from areal_agent.tokens.formats.cursor import SPACE, Cursor
@@ -44,17 +45,18 @@ class Pythonic:
         cursor.take(SPACE)
         call.set_name(cursor.take(_NAME))
         cursor.expect("(")
+        arguments: dict[str, Any] = {}
         separator = cursor.accept(")")
         while separator != ")":
             cursor.take(SPACE)
             name = cursor.take(_NAME)
             cursor.expect("=")
-            call.begin_arguments()
-            call.set_argument(name, _PYTHON.read(cursor))
+            call.has_arguments = True
+            arguments[name] = _PYTHON.read(cursor)
             separator = cursor.expect(",", ")")
             if separator == ",":
                 separator = cursor.accept(")")  # after the last comma
-        call.begin_arguments()
+        call.set_arguments(arguments)
 
     def write(self, content: str, calls: Sequence[ToolCall]) -> str:
         tags = ("", "") if self.is_bare and not content else (self.begin, self.end)

@@ -68,11 +68,12 @@ class Xml:
             call.read_arguments(cursor)
             cursor.expect(self.call[2])
             return
-        call.begin_arguments()
+        arguments: dict[str, Any] = {}
         while cursor.expect(self.key[0], self.call[2]) == self.key[0]:
             key, _ = cursor.until(self.key[1])
             key = key.strip()
-            call.set_argument(key, self._read_argument(cursor, call, key))
+            arguments[key] = self._read_argument(cursor, call, key)
+        call.set_arguments(arguments)
 
     def _read_argument(self, cursor: Cursor, call: PartialCall, key: str) -> Any:
         if self.value[0]:

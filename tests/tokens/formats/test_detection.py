@@ -8,6 +8,8 @@
 - thinking is known by its tags
 """
 
+from typing import Any
+
 import pytest
 
 from areal_agent.errors import RequestError
@@ -99,7 +101,7 @@ def template_of(call: str | tuple[str, str, str]) -> str:
     return CHAT.replace("        CALL\n", f"{{{{ '' }}}}{call}")
 
 
-def detect(source: str, **given: ToolFormat) -> tuple[AnswerFormat, Manner]:
+def detect(source: str, **given: Any) -> tuple[AnswerFormat, Manner]:
     return AnswerFormat.detect(ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"}), **given)
 
 

@@ -6,6 +6,7 @@
 - nothing is lost: an answer without calls and reasoning is its text
 - what is formatted is parsed back
 - a forced call begins as the format writes it
+- no call is made where none is wanted
 - a call inside another call's argument is never made, wherever the answer is cut off
 """
 
@@ -243,6 +244,13 @@ def test_a_call_inside_an_argument_is_not_made(
         assert answer_format.parse(text, tools=tools_of([outer])).tool_calls == (outer,)
         for end in range(0, len(text), 1 + len(text) // 20):
             assert set(map(str, answer_format.parse(text[:end], tools=tools_of([outer])).tool_calls)) <= {str(outer)}
+
+
+@pytest.mark.parametrize("answer_format", FORMATS, ids=lambda one: one.tool_format)
+@given(data=st.data())
+def test_nothing_is_a_call_where_none_is_wanted(answer_format: AnswerFormat, data: st.DataObject) -> None:
+    text = written(answer_format, "", [data.draw(calls_of(answer_format))])
+    assert answer_format.parse(text, may_call_tools=False) == ParsedAnswer(content=text)
 
 
 @given(answer_format=formats, text=texts)
