@@ -68,8 +68,12 @@ class Reader(Protocol):
     """Parses one answer, in pieces or whole. Implementations: `AnswerReader` and `PlainReader`."""
 
     @property
-    def has_call(self) -> bool:
-        """True once a tool call has been read."""
+    def has_block(self) -> bool:
+        """True once a tool call has been read, and the end of its block if that comes next."""
+        ...
+
+    def close(self) -> None:
+        """End the answer here, whatever has been held back."""
         ...
 
     def feed(self, text: str) -> tuple[AnswerDelta, ...]:
@@ -142,10 +146,13 @@ class PlainReading:
 class PlainReader:
     """Passes all text on as content."""
 
-    has_call = False
+    has_block = False
 
     def __init__(self) -> None:
         self._texts: list[str] = []
+
+    def close(self) -> None:
+        """Nothing is held back."""
 
     def feed(self, text: str) -> tuple[AnswerDelta, ...]:
         self._texts.append(text)
@@ -292,8 +299,9 @@ class Draft:
         self._num_out += len(text)
         self._texts.append(text)
         deltas = self._reader.feed(text)
-        if self._is_single_call and self._reader.has_call:
+        if self._is_single_call and self._reader.has_block:
             self.has_ended = True
+            self._reader.close()
         return list(deltas)
 
     def _num_rows_out(self) -> int:

@@ -97,6 +97,8 @@ async def test_a_forced_call(open_world: OpenWorld, name: str) -> None:
     choice = {"type": "function", "function": {"name": CALL.name}}
     (call,) = (await agent.ask(QUESTION, tools=[TOOL], tool_choice=choice)).choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == CALL.arguments
+    sampled, ids = agent.turns[0].completions[0].token_ids, tuple(model.ids_of(rest))
+    assert sampled in (ids, ids[:-1])  # the end of the call's block is sampled, too
     prompt = model.text_of(agent.turns[0].new_prompt_ids, has_ended=False)
     assert prompt.endswith(model.answer_format.opening(CALL.name, is_thinking=opens_thinking(model)))
 

@@ -55,6 +55,16 @@ class AnswerReader:
         """Return whether a call has been read."""
         return bool(self._calls)
 
+    @property
+    def has_block(self) -> bool:
+        """Return whether a call has been read, and the end of its block if that comes next."""
+        is_ending = self._family and self._family.marks.endings and self._step in (self._end_call, self._end_block)
+        return bool(self._calls) and not is_ending
+
+    def close(self) -> None:
+        """Read no more: the answer ends here, whatever has been held back."""
+        self._is_done = True
+
     def feed(self, text: str) -> tuple[AnswerDelta, ...]:
         """Read more of the answer. Return what leaves with it."""
         self._cursor.append(text)
