@@ -8,9 +8,10 @@
     reader.py          `AnswerReader`: reads an answer in order; decides what leaves and what is held back
     cursor.py          `Cursor`: the text that a family reads from: literals, patterns, JSON
     thinking.py        the tags of reasoning
-    hermes.py  llama3.py  mistral.py  deepseek.py  kimi.py  phi.py      families whose arguments are JSON
+    hermes.py  llama3.py  mistral.py  deepseek.py  kimi.py      families whose arguments are JSON
+    literals.py        those whose arguments are other literals: Gemma, Llama 4
     xml.py             those with a tag for each argument: Qwen3-Coder, GLM, MiniMax, Seed-OSS, DeepSeek V3.2, as tables
-    gemma.py  pythonic.py      those with other literals; values.py and literals.py read values that are not JSON
+    values.py          gives their values, which are bare text, the types that the tools' schemas say
     harmony.py         gpt-oss, whose answers are messages in channels
 
 To add a family, write its file, add a `ToolFormat` and enter it in `_FAMILIES`. The same code reads whole answers and

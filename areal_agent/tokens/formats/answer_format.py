@@ -12,14 +12,12 @@ from areal_agent.errors import RequestError
 from areal_agent.tokens.formats.base import Family, ParsedAnswer, ToolCall
 from areal_agent.tokens.formats.deepseek import DeepSeek
 from areal_agent.tokens.formats.detection import PROBE, PROBE_TOOLS, Manner, probes, refuses_content
-from areal_agent.tokens.formats.gemma import FUNCTION_GEMMA, GEMMA_4
 from areal_agent.tokens.formats.harmony import FINAL, Harmony, HarmonyReader
-from areal_agent.tokens.formats.hermes import Hermes
+from areal_agent.tokens.formats.hermes import Hermes, Phi
 from areal_agent.tokens.formats.kimi import Kimi
+from areal_agent.tokens.formats.literals import FUNCTION_GEMMA, GEMMA_4, LFM_2, LLAMA_4
 from areal_agent.tokens.formats.llama3 import Llama3
 from areal_agent.tokens.formats.mistral import Mistral
-from areal_agent.tokens.formats.phi import Phi
-from areal_agent.tokens.formats.pythonic import LFM_2, LLAMA_4
 from areal_agent.tokens.formats.reader import AnswerReader
 from areal_agent.tokens.formats.thinking import TAGS, ReasoningFormat, Thinking, detect_reasoning
 from areal_agent.tokens.formats.values import ParameterTypes

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from areal_agent.tokens.canonical import format_json
+from areal_agent.tokens.canonical import format_json, is_deeper
 from areal_agent.tokens.formats.cursor import Cursor, MalformedCall
 from areal_agent.tokens.formats.values import ParameterTypes
 from areal_agent.types import JsonObject
@@ -106,8 +106,8 @@ class PartialCall:
         self.arguments = cursor.read_object()
 
     def set_arguments(self, arguments: JsonObject) -> None:
-        """Set all arguments."""
-        self.has_arguments, self.arguments = True, arguments
+        """Set all arguments. Those that nest too deep are not valid."""
+        self.has_arguments, self.arguments = True, None if is_deeper(arguments) else arguments
 
     def typed(self, name: str, text: str) -> Any:
         """Return the value that bare text stands for as this argument of the named tool."""

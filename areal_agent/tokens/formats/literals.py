@@ -1,11 +1,23 @@
-"""Values that are almost JSON: Gemma's, whose strings have tags for quotes, and Python's literals."""
+"""Tool calls whose arguments are literals, but not JSON.
+
+::
+
+    <|tool_call>call:python{code:<|"|>print(6 * 7)<|"|>}<tool_call|>                      Gemma 4: tags for quotes
+    <start_function_call>call:python{code:<escape>1<escape>}<end_function_call>           FunctionGemma
+    [python(code="print(6 * 7)"), python(code="1")]                                       Llama 4: Python
+    <|tool_call_start|>[python(code="print(6 * 7)")]<|tool_call_end|>                     LFM2
+
+Llama 4 may also begin other text with `[`; a name and a parenthesis show that it is a call.
+"""
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 from areal_agent.tokens.canonical import MAX_DEPTH, is_unicode, parse_json_value
+from areal_agent.tokens.formats.base import BARE_NAME, Marks, PartialCall, ToolCall
 from areal_agent.tokens.formats.cursor import SPACE, Cursor, MalformedCall
 
 _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
@@ -28,7 +40,7 @@ class Literals:
 
     def read(self, cursor: Cursor, depth: int = 0) -> Any:
         """Read a value. Raises MalformedCall."""
-        if depth > MAX_DEPTH:
+        if depth >= MAX_DEPTH:
             raise MalformedCall
         match cursor.accept("{", "[", *self._quotes):
             case "{":
@@ -126,3 +138,100 @@ def _unescaped(found: re.Match[str]) -> str:
     if len(code) > 1:
         return chr(int(code[1:], 16))
     return _ESCAPED.get(code, code if code in "\\'\"" else found[0])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gemma:
+    """The tags of one of the models."""
+
+    begin: str
+    end: str
+    quote: str
+
+    @property
+    def marks(self) -> Marks:
+        return Marks(openings=(self.begin,), closing=self.end)
+
+    def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
+        cursor.expect("call:")
+        call.set_name(cursor.take(BARE_NAME))
+        cursor.expect("{")
+        call.set_arguments(self._literals.read_members(cursor, "}"))
+        cursor.expect(self.end)
+
+    def write(self, content: str, calls: Sequence[ToolCall]) -> str:
+        written = (
+            f"{self.opening(call.name)}{self._literals.write_members(dict(call.arguments))}}}{self.end}"
+            for call in calls
+        )
+        return content + "".join(written)
+
+    def opening(self, tool_name: str | None) -> str:
+        return f"{self.begin}call:" + ("" if tool_name is None else f"{tool_name}{{")
+
+    @property
+    def _literals(self) -> Literals:
+        return Literals(quote=self.quote)
+
+
+GEMMA_4 = Gemma(begin="<|tool_call>", end="<tool_call|>", quote='<|"|>')
+FUNCTION_GEMMA = Gemma(begin="<start_function_call>", end="<end_function_call>", quote="<escape>")
+
+
+_NAME = re.compile(r"[\w.]*")
+_PYTHON = Literals()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pythonic:
+    """The tags of one of the models."""
+
+    begin: str
+    end: str
+    is_bare: bool  # models leave out the tags
+
+    @property
+    def marks(self) -> Marks:
+        return Marks(
+            openings=(self.begin,),
+            closing=")",
+            bare_openings=("[",) if self.is_bare else (),
+            separators=(",",),
+            endings=("]", self.end),
+        )
+
+    def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
+        if opening == self.begin:
+            cursor.expect("[")
+        cursor.take(SPACE)
+        call.set_name(cursor.take(_NAME))
+        cursor.expect("(")
+        arguments: dict[str, Any] = {}
+        separator = cursor.accept(")")
+        while separator != ")":
+            cursor.take(SPACE)
+            name = cursor.take(_NAME)
+            cursor.expect("=")
+            call.has_arguments = True
+            arguments[name] = _PYTHON.read(cursor, 1)
+            separator = cursor.expect(",", ")")
+            if separator == ",":
+                separator = cursor.accept(")")  # after the last comma
+        call.set_arguments(arguments)
+
+    def write(self, content: str, calls: Sequence[ToolCall]) -> str:
+        tags = ("", "") if self.is_bare and not content else (self.begin, self.end)
+        return f"{content}{tags[0]}[{', '.join(map(self._write_call, calls))}]{tags[1]}"
+
+    def _write_call(self, call: ToolCall) -> str:
+        for name in (call.name, *call.arguments):
+            if not name or not _NAME.fullmatch(name):
+                raise ValueError(f"{name!r} is not a name in Python")
+        return f"{call.name}({', '.join(f'{key}={_PYTHON.write(value)}' for key, value in call.arguments.items())})"
+
+    def opening(self, tool_name: str | None) -> str:
+        return ("" if self.is_bare else self.begin) + "[" + ("" if tool_name is None else f"{tool_name}(")
+
+
+LLAMA_4 = Pythonic(begin="<|python_start|>", end="<|python_end|>", is_bare=True)
+LFM_2 = Pythonic(begin="<|tool_call_start|>", end="<|tool_call_end|>", is_bare=False)

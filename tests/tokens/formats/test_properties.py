@@ -6,12 +6,13 @@
 - nothing is lost: an answer without calls and reasoning is its text
 - what is formatted is parsed back
 - a forced call begins as the format writes it
-- no call is made where none is wanted
+- no call is made where none is wanted; arguments that nest too deep are malformed, or text
 - a call inside another call's argument is never made, wherever the answer is cut off
 """
 
 import contextlib
 from collections.abc import Iterable
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
+from areal_agent.tokens.canonical import MAX_DEPTH
 from areal_agent.tokens.formats.answer_format import AnswerFormat, ToolFormat
 from areal_agent.tokens.formats.base import AnswerDelta, ParsedAnswer, ToolCall
 from areal_agent.tokens.formats.thinking import ReasoningFormat
@@ -251,6 +253,19 @@ def test_a_call_inside_an_argument_is_not_made(
 def test_nothing_is_a_call_where_none_is_wanted(answer_format: AnswerFormat, data: st.DataObject) -> None:
     text = written(answer_format, "", [data.draw(calls_of(answer_format))])
     assert answer_format.parse(text, may_call_tools=False) == ParsedAnswer(content=text)
+
+
+@pytest.mark.parametrize("answer_format", FORMATS, ids=lambda one: one.tool_format)
+@pytest.mark.parametrize("depth", [MAX_DEPTH - 1, MAX_DEPTH, 3 * MAX_DEPTH])
+def test_arguments_that_nest_too_deep(answer_format: AnswerFormat, depth: int) -> None:
+    nested = reduce(lambda inner, _: [inner], range(depth), [])
+    call = ToolCall(name="f", arguments={"array": nested[0]})
+    answer = answer_format.parse(answer_format.format("", [call]), tools=tools_of([call]))
+    if depth < MAX_DEPTH:
+        assert answer.tool_calls == (call,)
+    else:
+        assert all(isinstance(one.arguments["array"], str) for one in answer.tool_calls)
+        assert len(answer.tool_calls) + answer.num_malformed == 1
 
 
 @given(answer_format=formats, text=texts)
