@@ -50,7 +50,7 @@ def answers_of(model: Renderer) -> list[list[int]]:
         thinking = model.answer_format.thinking
         text = model.answer_format.format(*said, reasoning="Hm." if thinking else None)
         if thinking and opens_thinking(model, messages):
-            text = text.removeprefix(thinking.written_begin)
+            text = text.removeprefix(thinking.opening)
         answers.append(model.ids_of(text + end))
     return answers
 

@@ -200,7 +200,7 @@ class AnswerFormat:
         return TAGS.get(self.reasoning_format)
 
     def _after_thinking(self, is_thinking: bool) -> str:
-        return self.thinking.written_end if self.thinking and is_thinking else ""
+        return self.thinking.closing if self.thinking and is_thinking else ""
 
     @property
     def _is_harmony(self) -> bool:

@@ -25,13 +25,23 @@ class Thinking:
 
     begin: str
     end: str
-    written_begin: str
-    written_end: str
+    inner: str = ""  # written on either side of the reasoning
+    outer: str = ""  # written after it
     is_inline: bool = False  # templates also read it inside the content
+
+    @property
+    def opening(self) -> str:
+        """The text with which reasoning begins."""
+        return self.begin + self.inner
+
+    @property
+    def closing(self) -> str:
+        """The text between reasoning and what follows it."""
+        return self.inner + self.end + self.outer
 
     def write(self, reasoning: str, text: str) -> str:
         """Write reasoning and what follows it."""
-        return self.written_begin + reasoning + self.written_end + text
+        return self.opening + reasoning + self.closing + text
 
     def is_open(self, text: str) -> bool:
         """Return whether the text that follows `text` is reasoning.
@@ -53,31 +63,10 @@ class Thinking:
 
 
 TAGS = {
-    ReasoningFormat.THINK: Thinking(
-        begin="<think>",
-        end="</think>",
-        written_begin="<think>\n",
-        written_end="\n</think>\n\n",
-        is_inline=True,
-    ),
-    ReasoningFormat.SEED: Thinking(
-        begin="<seed:think>",
-        end="</seed:think>",
-        written_begin="<seed:think>",
-        written_end="</seed:think>\n",
-    ),
-    ReasoningFormat.GEMMA: Thinking(
-        begin="<|channel>thought",
-        end="<channel|>",
-        written_begin="<|channel>thought\n",
-        written_end="\n<channel|>",
-    ),
-    ReasoningFormat.HARMONY: Thinking(
-        begin="<|channel|>analysis<|message|>",
-        end="<|end|><|start|>assistant",
-        written_begin="<|channel|>analysis<|message|>",
-        written_end="<|end|><|start|>assistant",
-    ),
+    ReasoningFormat.THINK: Thinking(begin="<think>", end="</think>", inner="\n", outer="\n\n", is_inline=True),
+    ReasoningFormat.SEED: Thinking(begin="<seed:think>", end="</seed:think>", outer="\n"),
+    ReasoningFormat.GEMMA: Thinking(begin="<|channel>thought", end="<channel|>", inner="\n"),
+    ReasoningFormat.HARMONY: Thinking(begin="<|channel|>analysis<|message|>", end="<|end|><|start|>assistant"),
 }
 
 

@@ -4,14 +4,11 @@ The rules are those that vLLM and SGLang share: text stays text where the schema
 says nothing; otherwise JSON of an allowed type is read as such, and what fits no type stays text.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 from areal_agent.tokens.canonical import format_json, parse_json_value
 from areal_agent.types import JsonObject
-
-MAX_REFERENCES = 16
-"""The deepest chain of `anyOf` and `$ref` that is followed."""
 
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
@@ -64,25 +61,29 @@ def text_of(value: Any) -> str:
     return value if isinstance(value, str) else format_json(value)
 
 
-def types_of(schema: Any, root: JsonObject, depth: int = 0) -> set[str]:
+def types_of(schema: Any, root: JsonObject) -> set[str]:
     """Return the JSON types that a schema allows, as far as it says so.
 
     >>> sorted(types_of({"anyOf": [{"type": ["integer", "null"]}, {"enum": ["a"]}]}, {}))
     ['integer', 'null', 'string']
     """
-    if not isinstance(schema, dict) or depth > MAX_REFERENCES:
-        return set()
-    schema = cast("JsonObject", schema)
-    types = {one for one in _as_list(schema.get("type")) if isinstance(one, str)}
-    types |= {
-        _name_of(value) for value in (*_as_list(schema.get("enum")), *([schema["const"]] if "const" in schema else ()))
-    }
-    for choice in (*_as_list(schema.get("anyOf")), *_as_list(schema.get("oneOf")), *_as_list(schema.get("allOf"))):
-        types |= types_of(choice, root, depth + 1)
-    if isinstance(schema.get("$ref"), str):
-        types |= types_of(_referred(schema["$ref"], root), root, depth + 1)
-    if not types:
-        types = {kind for key, kind in (("properties", "object"), ("items", "array")) if key in schema}
+    types: set[str] = set()
+    waiting, followed = [schema], set[str]()
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, dict):
+            continue
+        one = cast("JsonObject", one)
+        said = {name for name in _as_list(one.get("type")) if isinstance(name, str)}
+        said |= {_name_of(value) for value in _as_list(one.get("enum"))}
+        said |= {_name_of(one["const"])} if "const" in one else set()
+        types |= said or {kind for key, kind in (("properties", "object"), ("items", "array")) if key in one}
+        for key in ("anyOf", "oneOf", "allOf"):
+            waiting += _as_list(one.get(key))
+        reference = one.get("$ref")
+        if isinstance(reference, str) and reference not in followed:
+            followed.add(reference)
+            waiting.append(_referred(reference, root))
     return types
 
 
@@ -107,5 +108,5 @@ def _member(value: Any, name: str) -> Any:
     return cast("JsonObject", value).get(name) if isinstance(value, dict) else None
 
 
-def _as_list(value: Any) -> Iterable[Any]:
-    return cast("list[Any]", value) if isinstance(value, list) else (value,) if value is not None else ()
+def _as_list(value: Any) -> list[Any]:
+    return cast("list[Any]", value) if isinstance(value, list) else [] if value is None else [value]

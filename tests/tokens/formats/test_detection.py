@@ -1,6 +1,6 @@
 """Detecting the format that a chat template writes:
 
-- each format is known by reading back a call that the template writes; formats of one family by how it is laid out
+- a format is known by reading back a call that the template writes; formats of one family by how it is laid out
 - comments, prompts that describe calls, and the schemas of tools do not count
 - templates that want arguments as text, or null in the place of empty content, get them so
 - the models' own templates are known, with their reasoning and their ends of turn
@@ -34,68 +34,27 @@ CHAT = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
+KEYWORDS = "{% for key, value in f.arguments.items() %}{{ key }}={{ value | tojson }}, {% endfor %}{{ '' }}"
 HERMES = '{"name": "NAME", "arguments": ARGUMENTS}'
-INVOKE = ('<invoke name="NAME">\n', '<parameter name="KEY">VALUE</parameter>\n', "</invoke>\n")
-DSML = (
-    '<｜DSML｜invoke name="NAME">\n',
-    '<｜DSML｜parameter name="KEY" string="IS_TEXT">VALUE</｜DSML｜parameter>\n',
-    "</｜DSML｜invoke>\n",
-)
-CALLS = {  # a call, or what is before its arguments, one of them, and what is after them
+CALLS = {  # those that no template of templates/real writes
     ToolFormat.HERMES: f"<tool_call>{HERMES}</tool_call>",
     ToolFormat.QWEN: f"<tool_call>\n{HERMES}\n</tool_call>",
     ToolFormat.LLAMA3_JSON: HERMES.replace("arguments", "parameters"),
     ToolFormat.MISTRAL: f"[TOOL_CALLS] [{HERMES}]",
     ToolFormat.MISTRAL_V11: "[TOOL_CALLS]NAME[ARGS]ARGUMENTS",
-    ToolFormat.DEEPSEEK: "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n"
-    "```json\nARGUMENTS\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     ToolFormat.DEEPSEEK_V31: "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>ARGUMENTS"
     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
-    ToolFormat.HARMONY: "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS<|call|>",
     ToolFormat.KIMI_K2: "<|tool_calls_section_begin|><|tool_call_begin|>ID<|tool_call_argument_begin|>ARGUMENTS"
     "<|tool_call_end|><|tool_calls_section_end|>",
     ToolFormat.PHI_4_MINI: f"functools[{HERMES}]",
-    ToolFormat.LLAMA_4: ("[NAME(", "KEY=QUOTED, ", ")]"),
-    ToolFormat.LFM_2: ("<|tool_call_start|>[NAME(", "KEY=QUOTED, ", ")]<|tool_call_end|>"),
-    ToolFormat.QWEN_CODER: (
-        "<tool_call>\n<function=NAME>\n",
-        "<parameter=KEY>\nVALUE\n</parameter>\n",
-        "</function>\n</tool_call>",
-    ),
-    ToolFormat.SEED: (
-        "<seed:tool_call>\n<function=NAME>\n",
-        "<parameter=KEY>VALUE</parameter>\n",
-        "</function>\n</seed:tool_call>",
-    ),
-    ToolFormat.GLM: (
-        "<tool_call>NAME\n",
-        "<arg_key>KEY</arg_key>\n<arg_value>VALUE</arg_value>\n",
-        "</tool_call>",
-    ),
-    ToolFormat.GLM_47: ("<tool_call>NAME", "<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>", "</tool_call>"),
-    ToolFormat.MINIMAX: ("<minimax:tool_call>\n" + INVOKE[0], INVOKE[1], INVOKE[2] + "</minimax:tool_call>"),
-    ToolFormat.DEEPSEEK_V32: (
-        "<｜DSML｜function_calls>\n" + DSML[0],
-        DSML[1],
-        DSML[2] + "</｜DSML｜function_calls>",
-    ),
-    ToolFormat.DEEPSEEK_V4: ("<｜DSML｜tool_calls>\n" + DSML[0], DSML[1], DSML[2] + "</｜DSML｜tool_calls>"),
+    ToolFormat.LLAMA_4: f"[NAME({KEYWORDS})]",
+    ToolFormat.LFM_2: f"<|tool_call_start|>[NAME({KEYWORDS})]<|tool_call_end|>",
 }
-NAMES = {
-    "NAME": "f.name",
-    "ID": "call.id",
-    "QUOTED": "value | tojson",
-    "ARGUMENTS": "f.arguments | tojson",
-    "KEY": "key",
-    "VALUE": "value if value is string else value | tojson",
-    "IS_TEXT": "'true' if value is string else 'false'",
-}
+NAMES = {"NAME": "f.name", "ID": "call.id", "ARGUMENTS": "f.arguments | tojson"}
 
 
-def template_of(call: str | tuple[str, str, str]) -> str:
+def template_of(call: str) -> str:
     """Return a template that writes calls so."""
-    if not isinstance(call, str):
-        call = "{% for key, value in f.arguments.items() %}{{ '' }}".join(call[:2]) + "{% endfor %}{{ '' }}" + call[2]
     for name, written in NAMES.items():
         call = call.replace(name, f"{{{{ {written} }}}}{{{{ '' }}}}")
     return CHAT.replace("        CALL\n", f"{{{{ '' }}}}{call}")
