@@ -86,21 +86,22 @@ async def test_a_call_and_its_result(open_world: OpenWorld, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-async def test_a_forced_call(open_world: OpenWorld, name: str) -> None:
+@pytest.mark.parametrize("tool_name", [CALL.name, None])
+async def test_a_forced_call(open_world: OpenWorld, name: str, tool_name: str | None) -> None:
     model = renderer(name)
-    opening = model.answer_format.opening(CALL.name)
+    opening = model.answer_format.opening(tool_name)
     rest = model.answer_format.format("", [CALL]).removeprefix(opening) + model.end_texts[-1]
     world = await open_world(
         script=[model.ids_of(rest)], model=model, vocab_size=model.vocab_size, max_context_tokens=9000
     )
     agent = await world.start()
-    choice = {"type": "function", "function": {"name": CALL.name}}
+    choice = {"type": "function", "function": {"name": tool_name}} if tool_name else "required"
     (call,) = (await agent.ask(QUESTION, tools=[TOOL], tool_choice=choice)).choices[0].message.tool_calls
     assert json.loads(call.function.arguments) == CALL.arguments
     sampled, ids = agent.turns[0].completions[0].token_ids, tuple(model.ids_of(rest))
     assert sampled in (ids, ids[:-1])  # the end of the call's block is sampled, too
     prompt = model.text_of(agent.turns[0].new_prompt_ids, has_ended=False)
-    assert prompt.endswith(model.answer_format.opening(CALL.name, is_thinking=opens_thinking(model)))
+    assert prompt.endswith(model.answer_format.opening(tool_name, is_thinking=opens_thinking(model)))
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])
