@@ -5,7 +5,7 @@ where the content is null; `Manner` is the form that a template takes.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,9 +75,8 @@ def probes(template: ChatTemplate) -> Iterator[tuple[str, Manner]]:
         called = manner.form(probe_call(id_))
         result: dict[str, Any] = {"role": "tool", "content": "x", "tool_call_id": id_, "name": PROBE.name}
         for messages in ([_QUESTION, called], [_QUESTION, called, result]):
-            try:
-                text = template.render(messages, PROBE_TOOLS, add_generation_prompt=False)
-            except RequestError:
+            text = _rendered(template, messages)
+            if text is None:
                 continue
             after_question = text.rpartition(str(_QUESTION["content"]))[2]
             after_header = text[_num_common(before, text) :]
@@ -93,12 +92,12 @@ def _num_common(one: str, other: str) -> int:
 def refuses_content(template: ChatTemplate, manner: Manner) -> bool:
     """Return whether a template that writes calls in this form refuses content and thinking beside one."""
     answer = {**manner.form(probe_call(PROBE_IDS[0])), "content": "x"}
-    return not _is_refused(template, answer) and _is_refused(template, {**answer, "thinking": "x"})
+    is_refused = [_rendered(template, [_QUESTION, {**answer, **more}]) is None for more in ({}, {"thinking": "x"})]
+    return is_refused == [False, True]
 
 
-def _is_refused(template: ChatTemplate, answer: JsonObject) -> bool:
+def _rendered(template: ChatTemplate, messages: Sequence[JsonObject]) -> str | None:
     try:
-        template.render([_QUESTION, answer], PROBE_TOOLS, add_generation_prompt=False)
+        return template.render(messages, PROBE_TOOLS, add_generation_prompt=False)
     except RequestError:
-        return True
-    return False
+        return None
