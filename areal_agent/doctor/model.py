@@ -29,8 +29,8 @@ from areal_agent.models.recipe import RECIPE, Recipe, demonstrations_of
 from areal_agent.observe.progress import Progress
 from areal_agent.run.preflight import MODEL_TYPES, check_model, check_model_folder
 from areal_agent.tokens.forest import Forest, Reply
-from areal_agent.tokens.formats.answer_format import ReasoningFormat, ToolFormat
 from areal_agent.tokens.formats.base import ToolCall
+from areal_agent.tokens.formats.thinking import ReasoningFormat
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import HistoryThinking
 from areal_agent.types import ForkReason, JsonObject
@@ -352,9 +352,10 @@ def _thinking(renderer: Renderer, history_thinking: HistoryThinking) -> Finding:
 
 def _tools(renderer: Renderer) -> Finding:
     tool_format = renderer.answer_format.tool_format
-    if tool_format is ToolFormat.NONE:
+    if not renderer.answer_format.has_calls:
         remedy = "fine for workflows without tools; otherwise use a template with tools, or set rollout.tool_format"
-        return Finding("template", State.WARN, "writes no tool calls: no text of an answer is taken for one", remedy)
+        found = "writes no tool calls that can be read back: requests with tools are refused"
+        return Finding("template", State.WARN, found, remedy)
     found = f"tool calls as {tool_format}"
     try:
         reason = continued(renderer, RESULT, content="", calls=True)

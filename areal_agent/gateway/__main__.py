@@ -31,7 +31,8 @@ from areal_agent.gateway.online.consumer import DEFAULT_GROUP_WAIT_S, Consumer
 from areal_agent.gateway.online.groups import Bound
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.process import collect_garbage_rarely, exit_with_parent
-from areal_agent.tokens.formats.answer_format import ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import ToolFormat
+from areal_agent.tokens.formats.thinking import ReasoningFormat
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import HistoryThinking
 
@@ -193,6 +194,7 @@ class Standalone:
     base_url: str
     backend: Backend  # of the engine, as the engine reports it
     model_name: str
+    tool_format: str  # of the calls in answers, or what happens to them
     num_orphans: int  # sessions that the process before it left open
     num_waiting: int  # rollouts that wait to be trained
 
@@ -248,6 +250,7 @@ async def open_standalone(options: Namespace, admin_key: str) -> AsyncGenerator[
             base_url=served.base_url,
             backend=address.backend,
             model_name=model_name,
+            tool_format=renderer.answer_format.tool_format if renderer.reads_calls else "none: tools are refused",
             num_orphans=incarnation.num_orphans,
             num_waiting=consumer.state().num_finished,
         )
@@ -281,6 +284,7 @@ def _welcome(standalone: Standalone, options: Namespace, admin_key: AdminKey) ->
         (
             f"gateway ready at {url}",
             f"model {standalone.model_name!r} on the engine at {options.engine}, which is {standalone.backend}",
+            f"tool format {standalone.tool_format}",
             f"admin key {admin_key.source}",
             f"ledger {ledger_file(options)}: {standalone.num_waiting} rollouts wait to be trained, "
             f"{standalone.num_orphans} were cut off and are orphans",

@@ -19,7 +19,7 @@ from areal_agent.gateway.metrics import Counters
 from areal_agent.gateway.order import MAX_SEED
 from areal_agent.protocols import Sampler
 from areal_agent.tokens.forest import Reply
-from areal_agent.tokens.formats.base import ParsedAnswer
+from areal_agent.tokens.formats.base import ParsedAnswer, ToolCall
 from areal_agent.tokens.renderer import Detokenizer
 from areal_agent.types import (
     Completion,
@@ -69,7 +69,7 @@ class Choice:
             "content": self.parsed.content,
             "tool_calls": [
                 {
-                    "id": call_id(self.completion.id, index),
+                    "id": call_id(call, self.completion.id, index),
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
@@ -91,13 +91,15 @@ class Choice:
         )
 
 
-def call_id(completion_id: str, index: int) -> str:
-    """Derive the id of a call from its completion's id, so that it is the same in a stream and in the record.
+def call_id(call: ToolCall, completion_id: str, index: int) -> str:
+    """Return the id that the model gave a call, or derive one, so that it is the same in a stream and in the record.
 
-    >>> call_id("chatcmpl-7", 0), call_id("chatcmpl-7", 1)
-    ('3dac58382', 'bbc14577e')
+    >>> call_id(ToolCall(name="f", arguments={}), "chatcmpl-7", 0)
+    '3dac58382'
     """
-    return blake2b(f"{completion_id}/{index}".encode(), digest_size=CALL_ID_LENGTH).hexdigest()[:CALL_ID_LENGTH]
+    return (
+        call.id or blake2b(f"{completion_id}/{index}".encode(), digest_size=CALL_ID_LENGTH).hexdigest()[:CALL_ID_LENGTH]
+    )
 
 
 def completion_ids(answer_id: str, num_choices: int) -> tuple[str, ...]:

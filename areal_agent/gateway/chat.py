@@ -334,7 +334,7 @@ def _message(choice: Choice) -> JsonObject:
     if parsed.tool_calls:
         message["content"] = choice.content or None
         message["tool_calls"] = [
-            _call(call, call_id(choice.completion.id, index)) for index, call in enumerate(parsed.tool_calls)
+            _call(call, call_id(call, choice.completion.id, index)) for index, call in enumerate(parsed.tool_calls)
         ]
     return message
 
@@ -350,6 +350,6 @@ def _delta(delta: AnswerDelta, completion_id: str) -> JsonObject:
     if delta.content:
         body["content"] = delta.content
     if delta.call is not None:
-        call = _call(delta.call, call_id(completion_id, delta.call_index))
+        call = _call(delta.call, call_id(delta.call, completion_id, delta.call_index))
         body["tool_calls"] = [{"index": delta.call_index, **call}]
     return body

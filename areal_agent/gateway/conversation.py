@@ -40,8 +40,7 @@ from areal_agent.gateway.draft import ChatReading
 from areal_agent.tokens.canonical import parse_json_object
 from areal_agent.tokens.forest import Forest, Opening, Prompt
 from areal_agent.tokens.formats.base import ToolCall
-from areal_agent.tokens.formats.reader import THINK_BEGIN, THINK_END
-from areal_agent.tokens.renderer import Renderer, is_open
+from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import JsonObject
 
 T = TypeVar("T")
@@ -399,6 +398,12 @@ class ToolChoice:
             refuse(param, str(self.use), "'none' or left out where there are no tools")
 
 
+UNREADABLE_CALLS = (
+    "the model's chat template writes no tool call that can be read back, so calls in answers would stay text: serve "
+    "the model with a template that writes calls in a format of docs/gateway.md, or name the format (--tool-format, "
+    "rollout.tool_format; 'none' leaves them text), or leave out tools"
+)
+
 NO_TOOLS = Tools(definitions=(), accepts=None)
 
 PASSED_ON = "Passed to the chat template under this name; a template that does not read it ignores it."
@@ -467,6 +472,8 @@ class Conversation:
         return self.choice.only is not None or (not may_be_parallel and self.may_call_tools)
 
     def place(self, forest: Forest, renderer: Renderer, *, is_counted: bool = True) -> Prompt:
+        if self.may_call_tools and not renderer.reads_calls:
+            raise RequestError(UNREADABLE_CALLS, param="tools", code="unsupported_parameter")
         messages: Sequence[JsonObject] = self.messages
         opening: Opening | None = None
         if self.continues_last:
@@ -486,11 +493,12 @@ class Conversation:
         return ChatReading(
             answer_format=renderer.answer_format,
             may_call_tools=self.may_call_tools,
-            is_thinking=is_open(prompt.opened),
+            is_thinking=renderer.thinking.is_open(prompt.opened),
             opening=prompt.opening,
             given=_text_of_last(self.messages) if self.continues_last else None,
             only_tool=self.choice.only,
             accepts=self.tools.accepts if self.choice.allowed is None else self._accepts_allowed,
+            tools=self.tools.definitions,
         )
 
     def _accepts_allowed(self, call: ToolCall) -> bool:
@@ -514,17 +522,15 @@ class Conversation:
                 param=last,
                 code="invalid_value",
             )
-        if renderer.form(message)["content"] != text or THINK_BEGIN in text or THINK_END in text:
+        if renderer.form(message)["content"] != text or any(
+            tag in text for tag in (renderer.thinking.begin, renderer.thinking.end)
+        ):
             raise RequestError(
                 f"{last} cannot be continued: it contains special tokens or the tags of thinking; leave them out",
                 param=last,
                 code="invalid_value",
             )
-
-        def opening(*, is_thinking: bool) -> str:
-            return (f"\n{THINK_END}\n\n" if is_thinking else "") + text
-
-        return opening
+        return partial(renderer.answer_format.opening_of_text, text)
 
 
 def _text_of_last(messages: Sequence[JsonObject]) -> str:

@@ -16,7 +16,7 @@ from areal_agent.tokens.formats.answer_format import AnswerFormat
 from areal_agent.tokens.formats.base import AnswerDelta, ParsedAnswer, ToolCall
 from areal_agent.tokens.formats.reader import AnswerReader
 from areal_agent.tokens.renderer import Detokenizer
-from areal_agent.types import FinishReason, GenerateResult, TokenChunk, TopLogprobs
+from areal_agent.types import FinishReason, GenerateResult, JsonObject, TokenChunk, TopLogprobs
 
 
 class StopFinder:
@@ -68,8 +68,12 @@ class Reader(Protocol):
     """Parses one answer, in pieces or whole. Implementations: `AnswerReader` and `PlainReader`."""
 
     @property
-    def has_call(self) -> bool:
-        """True once a tool call has been read."""
+    def has_block(self) -> bool:
+        """True once a tool call has been read, and the end of its block if that comes next."""
+        ...
+
+    def close(self) -> None:
+        """End the answer here, whatever has been held back."""
         ...
 
     def feed(self, text: str) -> tuple[AnswerDelta, ...]:
@@ -109,6 +113,7 @@ class ChatReading:
     given: str | None = None
     only_tool: str | None = None  # a call of any other tool is malformed
     accepts: Callable[[ToolCall], bool] | None = None  # a call that it rejects is malformed
+    tools: Sequence[JsonObject] = ()  # their schemas give arguments that are written as bare text a type
 
     @property
     def num_given(self) -> int:
@@ -120,6 +125,7 @@ class ChatReading:
             is_thinking=self.is_thinking,
             only_tool=self.only_tool,
             accepts=self.accepts,
+            tools=self.tools,
         )
         if self.given is not None:
             reader.go_on_after(self.given)
@@ -140,10 +146,13 @@ class PlainReading:
 class PlainReader:
     """Passes all text on as content."""
 
-    has_call = False
+    has_block = False
 
     def __init__(self) -> None:
         self._texts: list[str] = []
+
+    def close(self) -> None:
+        """Nothing is held back."""
 
     def feed(self, text: str) -> tuple[AnswerDelta, ...]:
         self._texts.append(text)
@@ -290,8 +299,9 @@ class Draft:
         self._num_out += len(text)
         self._texts.append(text)
         deltas = self._reader.feed(text)
-        if self._is_single_call and self._reader.has_call:
+        if self._is_single_call and self._reader.has_block:
             self.has_ended = True
+            self._reader.close()
         return list(deltas)
 
     def _num_rows_out(self) -> int:

@@ -28,7 +28,6 @@ from areal_agent.gateway.session import Session
 from areal_agent.gateway.sessions import Traffic
 from areal_agent.gateway.turn import Exchange
 from areal_agent.tokens.formats.base import ToolCall
-from areal_agent.tokens.formats.reader import THINK_END
 from areal_agent.tokens.renderer import Detokenizer
 from areal_agent.types import JsonObject
 
@@ -175,7 +174,7 @@ class ResponseBody:
         tools = self._request.tools
         namespace = tools.namespaces.get(call.name, "")
         item: dict[str, Any] = {
-            "call_id": call_id(completion_id, index),
+            "call_id": call_id(call, completion_id, index),
             "name": call.name.removeprefix(f"{namespace}."),
             "status": "completed",
         }
@@ -279,7 +278,8 @@ def _begun(item: JsonObject) -> JsonObject:
 
 def _rows_of_content(choice: Choice) -> tuple[TokenRow, ...]:
     """Return the tokens of the content, which follows the reasoning; if calls interrupt it, all that follow."""
-    begin = choice.text.find(THINK_END) + len(THINK_END) if choice.parsed.reasoning is not None else 0
+    reasoning = choice.parsed.reasoning or ""
+    begin = max(0, choice.text.find(reasoning)) + len(reasoning)
     found = choice.text.find(choice.parsed.content, begin)
     begin, end = (begin, len(choice.text)) if found < 0 else (found, found + len(choice.parsed.content))
     return tuple(row for row in choice.rows if begin <= row.start < end)

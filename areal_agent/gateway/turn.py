@@ -22,7 +22,6 @@ from areal_agent.gateway.order import Order, Question
 from areal_agent.protocols import Journal, Sampler
 from areal_agent.tokens.forest import Forest, Prompt
 from areal_agent.tokens.formats.base import AnswerDelta, ParsedAnswer
-from areal_agent.tokens.formats.reader import THINK_END
 from areal_agent.tokens.prompt import packed
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import (
@@ -339,14 +338,18 @@ class PendingTurn:
     def _draft(self) -> Draft:
         """Make a draft. Unless the answer streams or ends with its first call, it is parsed only when it is whole."""
         plan = self._plan
-        is_read = self._outlet is not None or plan.is_single_call
         return Draft(
             detokenizer=self._services.renderer.detokenizer,
-            reader=plan.reading.reader() if is_read else PlainReader(),
+            reader=plan.reading.reader() if self._is_read else PlainReader(),
             stop_token_ids=plan.sampling.stop_token_ids,
             stops=plan.order.stops,
             is_single_call=plan.is_single_call,
         )
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether answers are parsed while they are sampled."""
+        return self._outlet is not None or self._plan.is_single_call
 
     def _on_chunk(self, index: int, chunk: TokenChunk) -> None:
         draft = self._drafts[index]
@@ -374,7 +377,7 @@ class PendingTurn:
     def _choice(self, index: int, result: GenerateResult) -> Choice:
         plan, draft = self._plan, self._drafts[index] if self._drafts else None
         text = self._text_of(result) if draft is None else draft.text
-        parsed = plan.reading.reader().finish(text)[1] if self._outlet is None else self._streamed[index]
+        parsed = self._streamed[index] if self._is_read else plan.reading.reader().finish(text)[1]
         return Choice(
             index=plan.first_index + index,
             completion=self._completion(index, result),
@@ -398,7 +401,8 @@ class PendingTurn:
     def _num_reasoning_tokens(self, parsed: ParsedAnswer, result: GenerateResult) -> int:
         if not parsed.reasoning:
             return 0
-        return self._services.renderer.detokenizer.num_tokens_through(THINK_END, result.token_ids)
+        renderer = self._services.renderer
+        return renderer.detokenizer.num_tokens_through(renderer.thinking.end, result.token_ids)
 
     def _completion(self, index: int, result: GenerateResult) -> Completion:
         return Completion(

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from areal_agent.section import IMPORT_PATH, Section, is_import_path
-from areal_agent.tokens.formats.answer_format import ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import ToolFormat
+from areal_agent.tokens.formats.thinking import ReasoningFormat
 from areal_agent.tokens.loss_rule import LossRule, TrainRoots
 from areal_agent.tokens.template import HistoryThinking
 

@@ -146,11 +146,21 @@ def parse_json_object(text: str) -> dict[str, Any] | None:
     >>> parse_json_object('{"x": 123456789012345678901}'), parse_json_object('{"x": NaN}')
     ({'x': 123456789012345678901}, None)
     """
+    parsed = parse_json_value(text)
+    return parsed[0] if parsed and isinstance(parsed[0], dict) else None
+
+
+def parse_json_value(text: str) -> tuple[Any] | None:
+    """Parse `text` as JSON of any type, as strictly as an object. Return the value in a tuple, or None.
+
+    >>> parse_json_value(" null "), parse_json_value("none")
+    ((None,), None)
+    """
     try:
         value = _DECODER.decode(text)
     except (ValueError, RecursionError):
         return None
-    return value if _is_good_object(value, text) else None
+    return (value,) if _is_good(value, text) else None
 
 
 def json_object_at(text: str, begin: int) -> tuple[dict[str, Any], int] | None:
@@ -163,7 +173,7 @@ def json_object_at(text: str, begin: int) -> tuple[dict[str, Any], int] | None:
         value, end = _DECODER.raw_decode(text, begin)
     except (ValueError, RecursionError):
         return None
-    return (value, end) if _is_good_object(value, text) else None
+    return (value, end) if isinstance(value, dict) and _is_good(value, text) else None
 
 
 def format_json(value: JsonObject) -> str:
@@ -198,11 +208,11 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _is_good_object(value: Any, text: str) -> bool:
+def _is_good(value: Any, text: str) -> bool:
     """`text` contains the JSON of `value`."""
-    if not isinstance(value, dict) or is_deeper(value):
+    if is_deeper(value):
         return False
-    return is_unicode(format_json(cast("JsonObject", value)) if "\\u" in text else text)  # an escape may be half a pair
+    return is_unicode(_ENCODER.encode(value) if "\\u" in text else text)  # an escape may be half a pair
 
 
 def _finite(text: str) -> float:

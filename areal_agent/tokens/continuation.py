@@ -12,20 +12,16 @@ tokens, or, where the template leaves out its thinking, those after the thinking
 the template strips the thinking of earlier answers, the turn leaves the path at the first stripped answer.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from areal_agent.errors import RequestError
-from areal_agent.tokens.canonical import split_thinking
 from areal_agent.tokens.prompt import Answer, Prompt, StandIn, TextHash
 from areal_agent.tokens.renderer import Ended, Renderer
 from areal_agent.types import ForkReason, JsonObject
 
 Normalise = Callable[[JsonObject, int], JsonObject]
 """Maps a raw message and its index among the messages to the normalised message. Raises RequestError."""
-
-_LEAD = re.compile(r"\s*(<think>\s*</think>\s*)?")  # what a template may write in the place of thinking
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,12 +173,7 @@ class Continuation:
         """Return an echoed answer as the template receives it, with a probe in the place of its thinking."""
         if not answer.has_thinking:
             return self._renderer.form(echo)
-        _, content = split_thinking(echo)
-        form = dict(self._renderer.form({**echo, "content": content, "reasoning_content": None}))
-        del form["reasoning_content"]
-        # No white space after the thinking: some templates would keep it when they leave the thinking out.
-        thinking = f"<think>\n{self._renderer.probe(answer.number)}\n</think>"
-        return {**form, "content": thinking + form["content"]}
+        return self._renderer.form_with_thinking(echo, self._renderer.probe(answer.number))
 
 
 def _text_hash(walk: _Walk, before: StandIn) -> TextHash | None:
@@ -269,12 +260,14 @@ def _ids_after_thinking(renderer: Renderer, answer: Answer, written: Ended) -> l
     block = answer.block.tolist()
     if block and block[-1] in renderer.stop_token_ids:
         block.pop()
-    lead = _lead(written)
-    ids = _after_last(block, renderer.thinking_end_id)
+    lead = renderer.thinking.lead(written.answer)
+    ids = _after_last(block, renderer.thinking_end_ids)
     if ids is None:
-        text = _text_after_thinking(
-            renderer.detokenizer.text_of(block), is_thinking=answer.has_thinking or answer.prompt.is_thinking
-        )
+        text = renderer.detokenizer.text_of(block)
+        if renderer.thinking.end in text:
+            text = text.rpartition(renderer.thinking.end)[2].lstrip()
+        elif answer.has_thinking or answer.prompt.is_thinking:
+            text = ""  # cut off while it was thinking
         return renderer.ids_of(lead + text)
     text = renderer.detokenizer.text_of(ids)
     for wanted, prefix in ((lead + text.lstrip(), ""), (text.lstrip(), lead)):
@@ -284,21 +277,12 @@ def _ids_after_thinking(renderer: Renderer, answer: Answer, written: Ended) -> l
     return renderer.ids_of(lead + text.lstrip())
 
 
-def _lead(written: Ended) -> str:
-    lead = _LEAD.match(written.answer)
-    return lead[0] if lead else ""
-
-
-def _after_last(ids: list[int], token_id: int | None) -> list[int] | None:
-    if token_id is None or token_id not in ids:
-        return None
-    return ids[len(ids) - ids[::-1].index(token_id) :]
-
-
-def _text_after_thinking(text: str, *, is_thinking: bool) -> str:
-    if "</think>" in text:
-        return text.rpartition("</think>")[2].lstrip()
-    return "" if is_thinking else text  # cut off while it was thinking
+def _after_last(ids: list[int], mark: list[int]) -> list[int] | None:
+    """Return what follows the last occurrence of `mark` in `ids`, or None."""
+    for end in range(len(ids), len(mark) - 1, -1):
+        if ids[end - len(mark) : end] == mark:
+            return ids[end:]
+    return None
 
 
 def _start_of(renderer: Renderer, ids: list[int], wanted: str) -> int | None:

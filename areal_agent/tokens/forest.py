@@ -33,9 +33,10 @@ from areal_agent.tokens.canonical import (
     with_stop_text,
 )
 from areal_agent.tokens.continuation import Continuation, Extension, Normalise
+from areal_agent.tokens.formats.thinking import Thinking
 from areal_agent.tokens.prompt import Answer, Key, Prompt, Reply, packed
 from areal_agent.tokens.recognition import AnswersByData, Line, Lines, Requests, best_by_echo
-from areal_agent.tokens.renderer import Renderer, is_open
+from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import ForkReason, JsonObject
 
 FIRST_AUDIT = 20
@@ -64,9 +65,9 @@ class _Sent:
         """Return the messages from `start` on, normalised."""
         return [self.normalise(message, index) for index, message in enumerate(self.messages[start:], start)]
 
-    def opening_after(self, opened: str) -> str:
+    def opening_after(self, opened: str, thinking: Thinking) -> str:
         """Return the text with which the answer must begin, after the thinking that the template has opened."""
-        return self.opening(is_thinking=is_open(opened)) if self.opening else ""
+        return self.opening(is_thinking=thinking.is_open(opened)) if self.opening else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +165,7 @@ class Forest:
         if tip.parent and self._answers.of(replace(tip.key, body=tip.parent.body)) != [tip.parent]:
             return None
         prompt = replace(tip, num_waiting=0, sent=sent.messages)
-        opening = sent.opening_after(tip.opened)
+        opening = sent.opening_after(tip.opened, self._renderer.thinking)
         if opening != tip.opening:
             self._begin_answer(prompt, opening)
         return prompt
@@ -234,7 +235,7 @@ class Forest:
             stand_in=extension.stand_in,
             sent=sent.messages,
         )
-        self._begin_answer(prompt, sent.opening_after(extension.opened))
+        self._begin_answer(prompt, sent.opening_after(extension.opened, self._renderer.thinking))
         return prompt
 
     def _begin_answer(self, prompt: Prompt, opening: str) -> None:
@@ -243,7 +244,7 @@ class Forest:
         prompt.new_ids = prompt.new_ids[: len(prompt.new_ids) - prompt.num_opened] + begun
         prompt.num_opened = len(begun)
         prompt.opening = opening
-        prompt.is_thinking = is_open(prompt.opened + opening)
+        prompt.is_thinking = self._renderer.thinking.is_open(prompt.opened + opening)
         prompt.known_path = None
 
     # ------------------------------------------------------------------------------------------------ record

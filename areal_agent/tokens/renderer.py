@@ -24,7 +24,10 @@ from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.errors import ConfigError, RequestError
-from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
+from areal_agent.tokens.canonical import split_thinking
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ToolFormat
+from areal_agent.tokens.formats.detection import PROBE, PROBE_IDS, PROBE_TOOLS, probe_call
+from areal_agent.tokens.formats.thinking import TAGS, ReasoningFormat
 from areal_agent.tokens.template import MARKERS, ChatTemplate, HistoryThinking, keep_template
 from areal_agent.tokens.words import WordCache, any_of
 from areal_agent.types import JsonObject
@@ -34,7 +37,6 @@ ANSWER_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"}
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not UTF-8
 MAX_TOKEN_BYTES = 1024  # longer than any token of a vocabulary
-_OPENED_THINKING = re.compile(r"<think>\s*(</think>\s*)?\Z")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,11 +70,19 @@ class Renderer:
                 "put a chat_template.jinja beside its tokenizer.json"
             )
         source = tokenizer.chat_template
-        self.answer_format = AnswerFormat.detect(source, tool_format=tool_format, reasoning_format=reasoning_format)
         is_kept = history_thinking is HistoryThinking.KEEP
         self.chat_template = keep_template(source) if is_kept else source
         """The template in use. Export it with a model that is trained on these prompts."""
         self.template = ChatTemplate(self.chat_template, tokenizer.special_tokens_map)
+        self.answer_format, self._manner = AnswerFormat.detect(
+            ChatTemplate(source, tokenizer.special_tokens_map) if is_kept else self.template,
+            tool_format=tool_format,
+            reasoning_format=reasoning_format,
+        )
+        self.reads_calls = tool_format is not None or self.answer_format.has_calls
+        """Whether calls can be read from answers, or somebody has said that none are to be read."""
+        self.thinking = self.answer_format.thinking or TAGS[ReasoningFormat.THINK]
+        self._opened_thinking = self.thinking.opened()
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         self._backend.no_truncation()  # training scripts leave these in tokenizer.json; no prompt is cut here
         self._backend.no_padding()
@@ -84,13 +94,13 @@ class Renderer:
         self._breaker = Breaker(texts, with_text=self._secret)
         self._breaker_in_answers = Breaker(self._turn_texts, with_text=self._secret)
         try:
-            self.end_texts = self._find_end_texts()
             self.answer_header = self._find_answer_header()
+            self.end_texts = self._find_end_texts()
+            self._end_pattern = self._find_end_pattern()
         except RequestError as error:
             raise ConfigError(f"the chat template cannot render a plain question and answer: {error}") from error
-        self._end_pattern = re.compile(any_of(self.end_texts))
         self.end_token_id = self._id_of(self.end_texts[0])
-        self.thinking_end_id: int | None = self._backend.token_to_id("</think>")
+        self.thinking_end_ids: list[int] = self._backend.encode(self.thinking.end, add_special_tokens=False).ids
         self.vocab_size = len(tokenizer)
         eos_token_id = cast("int | None", tokenizer.eos_token_id)
         stop_ids = [self._id_of(text) for text in self.end_texts]
@@ -136,11 +146,26 @@ class Renderer:
 
     def form(self, message: JsonObject) -> JsonObject:
         """Return a normalised message as the template receives it, with special-token text in it broken up."""
-        is_trusted = message["role"] in ("system", "assistant")
-        form = (self._breaker_in_answers if is_trusted else self._breaker).broken(message)
+        form = self._broken_form(message)
         if form.get("reasoning_content") is not None:
             form = {"thinking": form["reasoning_content"], **form}  # as transformers does, for templates that read it
-        return form
+        return self._manner.form(form) if form.get("tool_calls") else form
+
+    def form_with_thinking(self, message: JsonObject, thinking: str) -> JsonObject:
+        """Return a normalised answer as the template receives it, with this text in the place of its thinking."""
+        _, content = split_thinking(message)
+        form = dict(self._broken_form({**message, "content": content, "reasoning_content": None}))
+        del form["reasoning_content"]
+        if self.thinking.is_inline:
+            # No white space after the thinking: some templates would keep it when they leave the thinking out.
+            form["content"] = f"{self.thinking.begin}\n{thinking}\n{self.thinking.end}{form['content']}"
+        else:
+            form |= {"thinking": thinking, "reasoning_content": thinking}
+        return self._manner.form(form) if form.get("tool_calls") else form
+
+    def _broken_form(self, message: JsonObject) -> JsonObject:
+        is_trusted = message["role"] in ("system", "assistant")
+        return (self._breaker_in_answers if is_trusted else self._breaker).broken(message)
 
     def tool_forms(self, tools: Sequence[JsonObject]) -> list[JsonObject]:
         """Return tool definitions as the template receives them."""
@@ -157,7 +182,7 @@ class Renderer:
 
     def split_opened(self, text: str) -> tuple[str, str]:
         """Split off the thinking that the template opens at the end. Return the text before it, and it."""
-        opened = _OPENED_THINKING.search(text) if text[-1:].isspace() or text.endswith(">") else None
+        opened = self._opened_thinking.search(text) if text[-1:].isspace() or text.endswith(">") else None
         return (text[: opened.start()], opened[0]) if opened else (text, "")
 
     def split_at_end(self, text: str) -> Ended | None:
@@ -180,7 +205,7 @@ class Renderer:
         one that was cut off (by its length, or by another end token) still needs it.
         """
         ids = self.ids_of(text)
-        if not ids or ids[0] not in self.stop_token_ids:
+        if not ids or not (ids[0] in self.stop_token_ids or self._end_pattern.match(text)):
             raise RequestError(
                 f"the chat template ended an answer with {text[:20]!r} instead of {self.end_texts[0]!r}",
                 param="messages",
@@ -210,23 +235,46 @@ class Renderer:
 
     def _find_end_texts(self) -> tuple[str, ...]:
         """Return the control tokens that end an answer: first a plain answer, then one that calls a tool."""
-        answer, question = secrets.token_hex(8), {"role": "user", "content": "x"}
-        plain = self._tokens_after(answer, [question, {"role": "assistant", "content": answer}])
+        plain = self._tokens_after_answer(is_last=True) or self._tokens_after_answer(is_last=False)
         if not plain:
             raise ConfigError(
                 "the chat template writes no special token of the tokenizer after an answer; "
                 "use a template that ends each answer with one, as '<|im_end|>' in ChatML"
             )
-        function: dict[str, Any] = {"name": "f", "arguments": {"x": answer}}
-        call = {"id": "abcdefghi", "type": "function", "function": function}
-        tool: dict[str, Any] = {"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}
-        try:
-            calling = self._tokens_after(
-                answer, [question, {"role": "assistant", "content": "", "tool_calls": [call]}], [tool]
-            )
-        except RequestError:
-            calling = []  # the model knows no tools
-        return (plain[0],) if not calling or plain[0] in calling else (plain[0], calling[-1])
+        calling = self._token_after_call(plain[0])
+        return (plain[0],) if calling == plain[0] else (plain[0], calling)
+
+    def _find_end_pattern(self) -> re.Pattern[str]:
+        """Return a pattern for what ends an answer in rendered text.
+
+        An answer that is not the last may end with another token (Harmony's), which also stands within answers.
+        """
+        ends, inside = any_of(self.end_texts), self._tokens_after_answer(is_last=False)[:1]
+        if not inside or inside[0] in self.end_texts or not self.answer_header:
+            return re.compile(ends)
+        return re.compile(f"{ends}|{re.escape(inside[0])}(?!{re.escape(self.answer_header)})")
+
+    def _tokens_after_answer(self, *, is_last: bool) -> list[str]:
+        answer, question = secrets.token_hex(8), {"role": "user", "content": "x"}
+        messages: list[JsonObject] = [question, {"role": "assistant", "content": answer}]
+        return self._tokens_after(answer, messages if is_last else [*messages, question])
+
+    def _token_after_call(self, plain: str) -> str:
+        """Return the control token that ends an answer with a call; `plain`, which ends others, if no other does."""
+        written = self.answer_format.format("", (PROBE,)) if self.answer_format.has_calls else ""
+        question, word = {"role": "user", "content": "x"}, str(PROBE.arguments["word"])
+        for id_ in PROBE_IDS:
+            called = [question, self._manner.form(probe_call(id_))]
+            result = {"role": "tool", "content": "x", "tool_call_id": id_}
+            for messages in (called, [*called, result]):
+                try:
+                    tokens = self._tokens_after(word, messages, PROBE_TOOLS)
+                except RequestError:
+                    continue
+                outside = [token for token in tokens if token not in written]
+                if outside:
+                    return plain if plain in outside else outside[0] if written else outside[-1]
+        return plain
 
     def _tokens_after(self, answer: str, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> list[str]:
         """Return the control tokens that follow `answer` in the text, in order."""
@@ -246,15 +294,6 @@ def exported_template(path: Path, history_thinking: HistoryThinking) -> str | No
     if history_thinking is HistoryThinking.TEMPLATE:
         return None
     return Renderer.load(path, history_thinking=history_thinking).chat_template
-
-
-def is_open(text: str) -> bool:
-    """Return whether the text that follows `text` is thinking.
-
-    >>> is_open("<think>"), is_open("<think> </think>")
-    (True, False)
-    """
-    return "<think>" in text.rpartition("</think>")[2]
 
 
 def _control_texts(tokenizer: PreTrainedTokenizerFast, template: str) -> frozenset[str]:

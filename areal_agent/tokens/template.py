@@ -53,6 +53,7 @@ class ChatTemplate:
             """The variables that the template reads."""
         except TemplateError as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}; correct chat_template.jinja") from error
+        self.source = source
         self._template.globals = dict(self._template.globals)  # one flat dict, because each rendering copies it
         self.special_tokens = dict(special_tokens)
 

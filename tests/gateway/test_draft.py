@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.gateway.draft import ChatReading, Draft, Gain, PlainReading, Reading
-from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ToolFormat
+from areal_agent.tokens.formats.thinking import ReasoningFormat
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import FinishReason, GenerateResult, TokenChunk, VersionSpan, WeightVersion
 

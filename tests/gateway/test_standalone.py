@@ -83,6 +83,7 @@ def test_it_serves_and_ends_with_grace_and_the_next_one_goes_on(
         url = said(gateway, log, r"gateway ready at (\S+)")
         key_file = folder / "admin_key"
         key = key_file.read_text().strip()
+        assert "tool format hermes\n" in log.read_text()
         assert f"in {key_file} (mode 0600)" in log.read_text() and key not in log.read_text()
         assert f"engine.url={engine_url} rollout.gateway_admin_key_file={key_file}\n" in log.read_text()
         assert stat.S_IMODE(key_file.stat().st_mode) == 0o600

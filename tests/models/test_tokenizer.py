@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.models.recipe import ASSISTANT, END, Conversation, render, token_id
-from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ToolFormat
 from areal_agent.tokens.formats.base import ToolCall
+from areal_agent.tokens.formats.thinking import ReasoningFormat
 
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "print((348 + 27) * 915)"}}</tool_call>'
 FAILED = [

@@ -3,22 +3,27 @@
 Code outside this package starts here.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Self
 
 from areal_agent.errors import RequestError
 from areal_agent.tokens.formats.base import Family, ParsedAnswer, ToolCall
 from areal_agent.tokens.formats.deepseek import DeepSeek
-from areal_agent.tokens.formats.hermes import Hermes
+from areal_agent.tokens.formats.detection import PROBE, PROBE_TOOLS, Manner, probes, refuses_content
+from areal_agent.tokens.formats.harmony import FINAL, Harmony, HarmonyReader
+from areal_agent.tokens.formats.hermes import Hermes, Phi
+from areal_agent.tokens.formats.kimi import Kimi
+from areal_agent.tokens.formats.literals import FUNCTION_GEMMA, GEMMA_4, LFM_2, LLAMA_4
 from areal_agent.tokens.formats.llama3 import Llama3
 from areal_agent.tokens.formats.mistral import Mistral
-from areal_agent.tokens.formats.reader import THINK_BEGIN, THINK_END, AnswerReader
-
-_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-_THINK_TAG = re.compile("</?think>")
+from areal_agent.tokens.formats.reader import AnswerReader
+from areal_agent.tokens.formats.thinking import TAGS, ReasoningFormat, Thinking, detect_reasoning
+from areal_agent.tokens.formats.values import ParameterTypes
+from areal_agent.tokens.formats.xml import DSML_V4, DSML_V32, GLM, GLM_47, MINIMAX, QWEN_CODER, SEED
+from areal_agent.tokens.template import ChatTemplate
+from areal_agent.types import JsonObject
 
 
 class ToolFormat(StrEnum):
@@ -26,15 +31,43 @@ class ToolFormat(StrEnum):
 
     HERMES = "hermes"  # <tool_call>{"name": ..., "arguments": {...}}</tool_call>
     QWEN = "qwen"  # the same, with each tag on a line of its own
+    QWEN_CODER = "qwen_coder"  # <tool_call><function=name><parameter=key>value</parameter></function></tool_call>
     LLAMA3_JSON = "llama3_json"  # {"name": ..., "parameters": {...}}
     MISTRAL = "mistral"  # [TOOL_CALLS] [{"name": ..., "arguments": {...}}]
     MISTRAL_V11 = "mistral_v11"  # [TOOL_CALLS]name[ARGS]{...}
     DEEPSEEK = "deepseek"  # function, name and fenced arguments between tags: V3, R1
     DEEPSEEK_V31 = "deepseek_v31"  # name and arguments between tags
+    DEEPSEEK_V32 = "deepseek_v32"  # DSML: a tag for each argument, in a block `function_calls`
+    DEEPSEEK_V4 = "deepseek_v4"  # DSML in a block `tool_calls`
+    FUNCTION_GEMMA = "function_gemma"  # <start_function_call>call:name{key:<escape>text<escape>}<end_function_call>
+    GEMMA_4 = "gemma_4"  # <|tool_call>call:name{key:<|"|>text<|"|>,number:1}<tool_call|>
+    GLM = "glm"  # <tool_call>name <arg_key>key</arg_key> <arg_value>value</arg_value> </tool_call>: 4.5, 4.6
+    GLM_47 = "glm_47"  # the same, without line ends
+    HARMONY = "harmony"  # a message to functions.name in the channel `commentary`: gpt-oss
+    KIMI_K2 = "kimi_k2"  # functions.name:0 and arguments between tags
+    LFM_2 = "lfm_2"  # <|tool_call_start|>[name(key="value")]<|tool_call_end|>
+    LLAMA_4 = "llama_4"  # [name(key="value")]
+    MINIMAX = "minimax"  # <minimax:tool_call><invoke name="name"><parameter name="key">value</parameter>...
+    PHI_4_MINI = "phi_4_mini"  # functools[{"name": ..., "arguments": {...}}]
+    SEED = "seed"  # as qwen_coder, within <seed:tool_call>
     NONE = "none"  # no text is taken for a call
 
 
 _FAMILIES: Mapping[ToolFormat, Family] = {
+    ToolFormat.QWEN_CODER: QWEN_CODER,
+    ToolFormat.GLM: GLM,
+    ToolFormat.GLM_47: GLM_47,
+    ToolFormat.MINIMAX: MINIMAX,
+    ToolFormat.SEED: SEED,
+    ToolFormat.DEEPSEEK_V32: DSML_V32,
+    ToolFormat.DEEPSEEK_V4: DSML_V4,
+    ToolFormat.HARMONY: Harmony(),
+    ToolFormat.KIMI_K2: Kimi(),
+    ToolFormat.GEMMA_4: GEMMA_4,
+    ToolFormat.FUNCTION_GEMMA: FUNCTION_GEMMA,
+    ToolFormat.PHI_4_MINI: Phi(),
+    ToolFormat.LFM_2: LFM_2,
+    ToolFormat.LLAMA_4: LLAMA_4,
     ToolFormat.MISTRAL: Mistral(is_list=True),
     ToolFormat.MISTRAL_V11: Mistral(is_list=False),
     ToolFormat.DEEPSEEK: DeepSeek(is_fenced=True),
@@ -43,14 +76,6 @@ _FAMILIES: Mapping[ToolFormat, Family] = {
     ToolFormat.QWEN: Hermes(newline="\n"),
     ToolFormat.LLAMA3_JSON: Llama3(),
 }
-"""A template is tried against them in this order. Llama is last: other templates, too, write `"parameters":`."""
-
-
-class ReasoningFormat(StrEnum):
-    """The ways in which models write the reasoning before an answer."""
-
-    THINK = "think"  # <think>...</think>
-    NONE = "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,19 +93,25 @@ class AnswerFormat:
     @classmethod
     def detect(
         cls,
-        chat_template: str,
+        template: ChatTemplate,
         *,
         tool_format: ToolFormat | None = None,
         reasoning_format: ReasoningFormat | None = None,
-    ) -> Self:
-        """Detect the format in which a template writes earlier answers; a given format overrides the detected one.
+    ) -> tuple[Self, Manner]:
+        """Detect the format in which a template writes earlier answers, and the form in which it wants their calls.
 
-        Jinja comments are ignored. A model whose template has `<think>` or `</think>` in it thinks.
+        A call is rendered, and the format is the one that reads it back; NONE if no format does. A given format
+        overrides the detected one. Reasoning is known by the tags in the template, Jinja comments left out.
         """
-        text = _COMMENT.sub("", chat_template)
-        found = next((one for one, family in _FAMILIES.items() if family.is_written_by(text)), ToolFormat.NONE)
-        thinking = ReasoningFormat.THINK if _THINK_TAG.search(text) else ReasoningFormat.NONE
-        return cls(tool_format=tool_format or found, reasoning_format=reasoning_format or thinking)
+        reasoning_format = reasoning_format or detect_reasoning(template.source)
+        one_of = list(_FAMILIES) if tool_format is None else [tool_format]
+        formats = [cls(tool_format=one, reasoning_format=reasoning_format) for one in one_of]
+        for text, manner in probes(template):
+            found = [one for one in formats if one.parse(text, tools=PROBE_TOOLS).tool_calls == (PROBE,)]
+            if found:  # formats of one family read the same
+                best = next((one for one in found if one.format("", (PROBE,)).strip() in text), found[0])
+                return best, replace(manner, is_single_text=refuses_content(template, manner))
+        return cls(tool_format=tool_format or ToolFormat.NONE, reasoning_format=reasoning_format), Manner()
 
     def parse(
         self,
@@ -90,10 +121,11 @@ class AnswerFormat:
         is_thinking: bool = False,
         only_tool: str | None = None,
         accepts: Callable[[ToolCall], bool] | None = None,
+        tools: Sequence[JsonObject] = (),
     ) -> ParsedAnswer:
         """Read a whole answer. The options are those of `reader`."""
         reader = self.reader(
-            may_call_tools=may_call_tools, is_thinking=is_thinking, only_tool=only_tool, accepts=accepts
+            may_call_tools=may_call_tools, is_thinking=is_thinking, only_tool=only_tool, accepts=accepts, tools=tools
         )
         return reader.finish(text)[1]
 
@@ -104,18 +136,21 @@ class AnswerFormat:
         is_thinking: bool = False,
         only_tool: str | None = None,
         accepts: Callable[[ToolCall], bool] | None = None,
+        tools: Sequence[JsonObject] = (),
     ) -> AnswerReader:
         """Return a reader of an answer in progress. Malformed calls, and those that `accepts` refuses, become content.
 
-        `is_thinking`: the prompt ends inside the reasoning. `only_tool`: a call of another tool is malformed. White
-        space between reasoning and content, and between content and calls, belongs to neither.
+        `is_thinking`: the prompt ends inside the reasoning. `only_tool`: a call of another tool is malformed. `tools`:
+        their schemas give arguments that are written as bare text a type. White space between reasoning and content,
+        and between content and calls, belongs to neither.
         """
-        return AnswerReader(
+        return (HarmonyReader if self._is_harmony else AnswerReader)(
             family=self._family if may_call_tools else None,
-            has_thinking=self.reasoning_format is ReasoningFormat.THINK,
+            thinking=self.thinking,
             is_thinking=is_thinking,
             only_tool=only_tool,
             accepts=accepts,
+            types=ParameterTypes(tools),
         )
 
     def opening(self, tool_name: str | None, *, is_thinking: bool = False) -> str:
@@ -130,7 +165,11 @@ class AnswerFormat:
                 param="tool_choice",
                 code="unsupported_parameter",
             )
-        return (f"\n{THINK_END}\n\n" if is_thinking else "") + self._family.opening(tool_name)
+        return self._after_thinking(is_thinking) + self._family.opening(tool_name)
+
+    def opening_of_text(self, text: str, *, is_thinking: bool = False) -> str:
+        """Return the text that begins an answer without calls, ending reasoning that is open first."""
+        return self._after_thinking(is_thinking) + (FINAL if self._is_harmony else "") + text
 
     def format(self, content: str, tool_calls: Sequence[ToolCall] = (), *, reasoning: str | None = None) -> str:
         """Write the text that `parse` reads back, for a scripted model. Raises ValueError if it cannot be written.
@@ -139,16 +178,33 @@ class AnswerFormat:
         >>> hermes.format("", [ToolCall(name="f", arguments={"x": 1})])
         '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
         """
-        text = content
+        text = self.opening_of_text(content)
         if tool_calls:
             if self._family is None:
                 raise ValueError("tool_format 'none' writes no calls; choose another format or give no tool_calls")
             text = self._family.write(content, tool_calls)
         if reasoning is None:
             return text
-        if self.reasoning_format is ReasoningFormat.NONE:
+        if self.thinking is None:
             raise ValueError("reasoning_format 'none' writes no reasoning; choose 'think' or give none")
-        return f"{THINK_BEGIN}\n{reasoning}\n{THINK_END}\n\n{text}"
+        return self.thinking.write(reasoning, text)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether any text is a call."""
+        return self._family is not None
+
+    @property
+    def thinking(self) -> Thinking | None:
+        """The tags around reasoning."""
+        return TAGS.get(self.reasoning_format)
+
+    def _after_thinking(self, is_thinking: bool) -> str:
+        return self.thinking.closing if self.thinking and is_thinking else ""
+
+    @property
+    def _is_harmony(self) -> bool:
+        return ReasoningFormat.HARMONY is self.reasoning_format or ToolFormat.HARMONY is self.tool_format
 
     @property
     def _family(self) -> Family | None:

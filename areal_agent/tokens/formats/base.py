@@ -8,11 +8,12 @@ several calls, the family's marks have separators and endings; where JSON is the
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from areal_agent.tokens.canonical import format_json
+from areal_agent.tokens.canonical import format_json, is_deeper
 from areal_agent.tokens.formats.cursor import Cursor, MalformedCall
+from areal_agent.tokens.formats.values import ParameterTypes
 from areal_agent.types import JsonObject
 
 BARE_NAME = re.compile(r"[\w.:/-]*")
@@ -29,6 +30,8 @@ class ToolCall:
 
     name: str
     arguments: JsonObject
+    id: str | None = field(default=None, compare=False, repr=False)
+    """The id that the model gave the call, where its format has one."""
 
     @property
     def arguments_json(self) -> str:
@@ -74,12 +77,14 @@ class Marks:
 class PartialCall:
     """The parts of one call that have been read. `only_tool`: a call of another tool is malformed.
 
-    A family whose arguments are not JSON sets `arguments` and `has_arguments` itself.
+    A family whose arguments are not one JSON object sets them when it has read all.
     """
 
-    def __init__(self, only_tool: str | None) -> None:
+    def __init__(self, only_tool: str | None = None, types: ParameterTypes | None = None) -> None:
         self._only_tool = only_tool
+        self._types = types or ParameterTypes()
         self.name: str | None = None
+        self.id: str | None = None
         self.arguments: JsonObject | None = None  # also None if the text is not strict JSON
         self.has_arguments = False
 
@@ -100,11 +105,19 @@ class PartialCall:
         self.has_arguments = True
         self.arguments = cursor.read_object()
 
+    def set_arguments(self, arguments: JsonObject) -> None:
+        """Set all arguments. Those that nest too deep are not valid."""
+        self.has_arguments, self.arguments = True, None if is_deeper(arguments) else arguments
+
+    def typed(self, name: str, text: str) -> Any:
+        """Return the value that bare text stands for as this argument of the named tool."""
+        return self._types.value(self.name or "", name, text)
+
     def whole(self) -> ToolCall | None:
         """Return the call if it is complete, or None if it has no name or no valid arguments."""
         if self.name is None or self.arguments is None:
             return None
-        return ToolCall(name=self.name, arguments=self.arguments)
+        return ToolCall(name=self.name, arguments=self.arguments, id=self.id)
 
 
 class Family(Protocol):
@@ -112,10 +125,6 @@ class Family(Protocol):
 
     @property
     def marks(self) -> Marks: ...
-
-    def is_written_by(self, template: str) -> bool:
-        """Return whether a chat template, without its comments, writes the calls of earlier answers in this format."""
-        ...
 
     def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
         """Read one call, after its opening (or separator), through its closing. Raises MalformedCall.

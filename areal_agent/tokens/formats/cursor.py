@@ -88,6 +88,25 @@ class Cursor:
             raise MoreNeeded
         return tag
 
+    def is_at_end(self) -> bool:
+        """Return whether only white space is left of the answer."""
+        self.take(SPACE)
+        return self.position == len(self.text)
+
+    def until(self, *literals: str) -> tuple[str, str]:
+        """Read through the first of the literals. Return the text before it, and the literal.
+
+        If none comes, all that is left is read before MalformedCall is raised.
+        """
+        found = [(begin, literal) for literal in literals if (begin := self.text.find(literal, self.position)) >= 0]
+        if not found:
+            if self.is_ended:
+                self.position = len(self.text)
+            raise MalformedCall if self.is_ended else MoreNeeded
+        end, literal = min(found)
+        text, self.position = self.text[self.position : end], end + len(literal)
+        return text, literal
+
     def _next(self, literals: tuple[str, ...]) -> tuple[str, int]:
         """Return the literal that comes next, and its position."""
         space = SPACE.match(self.text, self.position)
@@ -128,7 +147,7 @@ class Cursor:
     def read_string(self) -> str:
         """Read a string and return its value."""
         self.expect('"')
-        raw = self._rest_of_string()
+        raw = self.rest_of_string()
         if "\\" not in raw:
             return raw
         value = parse_json_object(f'{{"": "{raw}"}}')
@@ -146,7 +165,7 @@ class Cursor:
             case "[":
                 self._pass_list(depth)
             case '"':
-                self._rest_of_string()
+                self.rest_of_string()
             case _:
                 self.take(SPACE)
                 if not self.take(_SCALAR):
@@ -156,7 +175,7 @@ class Cursor:
         separator = "" if self.accept("}") else ","
         while separator == ",":
             self.expect('"')
-            self._rest_of_string()
+            self.rest_of_string()
             self.expect(":")
             self.pass_value(depth + 1)
             separator = self.expect(",", "}")
@@ -167,13 +186,16 @@ class Cursor:
             self.pass_value(depth + 1)
             separator = self.expect(",", "]")
 
-    def _rest_of_string(self) -> str:
-        """Read a string, after its first quote. Return the text between the quotes."""
+    def rest_of_string(self, quote: str = '"', inside: re.Pattern[str] = _IN_STRING) -> str:
+        """Read a string, after its first quote. Return the text between the quotes, with its escapes.
+
+        `inside` is the longest run of characters and whole escapes.
+        """
         begin = self.position
         while True:
-            self.take(_IN_STRING)
+            self.take(inside)
             character = self._one()
-            if character == '"':
+            if character == quote:
                 return self.text[begin : self.position - 1]
             if character != "\\":
                 raise MalformedCall

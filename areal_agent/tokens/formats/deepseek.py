@@ -30,9 +30,6 @@ class DeepSeek:
 
     marks = Marks(openings=(_CALLS_BEGIN, _BEGIN), closing=_END, endings=(_CALLS_END,))
 
-    def is_written_by(self, template: str) -> bool:
-        return _CALLS_BEGIN in template and self.is_fenced == (_FENCE_BEGIN in template)
-
     def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
         if opening == _CALLS_BEGIN:
             cursor.expect(_BEGIN)

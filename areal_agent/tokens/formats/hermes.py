@@ -1,4 +1,4 @@
-"""Tool calls as Hermes, Qwen and many others write them.
+"""Tool calls as objects between tags: Hermes, Qwen and many others, and Phi-4-mini, whose calls are in a list.
 
 ::
 
@@ -6,9 +6,11 @@
     <tool_call>
     {"name": "python", "arguments": {"code": "print(6 * 7)"}}
     </tool_call>
+
+    functools[{"name": "python", "arguments": {"code": "print(6 * 7)"}}]
+    <|tool_call|>[{"name": "python", "arguments": {"code": "print(6 * 7)"}}]<|/tool_call|>
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,7 +19,6 @@ from areal_agent.tokens.formats.cursor import Cursor
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _ARGUMENTS = "arguments"
-_TAG_ON_ITS_LINE = re.compile(r"<tool_call>(\n|\\n)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,9 +28,6 @@ class Hermes:
     newline: str
 
     marks = Marks(openings=(_BEGIN,), closing=_END)
-
-    def is_written_by(self, template: str) -> bool:
-        return _BEGIN in template and bool(self.newline) == bool(_TAG_ON_ITS_LINE.search(template))
 
     def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
         cursor.expect("{")
@@ -42,3 +40,24 @@ class Hermes:
 
     def opening(self, tool_name: str | None) -> str:
         return _BEGIN + self.newline + ("" if tool_name is None else open_envelope(tool_name, _ARGUMENTS))
+
+
+_WORD, _TAG, _TAG_END = "functools[", "<|tool_call|>", "<|/tool_call|>"
+
+
+class Phi:
+    """Writes the list after a word. Between tags one call needs no list."""
+
+    marks = Marks(openings=(_WORD, _TAG), closing="}", separators=(",",), endings=("]", _TAG_END))
+
+    def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
+        if opening == _TAG:
+            cursor.accept("[")
+        cursor.expect("{")
+        read_envelope(cursor, call, argument_keys=(_ARGUMENTS, "parameters"))
+
+    def write(self, content: str, calls: Sequence[ToolCall]) -> str:
+        return f"{content}{_WORD}{', '.join(write_envelope(call, _ARGUMENTS) for call in calls)}]"
+
+    def opening(self, tool_name: str | None) -> str:
+        return _WORD + ("" if tool_name is None else open_envelope(tool_name, _ARGUMENTS))

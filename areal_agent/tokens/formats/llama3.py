@@ -24,9 +24,6 @@ class Llama3:
 
     marks = Marks(openings=(_TAG,), closing="}", bare_openings=("{",), separators=(";",))
 
-    def is_written_by(self, template: str) -> bool:
-        return _TAG in template or ('"name":' in template and '"parameters":' in template)
-
     def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
         if opening != "{":
             cursor.expect("{")

@@ -32,9 +32,6 @@ class Mistral:
 
     marks = Marks(openings=(_TAG,), closing="}", separators=(",",), endings=("]",))
 
-    def is_written_by(self, template: str) -> bool:
-        return _TAG in template and self.is_list == (_ARGS not in template)
-
     def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
         if opening == "," or cursor.accept("["):
             cursor.expect("{")

@@ -7,33 +7,38 @@ so that the agent sees what the model wrote.
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 
 from areal_agent.tokens.formats.base import AnswerDelta, Family, ParsedAnswer, PartialCall, ToolCall
 from areal_agent.tokens.formats.cursor import SPACE, Cursor, MalformedCall, MoreNeeded
-
-THINK_BEGIN, THINK_END = "<think>", "</think>"
+from areal_agent.tokens.formats.thinking import Thinking
+from areal_agent.tokens.formats.values import ParameterTypes
 
 
 class AnswerReader:
     """Reads one answer: `feed` it the text in any pieces, then `finish`; together they return all its deltas.
 
-    `family`: None if nothing is a call. `has_thinking`: the tags of reasoning have their meaning. `is_thinking`: the
+    `family`: None if nothing is a call. `thinking`: the tags of reasoning, if they have a meaning. `is_thinking`: the
     prompt has opened the reasoning. `only_tool`: a call of another tool is malformed; so is one that `accepts` refuses.
+    `types`: those of the tools' parameters.
     """
 
     def __init__(
         self,
         *,
         family: Family | None,
-        has_thinking: bool,
+        thinking: Thinking | None,
         is_thinking: bool = False,
         only_tool: str | None = None,
         accepts: Callable[[ToolCall], bool] | None = None,
+        types: ParameterTypes | None = None,
     ) -> None:
         self._family = family
+        self._thinking = thinking
         self._is_thinking = is_thinking
         self._only_tool = only_tool
         self._accepts = accepts
+        self._types = types
         self._cursor = Cursor()
         self._reasoning: Prose | None = None
         self._content = Prose(keeps_edges=True)
@@ -42,13 +47,23 @@ class AnswerReader:
         self._calls: list[ToolCall] = []
         self._num_malformed = 0
         self._deltas: list[AnswerDelta] = []
-        self._step = self._begin_reasoning if has_thinking else self._begin_content
+        self._step = self._begin()
         self._is_done = False
 
     @property
     def has_call(self) -> bool:
         """Return whether a call has been read."""
         return bool(self._calls)
+
+    @property
+    def has_block(self) -> bool:
+        """Return whether a call has been read, and the end of its block if that comes next."""
+        is_ending = self._family and self._family.marks.endings and self._step in (self._end_call, self._end_block)
+        return bool(self._calls) and not is_ending
+
+    def close(self) -> None:
+        """Read no more: the answer ends here, whatever has been held back."""
+        self._is_done = True
 
     def feed(self, text: str) -> tuple[AnswerDelta, ...]:
         """Read more of the answer. Return what leaves with it."""
@@ -83,17 +98,26 @@ class AnswerReader:
 
     # ------------------------------------------------------- steps: each names the next one, or needs more text
 
+    def _begin(self) -> Callable[[], None]:
+        """Return the first step."""
+        return self._begin_reasoning if self._thinking else self._begin_content
+
     def _begin_reasoning(self) -> None:
-        if self._is_thinking or self._cursor.accept(THINK_BEGIN):
+        if self._is_thinking or self._cursor.accept(self._tags.begin):
             self._reasoning = Prose(keeps_edges=False)
             self._step = self._read_reasoning
         else:
             self._step = self._begin_content
 
     def _read_reasoning(self) -> None:
-        self._cursor.find((THINK_END,), self._think)
-        self._cursor.accept(THINK_END)
+        self._cursor.find((self._tags.end,), self._think)
+        self._cursor.accept(self._tags.end)
         self._step = self._pass_space
+
+    @property
+    def _tags(self) -> Thinking:
+        assert self._thinking
+        return self._thinking
 
     def _pass_space(self) -> None:
         self._cursor.take(SPACE)
@@ -107,7 +131,10 @@ class AnswerReader:
         self._opening = self._cursor.find(self._family.marks.openings if self._family else (), self._say)
         if self._opening:
             self._step = self._read_call
-            return
+        else:
+            self._end_answer()
+
+    def _end_answer(self) -> None:
         if leaving := self._content.end():
             self._deltas.append(AnswerDelta(content=leaving))
         self._is_done = True
@@ -115,7 +142,7 @@ class AnswerReader:
     def _read_call(self) -> None:
         assert self._family
         self._wait_for_call(self._family.marks.closing)
-        begin, call, is_whole = self._cursor.position, PartialCall(self._only_tool), True
+        begin, call, is_whole = self._cursor.position, PartialCall(self._only_tool, self._types), True
         try:
             self._cursor.expect(self._opening)
             self._family.read(self._cursor, call, self._opening)
@@ -126,9 +153,7 @@ class AnswerReader:
             self._cursor.position = begin
             raise
         self._num_tried = 0
-        tool_call = call.whole() if is_whole else None
-        if tool_call and (self._accepts is None or self._accepts(tool_call)):
-            self._take(tool_call)
+        if is_whole and self._takes(call):
             self._step = self._end_call
             return
         if call.has_begun or self._opening not in self._family.marks.bare_openings:
@@ -143,8 +168,13 @@ class AnswerReader:
         if after in marks.separators:
             self._opening, self._step = after, self._read_call
         else:
-            self._cursor.accept(*marks.endings)
-            self._step = self._read_content
+            self._step = self._end_block
+
+    def _end_block(self) -> None:
+        assert self._family
+        while self._cursor.accept(*self._family.marks.endings):
+            pass
+        self._step = self._read_content
 
     def _wait_for_call(self, closing: str) -> None:
         """Raise MoreNeeded unless the call may be complete or its text has doubled since it was last tried.
@@ -166,10 +196,17 @@ class AnswerReader:
         if leaving := self._content.add(text):
             self._deltas.append(AnswerDelta(content=leaving))
 
-    def _take(self, call: ToolCall) -> None:
+    def _takes(self, call: PartialCall) -> bool:
+        """Take a call that has been read to its end, unless it is malformed. Return whether it was taken."""
+        tool_call = call.whole()
+        if tool_call is None or not (self._accepts is None or self._accepts(tool_call)):
+            return False
+        if any(tool_call.id == one.id for one in self._calls):
+            tool_call = replace(tool_call, id=None)  # the agent needs ids that differ
         self._content.keeps_edges = False
-        self._deltas.append(AnswerDelta(call=call, call_index=len(self._calls)))
-        self._calls.append(call)
+        self._deltas.append(AnswerDelta(call=tool_call, call_index=len(self._calls)))
+        self._calls.append(tool_call)
+        return True
 
 
 class Prose:

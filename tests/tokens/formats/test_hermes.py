@@ -10,8 +10,9 @@
 
 import pytest
 
-from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ToolFormat
 from areal_agent.tokens.formats.base import ParsedAnswer, ToolCall
+from areal_agent.tokens.formats.thinking import ReasoningFormat
 
 HERMES = AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.NONE)
 CALL = '<tool_call>\n{"name": "python", "arguments": {"code": "print(1)"}}\n</tool_call>'

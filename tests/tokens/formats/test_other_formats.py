@@ -8,8 +8,9 @@
 
 import pytest
 
-from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ToolFormat
 from areal_agent.tokens.formats.base import ParsedAnswer, ToolCall
+from areal_agent.tokens.formats.thinking import ReasoningFormat
 
 LLAMA, MISTRAL, DEEPSEEK = ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL, ToolFormat.DEEPSEEK
 ONE = ToolCall(name="one", arguments={"x": 1})

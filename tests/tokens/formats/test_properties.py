@@ -6,21 +6,32 @@
 - nothing is lost: an answer without calls and reasoning is its text
 - what is formatted is parsed back
 - a forced call begins as the format writes it
+- no call is made where none is wanted; arguments that nest too deep are malformed, or text
+- a call inside another call's argument is never made, wherever the answer is cut off
 """
 
+import contextlib
 from collections.abc import Iterable
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
+from areal_agent.tokens.canonical import MAX_DEPTH
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ToolFormat
 from areal_agent.tokens.formats.base import AnswerDelta, ParsedAnswer, ToolCall
+from areal_agent.tokens.formats.thinking import ReasoningFormat
 
+REASONING = {
+    ToolFormat.HARMONY: ReasoningFormat.HARMONY,
+    ToolFormat.SEED: ReasoningFormat.SEED,
+    ToolFormat.GEMMA_4: ReasoningFormat.GEMMA,
+}
 FORMATS = [
-    AnswerFormat(tool_format=one, reasoning_format=ReasoningFormat.THINK)
+    AnswerFormat(tool_format=one, reasoning_format=REASONING.get(one, ReasoningFormat.THINK))
     for one in ToolFormat
     if one is not ToolFormat.NONE
 ]
@@ -58,7 +69,66 @@ PIECES = [
     "\\",
     "1",
     '"x":',
+    "<function=",
+    "<parameter=",
+    ">",
+    "</parameter>",
+    "</function>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<minimax:tool_call>",
+    '<invoke name="',
+    "</invoke>",
+    "<seed:tool_call>",
+    "<｜DSML｜function_calls>",
+    '<｜DSML｜invoke name="f">',
+    '<｜DSML｜parameter name="x"',
+    ' string="true">',
+    "</｜DSML｜parameter>",
+    "</｜DSML｜invoke>",
+    "<|start|>",
+    "assistant",
+    "<|channel|>",
+    "commentary",
+    "final",
+    " to=functions.f",
+    "<|message|>",
+    "<|end|>",
+    "<|call|>",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>",
+    "functions.f:0",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_call>",
+    "call:f{",
+    '<|"|>',
+    "<tool_call|>",
+    "functools[",
+    "<|tool_call|>",
+    "<|python_start|>",
+    "<|tool_call_start|>",
+    "[f(",
+    "x=",
+    ")",
+    "'",
 ]
+TYPED = {  # formats with bare values or keys: the arguments are called by their types
+    ToolFormat.GEMMA_4,
+    ToolFormat.FUNCTION_GEMMA,
+    ToolFormat.LFM_2,
+    ToolFormat.LLAMA_4,
+    ToolFormat.QWEN_CODER,
+    ToolFormat.GLM,
+    ToolFormat.GLM_47,
+    ToolFormat.MINIMAX,
+    ToolFormat.SEED,
+    ToolFormat.DEEPSEEK_V32,
+    ToolFormat.DEEPSEEK_V4,
+}
+TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 
 formats = st.sampled_from(FORMATS)
 json_values = st.recursive(
@@ -66,11 +136,42 @@ json_values = st.recursive(
     lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3),
     max_leaves=5,
 )
-calls = st.builds(
-    ToolCall,
-    name=st.from_regex(r"[\w.:/-]{1,8}", fullmatch=True),
-    arguments=st.dictionaries(st.text(), json_values | st.sampled_from(PIECES), max_size=3),
+texts_or_tags = st.text() | st.sampled_from(PIECES)
+names = st.from_regex(r"[\w.:/-]{1,8}", fullmatch=True)
+any_calls = st.builds(
+    ToolCall, name=names, arguments=st.dictionaries(st.text(), json_values | texts_or_tags, max_size=3)
 )
+by_type = {
+    "string": texts_or_tags,
+    "integer": st.integers(),
+    "number": st.floats(allow_nan=False, allow_infinity=False),
+    "boolean": st.booleans(),
+    "null": st.none(),
+    "array": st.lists(json_values, max_size=2),
+    "object": st.dictionaries(st.text(), json_values, max_size=2),
+}
+plain_names = st.from_regex(r"\w{1,8}", fullmatch=True)
+typed_calls = st.builds(ToolCall, name=plain_names, arguments=st.fixed_dictionaries({}, optional=by_type))
+
+
+def calls_of(answer_format: AnswerFormat) -> st.SearchStrategy[ToolCall]:
+    return typed_calls if answer_format.tool_format in TYPED else any_calls
+
+
+def tools_of(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
+    """Return tools that say the types of the calls' arguments."""
+    parameters = {"properties": {name: {"type": name} for name in TYPES}}
+    return [{"function": {"name": name, "parameters": parameters}} for name in {call.name for call in calls}]
+
+
+def written(answer_format: AnswerFormat, *said: Any, **more: Any) -> str:
+    """Write an answer, if the format can: bare text must not contain the tag that ends it."""
+    try:
+        return answer_format.format(*said, **more)
+    except ValueError:
+        reject()
+
+
 # Text that no format treats as its own: no whole tag, no brace at the beginning, no white space at the ends.
 words = st.text(alphabet="ab é<[", max_size=9).map(str.strip)
 soups = st.lists(st.sampled_from(PIECES) | st.sampled_from([" ", "\n"]) | st.text(max_size=3), max_size=20).map("".join)
@@ -79,7 +180,9 @@ soups = st.lists(st.sampled_from(PIECES) | st.sampled_from([" ", "\n"]) | st.tex
 @st.composite
 def mangled(draw: st.DrawFn) -> str:
     """Draw a well-formed answer of some format, with a slice cut out or other text inserted."""
-    text = draw(formats).format(draw(words), draw(st.lists(calls, max_size=3)), reasoning=draw(st.none() | words))
+    answer_format = draw(formats)
+    calls = draw(st.lists(calls_of(answer_format), max_size=3))
+    text = written(answer_format, draw(words), calls, reasoning=draw(st.none() | words))
     begin, length = draw(st.integers(0, len(text))), draw(st.integers(0, 5) | st.just(len(text)))
     return text[:begin] + draw(st.just("") | st.sampled_from(PIECES)) + text[begin + length :]
 
@@ -120,37 +223,74 @@ def test_a_stream_says_what_the_whole_text_says(
     assert calls == list(enumerate(answer.tool_calls))
 
 
-@given(answer_format=formats, content=words, tool_calls=st.lists(calls, min_size=1, max_size=3), length=st.integers(0))
+@given(answer_format=formats, content=words, data=st.data(), length=st.integers(0))
 def test_a_truncated_answer_says_its_whole_calls(
-    answer_format: AnswerFormat, content: str, tool_calls: list[ToolCall], length: int
+    answer_format: AnswerFormat, content: str, data: st.DataObject, length: int
 ) -> None:
-    text = answer_format.format(content, tool_calls)
-    answer = answer_format.parse(text[: length % len(text)])
+    tool_calls = data.draw(st.lists(calls_of(answer_format), min_size=1, max_size=3))
+    text = written(answer_format, content, tool_calls)
+    answer = answer_format.parse(text[: length % len(text)], tools=tools_of(tool_calls))
     assert list(answer.tool_calls) == tool_calls[: len(answer.tool_calls)]
     assert answer.num_malformed <= 1
+
+
+@pytest.mark.parametrize("answer_format", FORMATS, ids=lambda one: one.tool_format)
+@given(inner=typed_calls, edges=st.tuples(st.text(max_size=3), st.text(max_size=3)), cut=st.integers(0))
+def test_a_call_inside_an_argument_is_not_made(
+    answer_format: AnswerFormat, inner: ToolCall, edges: tuple[str, str], cut: int
+) -> None:
+    nested = answer_format.opening("g").join(edges) if cut % 2 else written(answer_format, "", [inner]).join(edges)
+    outer = ToolCall(name="f", arguments={"string": nested[: cut % len(nested) + 1]})
+    with contextlib.suppress(ValueError):  # it has an end tag, which cannot be written in an argument
+        text = answer_format.format("", [outer])
+        assert answer_format.parse(text, tools=tools_of([outer])).tool_calls == (outer,)
+        for end in range(0, len(text), 1 + len(text) // 20):
+            assert set(map(str, answer_format.parse(text[:end], tools=tools_of([outer])).tool_calls)) <= {str(outer)}
+
+
+@pytest.mark.parametrize("answer_format", FORMATS, ids=lambda one: one.tool_format)
+@given(data=st.data())
+def test_nothing_is_a_call_where_none_is_wanted(answer_format: AnswerFormat, data: st.DataObject) -> None:
+    text = written(answer_format, "", [data.draw(calls_of(answer_format))])
+    assert answer_format.parse(text, may_call_tools=False) == ParsedAnswer(content=text)
+
+
+@pytest.mark.parametrize("answer_format", FORMATS, ids=lambda one: one.tool_format)
+@pytest.mark.parametrize("depth", [MAX_DEPTH - 1, MAX_DEPTH, 3 * MAX_DEPTH])
+def test_arguments_that_nest_too_deep(answer_format: AnswerFormat, depth: int) -> None:
+    nested = reduce(lambda inner, _: [inner], range(depth), [])
+    call = ToolCall(name="f", arguments={"array": nested[0]})
+    answer = answer_format.parse(answer_format.format("", [call]), tools=tools_of([call]))
+    if depth < MAX_DEPTH:
+        assert answer.tool_calls == (call,)
+    else:
+        assert all(isinstance(one.arguments["array"], str) for one in answer.tool_calls)
+        assert len(answer.tool_calls) + answer.num_malformed == 1
 
 
 @given(answer_format=formats, text=texts)
 def test_nothing_is_lost(answer_format: AnswerFormat, text: str) -> None:
     answer = answer_format.parse(text)
-    if not answer.tool_calls and answer.reasoning is None:
+    if not answer.tool_calls and answer.reasoning is None and answer_format.tool_format is not ToolFormat.HARMONY:
         assert answer.content == text
 
 
 @pytest.mark.parametrize("answer_format", FORMATS, ids=lambda one: one.tool_format)
-@given(content=words, tool_calls=st.lists(calls, max_size=3), reasoning=st.none() | words)
+@given(content=words, data=st.data(), reasoning=st.none() | words)
 def test_what_is_formatted_is_parsed_back(
-    answer_format: AnswerFormat, content: str, tool_calls: list[ToolCall], reasoning: str | None
+    answer_format: AnswerFormat, content: str, data: st.DataObject, reasoning: str | None
 ) -> None:
-    text = answer_format.format(content, tool_calls, reasoning=reasoning)
+    tool_calls = data.draw(st.lists(calls_of(answer_format), max_size=3))
+    text = written(answer_format, content, tool_calls, reasoning=reasoning)
     said = ParsedAnswer(content=content, reasoning=reasoning, tool_calls=tuple(tool_calls))
-    assert answer_format.parse(text) == said
-    assert stream(answer_format, text)[1] == said
+    assert answer_format.parse(text, tools=tools_of(tool_calls)) == said
+    assert stream(answer_format, text, tools=tools_of(tool_calls))[1] == said
 
 
 @pytest.mark.parametrize("answer_format", FORMATS, ids=lambda one: one.tool_format)
-@given(call=calls)
-def test_a_forced_call_begins_as_the_format_begins_it(answer_format: AnswerFormat, call: ToolCall) -> None:
-    text = answer_format.format("", [call])
+@given(data=st.data())
+def test_a_forced_call_begins_as_the_format_begins_it(answer_format: AnswerFormat, data: st.DataObject) -> None:
+    call = data.draw(calls_of(answer_format))
+    text = written(answer_format, "", [call])
     assert text.startswith(answer_format.opening(call.name))
     assert text.startswith(answer_format.opening(None))

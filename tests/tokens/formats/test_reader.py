@@ -5,19 +5,18 @@
 - a malformed call becomes content soon after its text breaks, or at the end of the answer, and is counted
 - a long call that is held back is not read again with every token
 - a call of another tool than the only one allowed is content, and so is one that is refused
-- a family need not be JSON: marks, one function that reads, and one that writes
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
-from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
-from areal_agent.tokens.formats.base import AnswerDelta, Marks, ParsedAnswer, PartialCall, ToolCall
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ToolFormat
+from areal_agent.tokens.formats.base import AnswerDelta, ParsedAnswer, PartialCall, ToolCall
 from areal_agent.tokens.formats.cursor import Cursor
 from areal_agent.tokens.formats.hermes import Hermes
 from areal_agent.tokens.formats.reader import AnswerReader
+from areal_agent.tokens.formats.thinking import ReasoningFormat
 
 HERMES = AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.THINK)
 LLAMA = replace(HERMES, tool_format=ToolFormat.LLAMA3_JSON)
@@ -102,7 +101,7 @@ def test_a_long_call_is_not_read_again_with_every_token() -> None:
             Counting.num_reads += 1
             super().read(cursor, call, opening)
 
-    reader = AnswerReader(family=Counting(newline=""), has_thinking=False)
+    reader = AnswerReader(family=Counting(newline=""), thinking=None)
     for token in ["<tool_call>", '{"name": "f", "arguments": {"x": "', *["1234"] * 1000, '"}}', "</tool_call>"]:
         reader.feed(token)
     assert reader.has_call
@@ -136,42 +135,3 @@ def test_a_call_that_is_not_allowed_is_content() -> None:
     assert HERMES.reader(only_tool="f").finish(text)[1] == refused
     assert HERMES.reader(accepts=lambda call: call.name == "f").finish(text)[1] == refused
     assert HERMES.reader(only_tool="g", accepts=lambda call: call.name == "g").finish(text)[1].content == ""
-
-
-class Tagged:
-    """A family that is not JSON: several calls in one block, with arguments in tags."""
-
-    marks = Marks(openings=("<calls>",), closing="</call>", separators=("<call>",), endings=("</calls>",))
-
-    def is_written_by(self, template: str) -> bool:
-        return "<calls>" in template
-
-    def read(self, cursor: Cursor, call: PartialCall, opening: str) -> None:
-        if opening == "<calls>":
-            cursor.expect("<call>")
-        names: list[str] = []
-        cursor.find(("=",), names.append)
-        cursor.expect("=")
-        values: list[str] = []
-        cursor.find(("</call>",), values.append)
-        cursor.expect("</call>")
-        call.set_name("".join(names))
-        call.arguments = {"text": "".join(values)}
-
-    def write(self, content: str, calls: Sequence[ToolCall]) -> str:
-        written = [f"<call>{call.name}={call.arguments['text']}</call>" for call in calls]
-        return f"{content}<calls>{''.join(written)}</calls>"
-
-    def opening(self, tool_name: str | None) -> str:
-        return "<calls><call>" + (f"{tool_name}=" if tool_name else "")
-
-
-@pytest.mark.parametrize("size", [1, 4, 99])
-def test_a_family_needs_not_be_json(size: int) -> None:
-    calls = (ToolCall(name="f", arguments={"text": "a < b"}), ToolCall(name="g", arguments={"text": "{}"}))
-    text = f"{Tagged().write('hm ', calls)} so <calls><call>f"
-    reader = AnswerReader(family=Tagged(), has_thinking=False)
-    for begin in range(0, len(text), size):
-        reader.feed(text[begin : begin + size])
-    content = "hm  so <calls><call>f"
-    assert reader.finish()[1] == ParsedAnswer(content=content, tool_calls=calls, num_malformed=1)

@@ -10,8 +10,9 @@
 
 import pytest
 
-from areal_agent.tokens.formats.answer_format import AnswerFormat, ReasoningFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import AnswerFormat, ToolFormat
 from areal_agent.tokens.formats.base import ParsedAnswer, ToolCall
+from areal_agent.tokens.formats.thinking import ReasoningFormat
 
 CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
 PARSED_CALL = ToolCall(name="f", arguments={})
