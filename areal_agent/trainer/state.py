@@ -204,7 +204,10 @@ def _lora(training: Training) -> dict[str, Any] | None:
 def _require_same_base(folder: Path, policy: Policy) -> None:
     """Check that model plus adapters equal the export; otherwise the base weights are not those of the run."""
     merged = _whole_weights(policy)
-    for file in weight_files(folder) if _is_first_rank() else ():
+    if not _is_first_rank():
+        return
+    merged = policy.as_saved(merged)
+    for file in weight_files(folder):
         with safe_open(folder / file, framework="pt") as exported:
             for name in set(exported.keys()) & set(merged):
                 if not torch.allclose(exported.get_tensor(name), merged[name], rtol=ROUNDING, atol=ROUNDING / 10):

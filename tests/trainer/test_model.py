@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, CohereConfig, MistralConfig
 
 from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.errors import ConfigError
-from areal_agent.trainer.model import Policy, choose_device, segment_attention, use_segment_attention
+from areal_agent.trainer.attention import segment_attention, use_segment_attention
+from areal_agent.trainer.model import Policy, choose_device
 from tests.trainer.lab import CPU, Lab
 
 
