@@ -53,7 +53,18 @@ PACKED: Mapping[str, dict[str, Any]] = {
 
 PADDED: Mapping[str, dict[str, Any]] = {
     "qwen3_next": {**MOE, **LINEAR, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
-    "mamba": {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8},
+    "qwen3_5_text": {**DENSE, **LINEAR, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {**DENSE, "layer_types": ["conv", "full_attention"]},
+    "granitemoehybrid": {
+        **DENSE,
+        "num_local_experts": 4,
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "logits_scaling": 4.0,
+    },
     "bloom": {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 2, "n_head": 4},
 }
 """Families that pass it only with a row for each sequence."""
