@@ -134,7 +134,8 @@ class Policy:
 
         Engines load files. The experts of a layer, for example, are two tensors here and three for each expert there.
         """
-        return revert_weight_conversion(self.model, dict(state))
+        saved = revert_weight_conversion(self.model, dict(state))
+        return {name: saved[name] for name in (*state, *saved) if name in saved}  # transformers sorts them
 
     def whole_adapter(self) -> dict[str, Tensor]:
         """Return the adapters by name, whole. Collective; every rank gets them."""

@@ -2,7 +2,7 @@
 
 - A padded micro-batch gives the log-probabilities that each sequence has alone in a plain forward pass.
 - Log-probabilities are taken at the rollout's temperature.
-- A folder without a model or without some weights, a model with scaled logits, and cuda without a device are refused.
+- A folder without a model or without some weights, and cuda without a device, are refused.
 - Attention in a packed row is attention under a block-diagonal causal mask, and nothing flows into another sequence.
 - A sliding window reaches as far back as transformers' own, packed too.
 """
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, CohereConfig, MistralConfig
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.errors import ConfigError
@@ -52,14 +52,6 @@ def test_weights_that_are_missing_from_the_files_are_a_config_error(model_folder
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"its files lack the weights \['model\.norm\.weight'\]"):
         Policy.load(tmp_path, CPU)
-
-
-def test_a_model_that_scales_its_logits_is_refused():
-    config = CohereConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, logit_scale=0.1
-    )
-    with pytest.raises(ConfigError, match="model type 'cohere' is not supported"):
-        Policy(AutoModelForCausalLM.from_config(config), CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
