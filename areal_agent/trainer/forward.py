@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import MoeModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutput
 
 from areal_agent.algorithms.batching import Head, MicroBatch, Sample, collate, logprobs_and_entropy
 from areal_agent.errors import ConfigError
@@ -79,8 +79,16 @@ def tail_of(model: PreTrainedModel) -> Head:
 
 
 class _HandsOn(nn.Module):
-    def forward(self, *_: Any, inputs_embeds: Tensor, **more: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=cast(Any, inputs_embeds))
+    def forward(self, *_: Any, inputs_embeds: Tensor, **more: Any) -> "_LastStates":
+        return _LastStates(last_hidden_state=cast(Any, inputs_embeds))
+
+
+class _LastStates(BaseModelOutput):
+    """Has None for what decoders of some kind return besides: routers' logits, caches, states of images."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 # ------------------------------------------------------------------------------------------------- the proof

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Self, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -23,7 +24,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from areal_agent.algorithms.batching import MicroBatch
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.losses import value_loss
-from areal_agent.engine.foreign.weight_folders import TIED_HEAD, read_shapes
+from areal_agent.engine.foreign.weight_folders import TIED_HEAD, read_file_shapes
+from areal_agent.engine.pushes import weight_files
 from areal_agent.errors import ConfigError, WeightUpdateError
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.forward import LossTokenForward, choose_attention, decoder_layers, decoder_of, hidden_states
@@ -48,6 +50,7 @@ class Policy:
         self._group = ALONE
         saved = model.state_dict().keys()
         self._buffers = {name: one for name, one in model.named_buffers() if name in saved}  # never trained
+        self._untrained: dict[str, Path] = {}  # the file of each tensor that this model lacks
         choose_attention(self.model, is_padded=is_padded)
         self._loss_tokens = LossTokenForward(self.model)
 
@@ -73,7 +76,7 @@ class Policy:
         if loaded["missing_keys"]:  # transformers would fill them with random numbers
             raise ConfigError(f"{what}: its files lack the weights {sorted(loaded['missing_keys'])[:3]}")
         policy = cls(model, device, is_padded=is_padded)
-        policy._require_files_of(folder)
+        policy._compare_with(folder)
         return policy
 
     def frozen(self) -> Self:
@@ -118,13 +121,13 @@ class Policy:
         tensors = {**self.named_parameters(), **self._buffers}
         dtypes = {name: self._buffers[name].dtype if name in self._buffers else self.publish_dtype for name in tensors}
         empty = {name: torch.empty(one.shape, dtype=dtypes[name], device="meta") for name, one in tensors.items()}
-        return layout(self.as_saved(empty).items())
+        return layout((self.as_saved(empty) | self.untrained()).items())
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Return what is published, whole and merged with the adapters. Collective; other ranks than 0 get {}."""
         parameters = ((name, self._whole(name, one)) for name, one in self.named_parameters().items())
         if self._group.rank == 0:
-            return self.as_saved(dict(parameters) | self._buffers)
+            return self.as_saved(dict(parameters) | self._buffers) | self.untrained()
         for _ in parameters:
             pass  # takes part in gathering
         return {}
@@ -136,6 +139,17 @@ class Policy:
         """
         saved = revert_weight_conversion(self.model, dict(state))
         return {name: saved[name] for name in (*state, *saved) if name in saved}  # transformers sorts them
+
+    def untrained(self) -> dict[str, Tensor]:
+        """Read the tensors of the model's files that transformers' model lacks; they are published as they are.
+
+        These are a vision tower where only text is trained, or layers for speculative decoding.
+        """
+        found: dict[str, Tensor] = {}
+        for file in sorted(set(self._untrained.values())):
+            with safe_open(file, framework="pt") as opened:
+                found |= {name: opened.get_tensor(name) for name, one in self._untrained.items() if one == file}
+        return found
 
     def whole_adapter(self) -> dict[str, Tensor]:
         """Return the adapters by name, whole. Collective; every rank gets them."""
@@ -152,22 +166,23 @@ class Policy:
         with self.adapter.off():
             return self.logprobs_and_entropy(batch)
 
-    def _require_files_of(self, folder: Path) -> None:
-        """Raise ConfigError unless the folder's files hold what is published: engines load all that is in them."""
+    def _compare_with(self, folder: Path) -> None:
+        """Note what the folder's files hold besides this model. Raises ConfigError if they lack some of it."""
         try:
-            files = {name for name in read_shapes(folder) if not name.endswith(UNUSED)}
+            paths = [folder / file for file in weight_files(folder)]
+            files = {name: path for path in paths for name in read_file_shapes(path) if not name.endswith(UNUSED)}
         except WeightUpdateError as error:
             raise ConfigError(f"cannot train the model in {str(folder)!r}: {error}") from error
-        ours = {entry.name for entry in self.published()}
         if TIED_HEAD not in dict(self.model.named_parameters()):  # the files may repeat the embedding
-            files -= {TIED_HEAD}
-        if different := sorted(files ^ ours):
+            files.pop(TIED_HEAD, None)
+        ours = {entry.name for entry in self.published()}
+        if lacking := sorted(ours - files.keys()):
             raise ConfigError(
-                f"cannot train the model in {str(folder)!r}: its files hold {len(files - ours)} tensors that "
-                f"transformers' {type(self.model).__name__} lacks, and lack {len(ours - files)} of its own "
-                f"({different[0]!r} is one), so pushes and checkpoints would not be what engines load; save what it "
-                "has as its own model: AutoModelForCausalLM.from_pretrained(OLD, dtype='auto').save_pretrained(NEW)"
+                f"cannot train the model in {str(folder)!r}: transformers' {type(self.model).__name__} would save "
+                f"{len(lacking)} tensors under other names, such as {lacking[0]!r}, and engines could not load them; "
+                "load it with transformers' AutoModelForCausalLM, and save it again"
             )
+        self._untrained = {name: path for name, path in files.items() if name not in ours}
 
     def _whole(self, name: str, parameter: Tensor) -> Tensor:
         if self.adapter is None:

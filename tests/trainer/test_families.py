@@ -3,7 +3,7 @@
 - Packed rows: logits, log-probabilities in chunks and gradients are those of plain forward passes, one sequence each.
 - A family that passes state past a sequence's end is refused with where it differs, and trained in padded rows.
 - Pushes and checkpoints have the names, shapes and values of the model's own files.
-- Files that hold more than the model, or quantised weights, are refused.
+- What files hold besides the model is handed on; names that would change, and quantised weights, are refused.
 """
 
 import json
@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from areal_agent.algorithms.batching import MicroBatch, Sample, collate, logprobs_and_entropy
 from areal_agent.engine.foreign.weight_folders import prove_fits, read_shapes
@@ -122,11 +122,32 @@ def test_an_engine_in_bfloat16_gets_buffers_as_they_are(tmp_path: Path, monkeypa
     assert exact == {"model.layers.1.mlp.gate.e_score_correction_bias"}
 
 
-def test_files_that_hold_more_than_the_model_are_refused(tmp_path: Path) -> None:
-    file = saved("llama", tmp_path) / "model.safetensors"
-    more = {"model.visual.weight": torch.ones(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
-    save_file(load_file(file) | more, file, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"hold 1 tensors that .*LlamaForCausalLM lacks.*'model\.visual\.weight'"):
+def test_what_the_files_hold_besides_the_model_is_handed_on(tmp_path: Path) -> None:
+    """Qwen3.5 has images: text alone is trained, and engines are to load the whole."""
+    folder, vision = tmp_path / "model", {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+    config = Qwen3_5Config(text_config=PADDED["qwen3_5_text"], vision_config={**vision, "out_hidden_size": 32})
+    Qwen3_5ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder)
+    policy = Policy.load(folder, CPU, is_padded=True)
+    files = load_file(folder / "model.safetensors")
+    assert {one.name: one.dtype for one in policy.published()} == {
+        name: "bfloat16" if "visual" in name else "float32" for name in files
+    }
+    (tmp_path / "export").mkdir()
+    write_export(tmp_path / "export", policy, folder)
+    exported = Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "export").state_dict()
+    original = Qwen3_5ForConditionalGeneration.from_pretrained(folder).state_dict()
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(one.float(), original[name].float()) for name, one in exported.items())
+
+
+def test_names_that_engines_would_not_know_are_refused(tmp_path: Path) -> None:
+    file = saved("glm4_moe", tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    gates = [tensors.pop(f"model.layers.1.mlp.experts.{number}.gate_proj.weight") for number in range(4)]
+    ups = [tensors.pop(f"model.layers.1.mlp.experts.{number}.up_proj.weight") for number in range(4)]
+    tensors["model.layers.1.mlp.experts.gate_up_proj"] = torch.cat([torch.stack(gates), torch.stack(ups)], dim=1)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"would save 8 tensors under other names, such as 'model\.layers\.1"):
         Policy.load(tmp_path, CPU)
 
 

@@ -1,7 +1,7 @@
 """Methods for vLLM's workers, which import this file: load a folder's weights, or receive them from the trainer.
 
-Their environment has no areal_agent. On a CPU vLLM packs its weights, and a reload does not pack a head again that is
-tied to the embedding: it would silently keep the old weights.
+Their environment has no areal_agent. On a CPU vLLM packs its weights, and a reload packs neither a head that is tied to
+the embedding, which would silently keep the old weights, nor experts, which would be read as if they were packed.
 
 New adapters replace the old ones even for answers in progress, because all requests name the same adapters, number 1.
 vLLM's own call would load them for later requests only.
@@ -37,7 +37,7 @@ class WeightLoading:
     def load_folder(self, path: str) -> None:
         """Load the weights of this folder, and drop those that were received."""
         self.reload_weights(weights_path=path)
-        self._pack_tied_head()
+        self._pack_again()
         self.receptions = {}
 
     def receive_weights(self, push_id: str, told: str, beside: str) -> None:
@@ -65,12 +65,16 @@ class WeightLoading:
         With several replicas, vLLM returns only the first one's answer; the others may be behind, or have failed.
         """
         self.reload_weights(weights_iterator=reception.tensors_of(self.receptions, push_id))
-        self._pack_tied_head()
+        self._pack_again()
 
-    def _pack_tied_head(self) -> None:
-        for layer in self.model_runner.get_model().modules():
+    def _pack_again(self) -> None:
+        is_cpu = torch.device(self.device).type == "cpu"
+        for layer in self.model_runner.get_model().modules() if is_cpu else ():
             if type(layer).__name__ == "ParallelLMHead" and hasattr(layer, "cpu_linear"):
                 layer.quant_method.process_weights_after_loading(layer)
+            kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+            if kernel is not None:
+                kernel.fused_experts.process_weights_after_loading(layer)
 
     def load_adapter(self, path: str) -> None:
         """Load the adapters of this folder."""
