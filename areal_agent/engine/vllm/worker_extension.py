@@ -1,13 +1,15 @@
 """Methods for vLLM's workers, which import this file: load a folder's weights, or receive them from the trainer.
 
 Their environment has no areal_agent. On a CPU vLLM packs its weights, and a reload packs neither a head that is tied to
-the embedding, which would silently keep the old weights, nor experts, which would be read as if they were packed.
+the embedding, which would silently keep the old weights, nor experts, which would be read as if they were packed. For
+some families (gpt-oss) it keeps old weights and only warns in the log; here that is an error.
 
 New adapters replace the old ones even for answers in progress, because all requests name the same adapters, number 1.
 vLLM's own call would load them for later requests only.
 """
 
 import importlib
+import logging
 import runpy
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,12 +19,25 @@ from typing import Any
 import torch
 
 ADAPTER = "policy"  # as server.py has it
+RELOADING = "vllm.model_executor.model_loader.reload.layerwise"
 RECEPTION = Path(__file__).parents[1] / "foreign" / "reception.py"
 
 
 reception = SimpleNamespace(
     **runpy.run_path(str(RECEPTION))
 )  # loaded by path, because areal_agent is not installed there
+
+
+class Warnings(logging.Handler):
+    """The classes of the layers that vLLM warns of having kept."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.layers: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "Failed to load weights" in record.msg and isinstance(record.args, tuple):
+            self.layers.add(str(record.args[0]))
 
 
 class WeightLoading:
@@ -36,8 +51,7 @@ class WeightLoading:
 
     def load_folder(self, path: str) -> None:
         """Load the weights of this folder, and drop those that were received."""
-        self.reload_weights(weights_path=path)
-        self._pack_again()
+        self._reload(weights_path=path)
         self.receptions = {}
 
     def receive_weights(self, push_id: str, told: str, beside: str) -> None:
@@ -64,7 +78,21 @@ class WeightLoading:
 
         With several replicas, vLLM returns only the first one's answer; the others may be behind, or have failed.
         """
-        self.reload_weights(weights_iterator=reception.tensors_of(self.receptions, push_id))
+        self._reload(weights_iterator=reception.tensors_of(self.receptions, push_id))
+
+    def _reload(self, **source: Any) -> None:
+        logger, warnings = logging.getLogger(RELOADING), Warnings()
+        logger.addHandler(warnings)
+        try:
+            self.reload_weights(**source)
+        finally:
+            logger.removeHandler(warnings)
+        layers = [one for one in self.model_runner.get_model().modules() if list(one.parameters(recurse=False))]
+        if kept := sorted(warnings.layers & {type(one).__name__ for one in layers}):
+            raise RuntimeError(
+                f"vLLM cannot load new weights of {', '.join(kept)} into a running server, and kept the old ones: use "
+                "SGLang for this model"
+            )
         self._pack_again()
 
     def _pack_again(self) -> None:
