@@ -2,7 +2,7 @@
 
 Their environment has no areal_agent. On a CPU vLLM packs its weights, and a reload packs neither a head that is tied to
 the embedding, which would silently keep the old weights, nor experts, which would be read as if they were packed. For
-some families (gpt-oss) it keeps old weights and only warns in the log; here that is an error.
+some layers it keeps old weights and only warns in the log: gpt-oss's are loaded here, and others are an error.
 
 New adapters replace the old ones even for answers in progress, because all requests name the same adapters, number 1.
 vLLM's own call would load them for later requests only.
@@ -11,14 +11,17 @@ vLLM's own call would load them for later requests only.
 import importlib
 import logging
 import runpy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 ADAPTER = "policy"  # as server.py has it
+COPIED = {"GptOssRoutedExperts": ".experts.", "OAIAttention": ".sinks"}
+"""Layers whose tensors vLLM copies where a reload does not look for them, with a part of the tensors' names."""
 RELOADING = "vllm.model_executor.model_loader.reload.layerwise"
 RECEPTION = Path(__file__).parents[1] / "foreign" / "reception.py"
 
@@ -51,7 +54,8 @@ class WeightLoading:
 
     def load_folder(self, path: str) -> None:
         """Load the weights of this folder, and drop those that were received."""
-        self._reload(weights_path=path)
+        files = sorted(Path(path).glob("*.safetensors"))
+        self._reload(lambda: (one for file in files for one in load_file(file).items()), weights_path=path)
         self.receptions = {}
 
     def receive_weights(self, push_id: str, told: str, beside: str) -> None:
@@ -78,21 +82,31 @@ class WeightLoading:
 
         With several replicas, vLLM returns only the first one's answer; the others may be behind, or have failed.
         """
-        self._reload(weights_iterator=reception.tensors_of(self.receptions, push_id))
+        self._reload(lambda: reception.tensors_of(self.receptions, push_id))
 
-    def _reload(self, **source: Any) -> None:
-        logger, warnings = logging.getLogger(RELOADING), Warnings()
+    def _reload(self, tensors: Callable[[], Iterable[tuple[str, Any]]], weights_path: str | None = None) -> None:
+        logger, warnings, model = logging.getLogger(RELOADING), Warnings(), self.model_runner.get_model()
         logger.addHandler(warnings)
         try:
-            self.reload_weights(**source)
+            if weights_path is None:
+                self.reload_weights(weights_iterator=tensors())
+            else:
+                self.reload_weights(weights_path=weights_path)
         finally:
             logger.removeHandler(warnings)
-        layers = [one for one in self.model_runner.get_model().modules() if list(one.parameters(recurse=False))]
-        if kept := sorted(warnings.layers & {type(one).__name__ for one in layers}):
+        layers = [one for one in model.modules() if list(one.parameters(recurse=False))]
+        kept = [one for one in layers if type(one).__name__ in warnings.layers]
+        if unknown := sorted({type(one).__name__ for one in kept} - COPIED.keys()):
             raise RuntimeError(
-                f"vLLM cannot load new weights of {', '.join(kept)} into a running server, and kept the old ones: use "
-                "SGLang for this model"
+                f"vLLM cannot load new weights of {', '.join(unknown)} into a running server, and kept the old ones: "
+                "use SGLang for this model"
             )
+        if kept:
+            parts = [COPIED[type(one).__name__] for one in kept]
+            model.load_weights((name, one) for name, one in tensors() if any(part in name for part in parts))
+        for layer in kept:
+            if hasattr(layer, "quant_method"):
+                layer.quant_method.process_weights_after_loading(layer)
         self._pack_again()
 
     def _pack_again(self) -> None:
