@@ -70,9 +70,9 @@ PADDED: Mapping[str, dict[str, Any]] = {
 """Families that pass it only with a row for each sequence."""
 
 
-def make(model_type: str, fields: Mapping[str, Any]) -> PreTrainedModel:
+def make(model_type: str, fields: Mapping[str, Any], *, seed: int = 0) -> PreTrainedModel:
     """Make a model of random weights, in evaluation mode."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), attn_implementation="eager")
     with torch.no_grad():
         for name, one in (*model.named_parameters(), *model.named_buffers()):
