@@ -98,7 +98,9 @@ LENGTHS = (9, 160, 40)
 
 TOLERANCE = 1e-3
 """The largest difference of two logits in float32 that is rounding, as a fraction of the logits' standard deviation."""
-
+NEARLY_ALL = 0.95
+FLIPPED = 0.05
+"""A few tokens may differ by this much: rounding may make a router choose another of two experts that score alike."""
 
 PACKED_WAYS = (ATTENTION_NAME,)
 PADDED_WAYS = (ATTENTION_NAME, "sdpa", "eager")
@@ -171,9 +173,10 @@ def _difference(
     expected = torch.cat([one.logits for one in plain])
     distance = (found.logits - expected).abs().amax(dim=1)  # [M]
     spread = float(expected.std())
-    if bool((distance <= TOLERANCE * spread).all()):
+    is_same = distance <= TOLERANCE * spread
+    if is_same.float().mean() >= NEARLY_ALL and bool((distance <= FLIPPED * spread).all()):
         return None
-    token = int((distance <= TOLERANCE * spread).long().argmin())
+    token = int(is_same.long().argmin())
     sequence = int(batch.sequences[token])
     return (
         f"they differ by up to {float(distance.max()):.2g} (their standard deviation is {spread:.2g}), first at token "

@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 ADAPTER = "policy"  # as server.py has it
 COPIED = {"GptOssRoutedExperts": ".experts.", "OAIAttention": ".sinks"}
 """Layers whose tensors vLLM copies where a reload does not look for them, with a part of the tensors' names."""
+HEAD = "ParallelLMHead"
 RELOADING = "vllm.model_executor.model_loader.reload.layerwise"
 RECEPTION = Path(__file__).parents[1] / "foreign" / "reception.py"
 
@@ -94,6 +95,8 @@ class WeightLoading:
                 self.reload_weights(weights_path=weights_path)
         finally:
             logger.removeHandler(warnings)
+        if self.model_runner.model_config.hf_text_config.tie_word_embeddings:
+            warnings.layers.discard(HEAD)  # it is loaded as the embedding
         layers = [one for one in model.modules() if list(one.parameters(recurse=False))]
         kept = [one for one in layers if type(one).__name__ in warnings.layers]
         if unknown := sorted({type(one).__name__ for one in kept} - COPIED.keys()):
@@ -112,7 +115,7 @@ class WeightLoading:
     def _pack_again(self) -> None:
         is_cpu = torch.device(self.device).type == "cpu"
         for layer in self.model_runner.get_model().modules() if is_cpu else ():
-            if type(layer).__name__ == "ParallelLMHead" and hasattr(layer, "cpu_linear"):
+            if type(layer).__name__ == HEAD and hasattr(layer, "cpu_linear"):
                 layer.quant_method.process_weights_after_loading(layer)
             kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
             if kernel is not None:
