@@ -95,8 +95,8 @@ class WeightLoading:
                 self.reload_weights(weights_path=weights_path)
         finally:
             logger.removeHandler(warnings)
-        if self.model_runner.model_config.hf_text_config.tie_word_embeddings:
-            warnings.layers.discard(HEAD)  # it is loaded as the embedding
+        if HEAD in warnings.layers and self.model_runner.model_config.hf_text_config.tie_word_embeddings:
+            warnings.layers.remove(HEAD)  # it is loaded as the embedding
         layers = [one for one in model.modules() if list(one.parameters(recurse=False))]
         kept = [one for one in layers if type(one).__name__ in warnings.layers]
         if unknown := sorted({type(one).__name__ for one in kept} - COPIED.keys()):
