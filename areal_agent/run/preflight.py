@@ -30,6 +30,9 @@ LENGTH_DEPENDENT = ("longrope", "su", "dynamic")
 """Rotary embeddings that change for all tokens once a context is long: transformers does it by the batch, vLLM by the
 context that it is started with."""
 
+UNWINDOWED = ("mistral", "phi3")
+"""SGLang 0.5.23 serves these as Llama, without their sliding window."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preflight:
@@ -206,7 +209,7 @@ def check_model_folder(path: Path, engine: EngineConfig) -> None:
 
 
 def require_trainable(path: Path, engine: EngineConfig) -> None:
-    """Raise ConfigError for a folder that the engine could not load, or whose long contexts it computes otherwise.
+    """Raise ConfigError for a folder that the engine could not load, or whose long contexts it computes in another way.
 
     What else a model needs to be trained the trainer proves as it loads it.
     """
@@ -221,6 +224,12 @@ def require_trainable(path: Path, engine: EngineConfig) -> None:
             f"engine.max_context_tokens is {engine.max_context_tokens}, but model {str(path)!r} computes all positions "
             f"in another way once a context exceeds {longest} tokens ({kind}), and trainer and engine differ in when "
             f"they do; set it to at most {longest}"
+        )
+    window = fields.get("sliding_window") if fields.get("model_type") in UNWINDOWED else None
+    if engine.backend == "sglang" and window is not None and engine.max_context_tokens > window:
+        raise ConfigError(
+            f"engine.max_context_tokens is {engine.max_context_tokens}, but the tokens of model {str(path)!r} see "
+            f"{window} tokens back, and all of them in SGLang: set it to at most {window}, or engine.backend to 'vllm'"
         )
 
 

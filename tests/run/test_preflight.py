@@ -115,3 +115,6 @@ def test_a_context_at_which_positions_change_is_refused_for_training(tmp_path: P
     check_model(str(model), longer)  # it can be evaluated
     with pytest.raises(ConfigError, match=r"exceeds 4096 tokens \(longrope\).*set it to at most 4096"):
         require_trainable(model, longer)
+    model_of(tmp_path, PHI3 | {"sliding_window": 2047})
+    with pytest.raises(ConfigError, match="see 2047 tokens back, and all of them in SGLang"):
+        require_trainable(model, VLLM.model_copy(update={"backend": "sglang"}))
