@@ -4,12 +4,13 @@ The tokenizer must be the model's, restore texts exactly, and let no text forge 
 three conversations in a `Forest`, as the gateway holds them: plain, with thinking, with a tool. In each, an answer is
 recorded and continued; the check is whether the continuation keeps the tokens that were sampled.
 
-The sizes are those of a dense decoder, from its config.json. V vocabulary, H hidden, I intermediate, L layers, Q query
-and K key-value heads of dimension D. Parameters:
+The sizes are those of a decoder of Llama's form, dense or with experts, from its config.json; for other forms they are
+an estimate. V vocabulary, H hidden, I intermediate, L layers, Q query and K key-value heads of dimension D. Parameters:
 
     layer   2 H Q D + 2 H K D + 3 H I + 2 H      q and o; k and v; gate, up and down; two norms
             + 2 D                                norms of queries and keys (Qwen3)
             + Q D + 2 K D                        biases of q, k and v (Qwen2)
+            3 H E J + H E instead of 3 H I       E experts of size J and their router
     model   V H + L layer + H                    embedding, layers, the last norm
             + V H                                an output layer that is not the embedding again
 """
@@ -27,7 +28,7 @@ from areal_agent.doctor.findings import Finding, State, gib
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.models.recipe import RECIPE, Recipe, demonstrations_of
 from areal_agent.observe.progress import Progress
-from areal_agent.run.preflight import MODEL_TYPES, check_model, check_model_folder
+from areal_agent.run.preflight import EMBEDDED_TYPES, check_model, is_served, require_trainable
 from areal_agent.tokens.forest import Forest, Reply
 from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.formats.thinking import ReasoningFormat
@@ -37,13 +38,14 @@ from areal_agent.types import ForkReason, JsonObject
 
 FLOAT32_BYTES = 4
 BFLOAT16_BYTES = 2
-HEAD_NORM_TYPES = ("qwen3",)
+HEAD_NORM_TYPES = ("qwen3", "qwen3_moe")
 BIASED_TYPES = ("qwen2",)
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A dense decoder of the kind that the embedded engine serves.
+    """A decoder, whose layers may have experts.
 
     >>> ModelShape(model_type="llama", vocab_size=10, hidden_size=4, intermediate_size=8, num_layers=1, num_heads=2,
     ...            num_kv_heads=1, head_dim=2, is_tied=True).num_parameters
@@ -59,6 +61,8 @@ class ModelShape:
     num_kv_heads: int
     head_dim: int
     is_tied: bool
+    num_experts: int = 0
+    expert_size: int = 0  # the inner size of one expert; `intermediate_size` is that of all that one token passes
     max_context_tokens: int | None = None  # the longest it was made for
     dtype: str | None = None  # of its files
 
@@ -74,13 +78,19 @@ class ModelShape:
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
         """Read a decoded config.json. Raises ConfigError where it lacks a size."""
+        fields = fields.get("text_config") or fields
         try:
             num_heads, hidden_size = fields["num_attention_heads"], fields["hidden_size"]
+            num_experts = next((fields[name] for name in NUM_EXPERTS if fields.get(name)), 0)
+            expert_size = fields.get("moe_intermediate_size") or fields["intermediate_size"]
+            num_passed = fields.get("num_experts_per_tok", 1) + (fields.get("n_shared_experts") or 0)
             return cls(
                 model_type=fields["model_type"],
                 vocab_size=fields["vocab_size"],
                 hidden_size=hidden_size,
-                intermediate_size=fields["intermediate_size"],
+                intermediate_size=num_passed * expert_size if num_experts else fields["intermediate_size"],
+                num_experts=num_experts,
+                expert_size=expert_size if num_experts else 0,
                 num_layers=fields["num_hidden_layers"],
                 num_heads=num_heads,
                 num_kv_heads=fields.get("num_key_value_heads") or num_heads,
@@ -91,8 +101,8 @@ class ModelShape:
             )
         except KeyError as error:
             raise ConfigError(
-                f"the model's config.json has no {error.args[0]!r}: its memory cannot be estimated; use a Llama, "
-                "Mistral or Qwen model"
+                f"the model's config.json has no {error.args[0]!r}: its memory cannot be estimated; give a model whose "
+                "config names sizes as Llama's does"
             ) from None
 
     @classmethod
@@ -133,20 +143,20 @@ class ModelShape:
     def linear_layers(self) -> Mapping[str, tuple[int, int]]:
         """Inputs and outputs of the matrices of one layer, by name."""
         hidden, inner = self.hidden_size, self.intermediate_size
+        feed_forward = {"gate_proj": (hidden, inner), "up_proj": (hidden, inner), "down_proj": (inner, hidden)}
         return {
             "q_proj": (hidden, self.query_size),
             "k_proj": (hidden, self.kv_size),
             "v_proj": (hidden, self.kv_size),
             "o_proj": (self.query_size, hidden),
-            "gate_proj": (hidden, inner),
-            "up_proj": (hidden, inner),
-            "down_proj": (inner, hidden),
+            **({} if self.num_experts else feed_forward),
         }
 
     @property
     def num_matrix_parameters(self) -> int:
         """Parameters in the matrices of all layers."""
-        return self.num_layers * sum(inputs * outputs for inputs, outputs in self.linear_layers.values())
+        experts = self.num_experts * self.hidden_size * (3 * self.expert_size + 1)
+        return self.num_layers * (experts + sum(inputs * outputs for inputs, outputs in self.linear_layers.values()))
 
     def num_adapter_parameters(self, rank: int, modules: Collection[str]) -> int:
         """Return the parameters of adapters (LoRA) of these matrices in all layers: R (inputs + outputs) each."""
@@ -186,11 +196,11 @@ async def find_model(config: Config, logs: Path, *, with_weights: bool) -> Found
 
     Raises ConfigError and ProcessDied.
     """
-    check_model(config.model)
+    check_model(config.model, config.engine)
     if not with_weights:
         return Found(folder=await describe_model(config.model, config.seed))
     folder = await obtain_model(config.model, config.seed, logs, Progress(total_steps=0, mode="none"))
-    check_model_folder(folder)
+    require_trainable(folder, config.engine)
     return Found(folder=folder)
 
 
@@ -212,9 +222,10 @@ def model_finding(config: Config, folder: Path | None, shape: ModelShape) -> Fin
         f"({gib(FLOAT32_BYTES * shape.num_parameters)} in float32): {where}"
     )
     longest, asked = shape.max_context_tokens, config.engine.max_context_tokens
-    if shape.model_type not in MODEL_TYPES:
-        found = f"{found}; type {shape.model_type!r} is not served"
-        return Finding("model", State.FAIL, found, f"use a model of type {', '.join(MODEL_TYPES)}")
+    if not is_served(shape.model_type, config.engine):
+        found = f"{found}; the embedded engine does not serve type {shape.model_type!r}"
+        change = f"use a model of type {', '.join(EMBEDDED_TYPES)}, or set engine.backend to 'sglang' or 'vllm'"
+        return Finding("model", State.FAIL, found, change)
     if longest is not None and asked > longest and not config.is_online:
         found = f"{found}; it was made for {longest} tokens, but engine.max_context_tokens is {asked}"
         return Finding("model", State.FAIL, found, f"set engine.max_context_tokens to at most {longest}")

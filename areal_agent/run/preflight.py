@@ -9,11 +9,12 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, cast
 
 from areal_agent.algorithms.config import AlgorithmConfig, load_own
 from areal_agent.cluster.local import check_port, check_this_host
 from areal_agent.config import Config
+from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
 from areal_agent.files import RunFolder
 from areal_agent.gateway.auth import find_admin_key
@@ -24,7 +25,13 @@ from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
 from areal_agent.trainer.checkpoint import latest_checkpoint, newest_step
 from areal_agent.types import Task
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+EMBEDDED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+LENGTH_DEPENDENT = ("longrope", "su", "dynamic")
+"""Rotary embeddings that change for all tokens once a context is long: transformers does it by the batch, vLLM by the
+context that it is started with."""
+
+UNWINDOWED = ("mistral", "phi3")
+"""SGLang 0.5.23 serves these as Llama, without their sliding window."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +54,7 @@ class Preflight:
         """
         source = config.workflow if workflow is None else workflow
         tasks, eval_tasks = TaskSet(sources=()), ()
-        check_model(config.model)
+        check_model(config.model, config.engine)
         if config.is_online:
             if source is not None:
                 raise ConfigError(
@@ -152,13 +159,13 @@ def import_own_functions(algorithm: AlgorithmConfig) -> None:
     load_own(algorithm, "loss")
 
 
-def check_model(model: str) -> None:
+def check_model(model: str, engine: EngineConfig) -> None:
     """Raise ConfigError unless `model` is `tiny`, a folder with a config.json, or the form of a hub name."""
     path = Path(model)
     if (demonstrations := demonstrations_of(model)) is not None:
         _check_demonstrations(model, demonstrations)
     elif (path / "config.json").is_file():
-        check_model_folder(path)
+        check_model_folder(path, engine)
     elif path.exists():
         raise ConfigError(f"model {model!r} is not a Hugging Face folder: it has no config.json")
     elif not HUB_NAME.fullmatch(model):
@@ -178,21 +185,52 @@ def _check_demonstrations(model: str, path: str) -> None:
         )
 
 
-def check_model_folder(path: Path) -> None:
-    """Raise ConfigError for a folder that engine and trainer could not load."""
+def is_served(model_type: object, engine: EngineConfig) -> bool:
+    """Return whether the engine serves this type; only the embedded engine has a list."""
+    return model_type in EMBEDDED_TYPES or engine.backend != "embedded" or engine.url is not None
+
+
+def check_model_folder(path: Path, engine: EngineConfig) -> None:
+    """Raise ConfigError for a folder that the engine could not load."""
     try:
         described: object = json.loads((path / "config.json").read_bytes())
     except ValueError as error:
         raise ConfigError(f"model {str(path)!r}: its config.json is not JSON: {error}") from None
     model_type = cast(dict[str, object], described).get("model_type") if isinstance(described, dict) else None
-    if model_type not in MODEL_TYPES:
+    if not is_served(model_type, engine):
         raise ConfigError(
-            f"model {str(path)!r} is of type {model_type!r}; the embedded engine serves {', '.join(MODEL_TYPES)}"
+            f"model {str(path)!r} is of type {model_type!r}, and the embedded engine serves only "
+            f"{', '.join(EMBEDDED_TYPES)}; set engine.backend to 'sglang' or 'vllm'"
         )
     if not any(path.glob("*.safetensors")):
         raise ConfigError(f"model {str(path)!r} has no weights: there is no .safetensors file")
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"model {str(path)!r} has no tokenizer.json; save its fast tokenizer there")
+
+
+def require_trainable(path: Path, engine: EngineConfig) -> None:
+    """Raise ConfigError for a folder that the engine could not load, or whose long contexts it computes in another way.
+
+    What else a model needs to be trained the trainer proves as it loads it.
+    """
+    check_model_folder(path, engine)
+    fields: dict[str, Any] = json.loads((path / "config.json").read_bytes())
+    fields = fields.get("text_config") or fields
+    rope: dict[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    kind, key = rope.get("rope_type", rope.get("type")), "original_max_position_embeddings"
+    longest = rope.get(key) or fields.get(key) or fields.get("max_position_embeddings") or engine.max_context_tokens
+    if kind in LENGTH_DEPENDENT and engine.max_context_tokens > longest:
+        raise ConfigError(
+            f"engine.max_context_tokens is {engine.max_context_tokens}, but model {str(path)!r} computes all positions "
+            f"in another way once a context exceeds {longest} tokens ({kind}), and trainer and engine differ in when "
+            f"they do; set it to at most {longest}"
+        )
+    window = fields.get("sliding_window") if fields.get("model_type") in UNWINDOWED else None
+    if engine.backend == "sglang" and window is not None and engine.max_context_tokens > window:
+        raise ConfigError(
+            f"engine.max_context_tokens is {engine.max_context_tokens}, but the tokens of model {str(path)!r} see "
+            f"{window} tokens back, and all of them in SGLang: set it to at most {window}, or engine.backend to 'vllm'"
+        )
 
 
 def make_curriculum(config: Config, tasks: TaskSet) -> Curriculum | None:

@@ -40,7 +40,7 @@ from areal_agent.observe.progress import Progress
 from areal_agent.observe.trackers import TrackedRun, Trackers, require_installed, start_trackers
 from areal_agent.process import uninterrupted
 from areal_agent.run.evaluation import Evaluation
-from areal_agent.run.preflight import Preflight, require_sampling
+from areal_agent.run.preflight import Preflight, require_sampling, require_trainable
 from areal_agent.run.results import RunMetrics
 from areal_agent.run.serving import EvalReport
 from areal_agent.run.sources import Beginning, Source, begin, open_online_rollouts, open_own_rollouts
@@ -223,6 +223,7 @@ class Run:
         if not self.preflight.is_resumed:
             folder.config.write_text(config.to_yaml())
         model = await obtain_model(config.model, config.seed, folder.logs, progress)
+        require_trainable(model, config.engine)
         beginning = await begin(self.ledger, folder.checkpoints)
         if beginning.checkpoint is not None:
             require_same_tokenizer(model, beginning.checkpoint.path)

@@ -2,6 +2,7 @@
 
 main process                          trainer process (python -m areal_agent.trainer)
 client.py ◀── wire.py over a socket ──▶ __main__.py ─▶ trainer.py ─┬─▶ step.py ─▶ model.py, optimizer.py, metrics.py
+                                          │                        │               └─▶ forward.py ─▶ attention.py
                                           │                        ├─▶ checkpoint.py, state.py
                                           └─▶ ranks.py             └─▶ weights/channels.py
 

@@ -67,7 +67,8 @@ class TrainerConfig(Section):
     of the memory that long sequences take. Gradients do not change."""
     packing: Literal["balanced", "first_fit", "padded"] = "balanced"
     """How sequences share a micro-batch; none sees another. `balanced`: one row without padding, by Algorithm 1 of the
-    AReaL paper. `first_fit`: one row, by first-fit decreasing. `padded`: one row for each, of similar lengths."""
+    AReaL paper. `first_fit`: one row, by first-fit decreasing. `padded`: one row for each, of similar lengths; models
+    with a state that runs from token to token need it (docs/models.md)."""
     num_ranks: Annotated[int, Field(ge=1, le=1024)] = 1
     """Trainer processes on this machine, which share weights and work (FSDP2). On cuda each has its own GPU."""
     threads: Annotated[int, Field(ge=1)] = 1

@@ -1,9 +1,8 @@
 """The model that is trained: the policy, its critic, and the layers that they change in a transformers model.
 
-`Policy` wraps a causal language model and computes log-probabilities of loss tokens. `Critic` copies it with one output
-in place of the vocabulary. `Adapter` adds LoRA, `use_segment_attention` keeps packed sequences apart, and `recompute`
-trades time for memory. With several ranks, parameters are sharded over them; methods that gather them are collective:
-every rank has to call them.
+`Policy` wraps a causal language model and computes log-probabilities of loss tokens (forward.py). `Critic` copies it
+with one output in place of the vocabulary. `Adapter` adds LoRA, and `recompute` trades time for memory. With several
+ranks, parameters are sharded over them; methods that gather them are collective: every rank has to call them.
 """
 
 import copy
@@ -13,42 +12,54 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Self, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
-from areal_agent.algorithms.batching import MicroBatch, logprobs_and_entropy
+from areal_agent.algorithms.batching import MicroBatch
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.losses import value_loss
-from areal_agent.errors import ConfigError
+from areal_agent.engine.foreign.weight_folders import TIED_HEAD, read_file_shapes
+from areal_agent.engine.pushes import weight_files
+from areal_agent.errors import ConfigError, WeightUpdateError
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
+from areal_agent.trainer.forward import LossTokenForward, choose_attention, decoder_layers, decoder_of, hidden_states
 from areal_agent.trainer.optimizer import Optimizer, Schedule
 from areal_agent.trainer.ranks import ALONE, Group, whole
+from areal_agent.types import TensorEntry
+from areal_agent.weights.channels import layout
 
-ATTENTION_NAME = "areal_agent_segments"
+UNUSED = "rotary_emb.inv_freq"
+"""Tensors in the files of old models, which every program computes itself."""
 
 
 class Policy:
     """A causal language model with float32 weights; on cuda its matrices are multiplied in bfloat16."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, device: torch.device, *, is_padded: bool = False) -> None:
+        """Take a model for packed or padded micro-batches. Raises ConfigError if it cannot be trained in them."""
         # eval mode: dropout would make the proximal and the current policy differ without an update
         self.model = model.to(device).eval()  # pyright: ignore[reportArgumentType]
         self.device = device
         self.adapter: Adapter | None = None
         self._group = ALONE
-        _choose_attention(self.model)
+        saved = model.state_dict().keys()
+        self._buffers = {name: one for name, one in model.named_buffers() if name in saved}  # never trained
+        self._untrained: dict[str, Path] = {}  # the file of each tensor that this model lacks
+        choose_attention(self.model, is_padded=is_padded)
         self._loss_tokens = LossTokenForward(self.model)
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device) -> Self:
-        """Load a Hugging Face folder (safetensors only). Raises ConfigError if it holds no supported model."""
+    def load(cls, folder: Path, device: torch.device, *, is_padded: bool = False) -> Self:
+        """Load a Hugging Face folder (safetensors only). Raises ConfigError if it cannot be trained."""
         what = f"cannot load a causal language model from {str(folder)!r}"
         try:
+            _require_floats(AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True), what)
             model, loaded = cast(
                 tuple[PreTrainedModel, Mapping[str, Collection[str]]],
                 AutoModelForCausalLM.from_pretrained(
@@ -60,11 +71,13 @@ class Policy:
                     output_loading_info=True,
                 ),
             )
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, ImportError) as error:
             raise ConfigError(f"{what}: {str(error).strip().splitlines()[0]}") from error
         if loaded["missing_keys"]:  # transformers would fill them with random numbers
             raise ConfigError(f"{what}: its files lack the weights {sorted(loaded['missing_keys'])[:3]}")
-        return cls(model, device)
+        policy = cls(model, device, is_padded=is_padded)
+        policy._compare_with(folder)
+        return policy
 
     def frozen(self) -> Self:
         """Return this policy with gradients off, for use as a reference."""
@@ -103,14 +116,40 @@ class Policy:
         adapters = {} if self.adapter is None else self.adapter.parameters()
         return {name: one for name, one in self.model.named_parameters() if name not in adapters}
 
+    def published(self) -> tuple[TensorEntry, ...]:
+        """Return the layout of what is published: names and shapes are those of the model's files."""
+        tensors = {**self.named_parameters(), **self._buffers}
+        dtypes = {name: self._buffers[name].dtype if name in self._buffers else self.publish_dtype for name in tensors}
+        empty = {name: torch.empty(one.shape, dtype=dtypes[name], device="meta") for name, one in tensors.items()}
+        return layout((self.as_saved(empty) | self.untrained()).items())
+
     def whole_parameters(self) -> dict[str, Tensor]:
-        """Return `named_parameters` whole and merged with the adapters. Collective; other ranks than 0 get {}."""
+        """Return what is published, whole and merged with the adapters. Collective; other ranks than 0 get {}."""
         parameters = ((name, self._whole(name, one)) for name, one in self.named_parameters().items())
         if self._group.rank == 0:
-            return dict(parameters)
+            return self.as_saved(dict(parameters) | self._buffers) | self.untrained()
         for _ in parameters:
             pass  # takes part in gathering
         return {}
+
+    def as_saved(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors by their names in the model's files, where transformers has joined or renamed them.
+
+        Engines load files. The experts of a layer, for example, are two tensors here and three for each expert there.
+        """
+        saved = revert_weight_conversion(self.model, dict(state))
+        return {name: saved[name] for name in (*state, *saved) if name in saved}  # transformers sorts them
+
+    def untrained(self) -> dict[str, Tensor]:
+        """Read the tensors of the model's files that transformers' model lacks; they are published as they are.
+
+        These are a vision tower where only text is trained, or layers for speculative decoding.
+        """
+        found: dict[str, Tensor] = {}
+        for file in sorted(set(self._untrained.values())):
+            with safe_open(file, framework="pt") as opened:
+                found |= {name: opened.get_tensor(name) for name, one in self._untrained.items() if one == file}
+        return found
 
     def whole_adapter(self) -> dict[str, Tensor]:
         """Return the adapters by name, whole. Collective; every rank gets them."""
@@ -127,6 +166,24 @@ class Policy:
         with self.adapter.off():
             return self.logprobs_and_entropy(batch)
 
+    def _compare_with(self, folder: Path) -> None:
+        """Note what the folder's files hold besides this model. Raises ConfigError if they lack some of it."""
+        try:
+            paths = [folder / file for file in weight_files(folder)]
+            files = {name: path for path in paths for name in read_file_shapes(path) if not name.endswith(UNUSED)}
+        except WeightUpdateError as error:
+            raise ConfigError(f"cannot train the model in {str(folder)!r}: {error}") from error
+        if TIED_HEAD not in dict(self.model.named_parameters()):  # the files may repeat the embedding
+            files.pop(TIED_HEAD, None)
+        ours = {entry.name for entry in self.published()}
+        if lacking := sorted(ours - files.keys()):
+            raise ConfigError(
+                f"cannot train the model in {str(folder)!r}: transformers' {type(self.model).__name__} would save "
+                f"{len(lacking)} tensors under other names, such as {lacking[0]!r}, and engines could not load them; "
+                "load it with transformers' AutoModelForCausalLM, and save it again"
+            )
+        self._untrained = {name: path for name, path in files.items() if name not in ours}
+
     def _whole(self, name: str, parameter: Tensor) -> Tensor:
         if self.adapter is None:
             return whole(parameter.detach())
@@ -134,53 +191,15 @@ class Policy:
 
     @property
     def _decoder(self) -> nn.Module:
-        return self.model.base_model
+        return decoder_of(self.model)
 
 
-class LossTokenForward(nn.Module):
-    """The forward pass as one module, because FSDP2 gathers parameters per module."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__()
-        self.model = model
-        self._vocab_size = int(model.config.get_text_config().vocab_size)
-
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        hidden = hidden_states(self.model.base_model, batch)  # [M, H]
-        head = cast(nn.Module, self.model.get_output_embeddings())
-        return logprobs_and_entropy(hidden, batch.targets, batch.temperatures, head, vocab_size=self._vocab_size)
-
-
-def hidden_states(decoder: nn.Module, batch: MicroBatch) -> Tensor:
-    """Return the last hidden states that loss tokens are predicted from, [M, H]."""
-    states = decoder(
-        input_ids=batch.inputs, position_ids=batch.positions, segments=batch.segments, use_cache=False
-    ).last_hidden_state  # [R, T, H]
-    return states.flatten(0, 1)[batch.predicting]
-
-
-def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
-    """Return the layers of a decoder, each of which is gathered and released as a unit."""
-    return [layer for one in decoder.children() if isinstance(one, nn.ModuleList) for layer in one]
-
-
-def _choose_attention(model: PreTrainedModel) -> None:
-    """Switch to segment attention, and refuse a model whose logits that changes.
-
-    It changes them if the model's attention is not plain causal attention, or if its logits are not its output layer
-    applied to its last hidden state.
-    """
-    probe = torch.arange(4, device=model.device)[None] % int(model.config.get_text_config().vocab_size)
-    positions = torch.arange(4, device=model.device)[None]
-    with torch.no_grad():
-        logits = model(input_ids=probe, use_cache=False).logits
-        use_segment_attention(model)
-        states = model.base_model(input_ids=probe, position_ids=positions, segments=(4,), use_cache=False)
-        ours = cast(nn.Module, model.get_output_embeddings())(states.last_hidden_state)
-    if not torch.allclose(logits, ours, rtol=1e-3, atol=1e-3):
+def _require_floats(config: PreTrainedConfig, what: str) -> None:
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
         raise ConfigError(
-            f"model type {model.config.model_type!r} is not supported: its logits are not its output layer applied to "
-            "its last hidden state, or its attention is not plain causal attention; use a Llama, Mistral or Qwen model"
+            f"{what}: its weights are quantised ({method}), and only plain floats are trained; use the model that was "
+            "quantised"
         )
 
 
@@ -378,48 +397,3 @@ def recompute(layers: Sequence[nn.Module]) -> None:
     """
     for layer in layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-
-
-def use_segment_attention(model: PreTrainedModel) -> None:
-    """Make the model's layers call `segment_attention`; its forward passes then take `segments`.
-
-    Each packed sequence is attended to by a call of its own, so none can see another. Padded rows share one call, since
-    causal attention never looks at the padding behind a sequence. transformers builds no mask for an attention name
-    without a registered mask function.
-    """
-    AttentionInterface.register(ATTENTION_NAME, segment_attention)
-    model.set_attn_implementation(ATTENTION_NAME)
-
-
-def segment_attention(
-    _module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    segments: Sequence[int] | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention within each of `segments`, the lengths of the sequences in the one row; None: within each row.
-
-    Shapes: B rows of T tokens, H query heads, G key-value heads, D head dimension: query [B, H, T, D], key and value
-    [B, G, T, D] -> [B, T, H, D].
-    """
-    lengths = list(segments or (query.shape[2],))
-    assert sum(lengths) == query.shape[2], (lengths, query.shape)
-    parts = zip(*(one.split(lengths, dim=2) for one in (query, key, value)), strict=True)
-    outputs = [_causal(q, k, v, scaling, sliding_window) for q, k, v in parts]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
-
-
-def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
-    """Attend within one sequence a row. With `window`, a token sees only the last `window` tokens, itself included."""
-    length = query.shape[2]
-    if window is None or window >= length:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
-    everything = torch.ones(length, length, dtype=torch.bool, device=query.device)
-    band = everything.tril() & everything.triu(1 - window)
-    return scaled_dot_product_attention(query, key, value, attn_mask=band, scale=scaling, enable_gqa=True)

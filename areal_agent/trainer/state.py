@@ -23,6 +23,7 @@ from typing import Any, cast
 import orjson
 import torch
 import torch.distributed as dist
+from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -67,7 +68,12 @@ def write_export(folder: Path, policy: Policy, source: Path, chat_template: str 
     if not _is_first_rank():
         return
     once = {*policy.named_parameters(), *(name for name, _ in policy.model.named_buffers())}  # lists tied weights once
-    policy.model.save_pretrained(folder, state_dict={name: one for name, one in weights.items() if name in once})
+    weights = {name: one for name, one in weights.items() if name in once}
+    if untrained := policy.untrained():  # the config that describes all of them is copied below
+        state = {name: one.contiguous() for name, one in (policy.as_saved(weights) | untrained).items()}
+        save_torch_state_dict(state, folder)
+    else:
+        policy.model.save_pretrained(folder, state_dict=weights)
     for pattern in COPIED:
         for file in source.glob(pattern):
             is_ours = file.name in (MANIFEST, RUN_STATE) or "safetensors" in file.name
@@ -204,7 +210,10 @@ def _lora(training: Training) -> dict[str, Any] | None:
 def _require_same_base(folder: Path, policy: Policy) -> None:
     """Check that model plus adapters equal the export; otherwise the base weights are not those of the run."""
     merged = _whole_weights(policy)
-    for file in weight_files(folder) if _is_first_rank() else ():
+    if not _is_first_rank():
+        return
+    merged = policy.as_saved(merged)
+    for file in weight_files(folder):
         with safe_open(folder / file, framework="pt") as exported:
             for name in set(exported.keys()) & set(merged):
                 if not torch.allclose(exported.get_tensor(name), merged[name], rtol=ROUNDING, atol=ROUNDING / 10):

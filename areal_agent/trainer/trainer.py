@@ -18,7 +18,7 @@ from areal_agent.trainer.state import Training, export_adapter, form_of, read_tr
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.wire import StepInput, StepReport, TrainerInfo
 from areal_agent.types import JsonObject, Weights
-from areal_agent.weights.channels import DiskChannel, DistributedChannel, SharedMemoryChannel, layout
+from areal_agent.weights.channels import DiskChannel, DistributedChannel, SharedMemoryChannel
 
 NOTHING: JsonObject = {}
 
@@ -39,9 +39,11 @@ class Trainer:
         self._step = 0 if checkpoint is None else checkpoint.step
         self._setup = setup
         self._group = group
-        self._policy = policy = Policy.load(self._source, device)
-        has_reference = algorithm.reference == "initial"
-        reference = Policy.load(self._source, device).frozen() if has_reference and lora is None else None
+        is_padded = config.packing == "padded"
+        self._policy = policy = Policy.load(self._source, device, is_padded=is_padded)
+        has_reference, reference = algorithm.reference == "initial", None
+        if has_reference and lora is None:
+            reference = Policy.load(self._source, device, is_padded=is_padded).frozen()
         schedule = Schedule.of(config, setup.num_steps * algorithm.minibatches)
         # a critic copies the policy, which has to be done before that is adapted or sharded
         critic = Critic(policy, config, algorithm, schedule=schedule, group=group) if algorithm.critic else None
@@ -146,9 +148,10 @@ def _open_channel(
 ) -> SharedMemoryChannel | DiskChannel | DistributedChannel:
     if config.lora is not None and config.lora.push == "adapter":
         return DiskChannel(folder / "adapters", torch.float32, form_of(config.lora, base))
+    entries = policy.published()
     if config.transfer == "disk":
-        return DiskChannel(folder / "weights", policy.publish_dtype)
-    entries = layout(policy.named_parameters().items(), policy.publish_dtype)
+        dtypes = {entry.name: getattr(torch, entry.dtype) for entry in entries}
+        return DiskChannel(folder / "weights", policy.publish_dtype, dtypes=dtypes)
     if config.transfer == "shared_memory":
         return SharedMemoryChannel(folder, entries)
     bucket_bytes = config.transfer_bucket_mib * 2**20

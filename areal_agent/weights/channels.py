@@ -49,16 +49,17 @@ ALIGNMENT_BYTES = 64
 NUM_SLOTS = 2
 
 
-def layout(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> tuple[TensorEntry, ...]:
-    """Compute where each tensor of `model.named_parameters()` lies when stored as `dtype`. Tied weights come once."""
+def layout(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> tuple[TensorEntry, ...]:
+    """Compute where each tensor lies when stored as `dtype`, by default each as its own. Tied weights come once."""
     entries: list[TensorEntry] = []
     offset = 0
     for name, parameter in parameters:
-        num_bytes = parameter.numel() * dtype.itemsize
+        stored = dtype or parameter.dtype
+        num_bytes = parameter.numel() * stored.itemsize
         entries.append(
             TensorEntry(
                 name=name,
-                dtype=str(dtype).removeprefix("torch."),
+                dtype=str(stored).removeprefix("torch."),
                 shape=tuple(parameter.shape),
                 offset=offset,
                 num_bytes=num_bytes,
@@ -149,6 +150,7 @@ def write_adapter(folder: Path, matrices: Mapping[str, Tensor], form: AdapterFor
 
 
 NUM_KEPT = 2
+NO_DTYPES: Mapping[str, torch.dtype] = {}
 
 
 class DiskChannel:
@@ -161,10 +163,20 @@ class DiskChannel:
     and it never changes.
     """
 
-    def __init__(self, directory: Path, dtype: torch.dtype, adapter: AdapterForm | None = None) -> None:
-        """Write into `directory`, which only this channel uses, in `dtype`: adapters if `adapter` describes them."""
+    def __init__(
+        self,
+        directory: Path,
+        dtype: torch.dtype,
+        adapter: AdapterForm | None = None,
+        dtypes: Mapping[str, torch.dtype] = NO_DTYPES,
+    ) -> None:
+        """Write into `directory`, which only this channel uses: adapters if `adapter` describes them.
+
+        Tensors are stored as `dtypes` says, and as `dtype` where it says nothing.
+        """
         self._directory = directory
         self._dtype = dtype
+        self._dtypes = dtypes
         self._adapter = adapter
         self._written: list[Path] = []
         self._number = 0
@@ -194,7 +206,8 @@ class DiskChannel:
         self._written.clear()
 
     def _fill(self, folder: Path, parameters: Mapping[str, Tensor]) -> None:
-        tensors = {name: one.detach().to("cpu", self._dtype).contiguous() for name, one in parameters.items()}
+        dtypes = {name: self._dtypes.get(name, self._dtype) for name in parameters}
+        tensors = {name: one.detach().to("cpu", dtypes[name]).contiguous() for name, one in parameters.items()}
         if self._adapter is None:
             save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         else:

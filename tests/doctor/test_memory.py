@@ -73,6 +73,16 @@ def test_the_parameters_are_those_of_the_model(small_model: Path) -> None:
     assert ModelShape.read(small_model).num_parameters == sum(one.numel() for one in model.parameters())
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral"])
+def test_the_parameters_of_experts_count(model_type: str) -> None:
+    from tests.trainer.families import PACKED, make
+
+    model = make(model_type, PACKED[model_type])
+    found = ModelShape.of(model.config.to_dict())
+    assert found.num_parameters == sum(one.numel() for one in model.parameters())
+    assert found.num_experts == 4
+
+
 def test_a_trainer_on_one_gpu() -> None:
     found = parts_of(config(engine={"max_context_tokens": 4096}), ONE_GPU, 0)
     assert QWEN3_06B.num_parameters == PARAMETERS

@@ -3,19 +3,23 @@
 - A model that is no folder here is said to be taken for one on the hub; a local or built one is not.
 - A dry run finds an advantage or a loss that is not there.
 - `tiny:module:function` takes demonstrations that can be found; others are refused with what would do.
+- A type that the embedded engine does not serve is refused where it serves; a context at which a model computes
+  positions in another way is refused for training.
 - Resuming with no step left is refused: fewer steps than are done, or as many where the run is completed. A run that
   was cut off after its last step goes on. A damaged checkpoint counts for nothing.
 """
 
+import json
 from pathlib import Path
 
 import pytest
 
 from areal_agent.config import Config
+from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
 from areal_agent.files import RunFolder
 from areal_agent.run.loop import train
-from areal_agent.run.preflight import Preflight, check_model, require_steps_left
+from areal_agent.run.preflight import Preflight, check_model, require_steps_left, require_trainable
 from areal_agent.trainer.checkpoint import publish_checkpoint
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -42,13 +46,13 @@ def test_a_dry_run_accepts_functions_that_are_there(tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize("model", ["tiny", "tiny:envs.code.tiny.demonstrations:demonstrations"])
 def test_demonstrations_that_are_there(model: str) -> None:
-    check_model(model)
+    check_model(model, EngineConfig())
 
 
 @pytest.mark.parametrize("model", ["tiny:", "tiny:no_such_module:f", "tiny:envs.nothing.here:f", "tiny:envs.code"])
 def test_demonstrations_that_are_not(model: str) -> None:
     with pytest.raises(ConfigError, match="give 'tiny:module:function'"):
-        check_model(model)
+        check_model(model, EngineConfig())
 
 
 @pytest.fixture
@@ -76,3 +80,41 @@ def test_no_step_is_left(folder: RunFolder) -> None:
 def test_a_damaged_checkpoint_counts_for_nothing(folder: RunFolder) -> None:
     (folder.checkpoints / "step_000004" / "run.json").write_text("damaged")
     require_steps_left(folder, 3)
+
+
+VLLM = EngineConfig(backend="vllm", python="python", max_context_tokens=4096)
+PHI3 = {"model_type": "phi3", "original_max_position_embeddings": 4096, "rope_scaling": {"type": "longrope"}}
+
+
+def model_of(folder: Path, fields: dict[str, object]) -> Path:
+    (folder / "config.json").write_text(json.dumps(fields))
+    for name in ("tokenizer.json", "model.safetensors"):
+        (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("engine", "is_refused"),
+    [(EngineConfig(), True), (VLLM, False), (EngineConfig(url="http://127.0.0.1:1"), False)],
+)
+def test_only_the_embedded_engine_has_a_list_of_types(tmp_path: Path, engine: EngineConfig, is_refused: bool) -> None:
+    model = str(model_of(tmp_path, {"model_type": "gpt_oss"}))
+    if not is_refused:
+        check_model(model, engine)
+        return
+    with pytest.raises(
+        ConfigError, match=r"'gpt_oss', and the embedded engine serves only llama, .*set engine\.backend"
+    ):
+        check_model(model, engine)
+
+
+def test_a_context_at_which_positions_change_is_refused_for_training(tmp_path: Path) -> None:
+    model = model_of(tmp_path, PHI3)
+    require_trainable(model, VLLM)
+    longer = VLLM.model_copy(update={"max_context_tokens": 4097})
+    check_model(str(model), longer)  # it can be evaluated
+    with pytest.raises(ConfigError, match=r"exceeds 4096 tokens \(longrope\).*set it to at most 4096"):
+        require_trainable(model, longer)
+    model_of(tmp_path, PHI3 | {"sliding_window": 2047})
+    with pytest.raises(ConfigError, match="see 2047 tokens back, and all of them in SGLang"):
+        require_trainable(model, VLLM.model_copy(update={"backend": "sglang"}))

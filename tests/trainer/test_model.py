@@ -2,12 +2,11 @@
 
 - A padded micro-batch gives the log-probabilities that each sequence has alone in a plain forward pass.
 - Log-probabilities are taken at the rollout's temperature.
-- A folder without a model or without some weights, a model with scaled logits, and cuda without a device are refused.
+- A folder without a model or without some weights, and cuda without a device, are refused.
 - Attention in a packed row is attention under a block-diagonal causal mask, and nothing flows into another sequence.
-- A sliding window reaches as far back as transformers' own, packed too.
+- Windows, soft caps and sinks are those of the written-out formula, also where queries are taken in blocks.
 """
 
-import copy
 import shutil
 
 import pytest
@@ -15,11 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoModelForCausalLM, CohereConfig, MistralConfig
+from transformers import MistralConfig
+from transformers.masking_utils import create_sliding_window_causal_mask
 
 from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.errors import ConfigError
-from areal_agent.trainer.model import Policy, choose_device, segment_attention, use_segment_attention
+from areal_agent.trainer.attention import ATTENTION_NAME, QUERIES_PER_BLOCK, segment_attention
+from areal_agent.trainer.model import Policy, choose_device
 from tests.trainer.lab import CPU, Lab
 
 
@@ -51,14 +52,6 @@ def test_weights_that_are_missing_from_the_files_are_a_config_error(model_folder
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"its files lack the weights \['model\.norm\.weight'\]"):
         Policy.load(tmp_path, CPU)
-
-
-def test_a_model_that_scales_its_logits_is_refused():
-    config = CohereConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, logit_scale=0.1
-    )
-    with pytest.raises(ConfigError, match="model type 'cohere' is not supported"):
-        Policy(AutoModelForCausalLM.from_config(config), CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -96,24 +89,37 @@ def test_nothing_flows_back_into_another_sequence(qkv):
         assert gradient[:, :, :3].abs().max() == 0 == gradient[:, :, 4:].abs().max()
 
 
-def test_a_sliding_window_reaches_as_far_back_as_in_transformers():
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=4,
-        initializer_range=0.2,
+def dense(qkv: list[torch.Tensor], window: int, softcap: float | None, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Attention within one sequence, written out: [1, T, H, D]."""
+    query, key, value = qkv[0], *(one.repeat_interleave(2, dim=1) for one in qkv[1:])
+    scores = 0.3 * query @ key.transpose(2, 3)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(query.shape[2])[:, None] - torch.arange(query.shape[2])
+    weights = scores.masked_fill((distance < 0) | (distance >= window), float("-inf")).exp()
+    rest = 0.0 if sinks is None else sinks.exp()[:, None, None]
+    return (weights / (weights.sum(-1, keepdim=True) + rest) @ value).transpose(1, 2)
+
+
+@pytest.mark.usefixtures("policy")  # which registers the attention
+@pytest.mark.parametrize("window", [2 * QUERIES_PER_BLOCK, 100, 1])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_windows_soft_caps_and_sinks_in_blocks_are_the_formula(window, softcap, has_sinks):
+    generator = torch.Generator().manual_seed(0)
+    lengths = (7, QUERIES_PER_BLOCK + 50)
+    qkv = [torch.randn(1, heads, sum(lengths), 8, generator=generator).requires_grad_() for heads in (4, 2, 2)]
+    sinks = torch.randn(4, generator=generator).requires_grad_() if has_sinks else None
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    config = MistralConfig(sliding_window=window, attn_implementation=ATTENTION_NAME)
+    states = torch.zeros(1, sum(lengths), 1)
+    rule = create_sliding_window_causal_mask(config, states, None, None, positions)
+    found, _ = segment_attention(
+        nn.Identity(), *qkv, rule, scaling=0.3, softcap=softcap, s_aux=sinks, segments=lengths, sliding_window=window
     )
-    theirs = AutoModelForCausalLM.from_config(config).eval()
-    ours = copy.deepcopy(theirs)
-    use_segment_attention(ours)
-    rows = [torch.randint(0, 61, (1, length)) for length in (11, 3)]
-    positions = torch.cat([torch.arange(11), torch.arange(3)])[None]
-    with torch.no_grad():
-        alone = torch.cat([theirs(input_ids=row, use_cache=False).logits for row in rows], dim=1)
-        packed = ours(input_ids=torch.cat(rows, 1), position_ids=positions, segments=(11, 3), use_cache=False).logits
-    torch.testing.assert_close(packed, alone, atol=1e-5, rtol=1e-5)
+    parts = zip(*(one.split(lengths, dim=2) for one in qkv), strict=True)
+    expected = torch.cat([dense(list(part), window, softcap, sinks) for part in parts], dim=1)
+    torch.testing.assert_close(found, expected)
+    inputs = [*qkv, *([] if sinks is None else [sinks])]
+    toward = torch.randn(found.shape, generator=generator)
+    for ours, theirs in zip(*(torch.autograd.grad(one, inputs, toward) for one in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)

@@ -20,7 +20,14 @@ from typing import Any, ClassVar, Self
 
 import orjson
 
-from areal_agent.engine.foreign.weight_folders import WeightFolders, is_adapter, prove_adapter, prove_fits, read_shapes
+from areal_agent.engine.foreign.weight_folders import (
+    TIED_HEAD,
+    WeightFolders,
+    is_adapter,
+    prove_adapter,
+    prove_fits,
+    read_shapes,
+)
 from areal_agent.engine.pushes import size_of_folder
 from areal_agent.engine.transport import AnswerReader, Transport
 from areal_agent.engine.wire.control import EngineStats
@@ -184,6 +191,8 @@ class ServedModel:
         """Read a Hugging Face folder. Raises EngineRejected if it is not one, or is on another machine."""
         try:
             fields = as_object(decode_json((folder / "config.json").read_bytes()), "config.json")
+            if "text_config" in fields:  # of a model that takes images, too
+                fields = {**as_object(fields["text_config"], "text_config"), **fields}
             vocab_size = as_integer(fields.get("vocab_size"), "vocab_size")
             shapes = read_shapes(folder)
         except (OSError, WireError, EngineError) as error:
@@ -191,7 +200,7 @@ class ServedModel:
                 f"the server reports that it serves {str(folder)!r}, which cannot be read here: {error}; start it "
                 "with the path of a folder that this machine can read, too"
             ) from error
-        is_tied = fields.get("tie_word_embeddings") is True
+        is_tied = fields.get("tie_word_embeddings", TIED_HEAD not in shapes) is True
         return cls(folder=folder, vocab_size=vocab_size, is_tied=is_tied, shapes=shapes)
 
     def prove(self, weights: Path) -> None:

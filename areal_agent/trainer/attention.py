@@ -1,0 +1,167 @@
+"""Attention over packed sequences, called by transformers' own models.
+
+transformers calls attention by a name, and under that name also a function that gets the rule by which tokens see each
+other. With both registered a model keeps its own code: it makes queries, keys and values and says its scaling, soft
+cap, sinks and rule (causal, a sliding window, chunks), which are applied here to each packed sequence alone.
+
+    model ── rule ───────────────▶ `mask_rule`: None for plain causal attention, else a `Rule`
+          ── q, k, v, the rule ──▶ `segment_attention`, sequence by sequence
+                                       plain causal: one call of torch's attention
+                                       else:         blocks of queries, each with the keys in reach
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+ATTENTION_NAME = "areal_agent_segments"
+QUERIES_PER_BLOCK = 512
+"""Bounds memory: of one block at a time there are scores [B, H, this, keys in reach] or a mask of that size."""
+
+
+def use_segment_attention(model: PreTrainedModel) -> None:
+    """Make the model's layers call `segment_attention`; its forward passes then take `segments`."""
+    AttentionInterface.register(ATTENTION_NAME, segment_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, mask_rule)
+    model.set_attn_implementation(ATTENTION_NAME)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Rule:
+    """Which tokens of a row see which, as a model says it to transformers."""
+
+    reach: int | None  # a token sees itself and less than this many before it; None: not known
+    arguments: dict[str, Any]  # of transformers' mask function, for the whole row
+
+    def narrows(self, length: int) -> bool:
+        """Return whether a sequence of this length is attended to in another way than plainly causal."""
+        return self.reach is None or self.reach < length
+
+    def seen(self, queries: range, keys: range) -> Tensor:
+        """Return which of these keys these queries see, [1 or B, 1, Q, K]."""
+        spans: dict[str, Any] = {
+            "q_offset": queries.start,
+            "kv_offset": keys.start,
+            "q_length": len(queries),
+            "kv_length": len(keys),
+        }
+        seen = sdpa_mask(**(self.arguments | spans), allow_is_causal_skip=False)
+        assert seen is not None, "transformers leaves out only masks that it may skip"
+        return seen
+
+
+def mask_rule(
+    *, local_size: int | None = None, use_vmap: bool = False, allow_is_causal_skip: bool = True, **arguments: Any
+) -> Rule | None:
+    """Return a row's rule, or None for plain causal attention. transformers calls it for each kind of layer.
+
+    `local_size` is the size of a window or a chunk, and `use_vmap` says that the model has added a rule of its own.
+    transformers has added that packed sequences do not see each other, and counts positions within each.
+    """
+    if local_size is None and not use_vmap:
+        return None
+    return Rule(reach=None if use_vmap else local_size, arguments={**arguments, "use_vmap": use_vmap})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Scores:
+    """How scores become weights: s = scaling q k^T, and c tanh(s / c) with a soft cap c (Gemma 2, arXiv 2408.00118).
+
+    A sink takes part in its head's softmax like a key without a value (gpt-oss; arXiv 2309.17453).
+    """
+
+    scaling: float
+    softcap: float | None
+    sinks: Tensor | None  # [H]
+
+    @property
+    def is_plain(self) -> bool:
+        return self.softcap is None and self.sinks is None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
+        """Return the weighted values. Without `seen`, attention is causal and scores must be plain.
+
+        Shapes: query [B, H, Q, D], key [B, G, K, D], value [B, G, K, E], seen [1 or B, 1, Q, K] -> [B, H, Q, E].
+        """
+        if seen is None or self.is_plain:
+            return scaled_dot_product_attention(
+                query, key, value, attn_mask=seen, is_causal=seen is None, scale=self.scaling, enable_gqa=True
+            )
+        if not torch.is_grad_enabled():
+            return self._explicit(query, key, value, seen)
+        outputs: Any = checkpoint(
+            self._explicit, query, key, value, seen, use_reentrant=False, preserve_rng_state=False
+        )  # without it, every block would keep its scores
+        return outputs
+
+    def _explicit(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+        num_sharing = query.shape[1] // key.shape[1]
+        key, value = (one.repeat_interleave(num_sharing, dim=1) for one in (key, value))
+        scores = (query @ key.transpose(2, 3)).float() * self.scaling  # [B, H, Q, K]
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores.masked_fill(~seen, float("-inf"))
+        if self.sinks is not None:
+            sinks = self.sinks[None, :, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
+        return weights.to(value.dtype) @ value
+
+
+def segment_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Rule | None = None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    segments: Sequence[int] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Attention within each of `segments`, the lengths of the sequences in the one row; None: within each row.
+
+    Shapes: B rows of T tokens, H query heads, G key-value heads, D and E the sizes of keys and values: query
+    [B, H, T, D], key [B, G, T, D], value [B, G, T, E], sinks `s_aux` [H] -> [B, T, H, E].
+    """
+    num_tokens = query.shape[2]
+    lengths = list(segments or (num_tokens,))
+    assert sum(lengths) == num_tokens, (lengths, query.shape)
+    scores = Scores(scaling=query.shape[3] ** -0.5 if scaling is None else scaling, softcap=softcap, sinks=s_aux)
+    parts = (one.split(lengths, dim=2) for one in (query, key, value))
+    outputs: list[Tensor] = []
+    start = 0
+    for q, k, v in zip(*parts, strict=True):
+        rule = attention_mask if attention_mask is not None and attention_mask.narrows(q.shape[2]) else None
+        outputs += _attend(q, k, v, rule, start, scores)
+        start += q.shape[2]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, rule: Rule | None, start: int, scores: Scores) -> list[Tensor]:
+    """Attend within the sequence that begins at token `start` of each row; return the outputs in parts."""
+    length = query.shape[2]
+    if rule is None and scores.is_plain:
+        return [scores.attend(query, key, value, None)]
+    reach = length if rule is None or rule.reach is None else rule.reach
+    outputs: list[Tensor] = []
+    for first in range(0, length, QUERIES_PER_BLOCK):
+        end = min(first + QUERIES_PER_BLOCK, length)
+        begin = max(0, first + 1 - reach)
+        if rule is None:
+            places = torch.arange(end, device=query.device)
+            seen = (places <= places[first:, None])[None, None]
+        else:
+            seen = rule.seen(range(start + first, start + end), range(start + begin, start + end))
+        block = query[:, :, first:end], key[:, :, begin:end], value[:, :, begin:end]
+        outputs.append(scores.attend(*block, seen))
+    return outputs

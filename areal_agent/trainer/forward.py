@@ -1,0 +1,225 @@
+"""The forward pass of a train step, and the proof that it computes what the model's own forward pass does.
+
+    micro-batch ─▶ decoder ─▶ last hidden states [M, H] ─▶ tail, in chunks ─▶ log-probabilities and entropy [M]
+
+Decoder and tail are transformers' own code. The tail is what a model does after its decoder: the output layer, and a
+scale or a soft cap of the logits; to save memory it is computed chunk by chunk, and again in the backward pass.
+
+`choose_attention` compares the logits of a batch of three sequences with those of each sequence alone, under the
+model's own attention. So no list of families is needed: one that passes state from token to token in another way
+(convolutions, linear attention), or whose attention does not use transformers' interface, is found by its logits.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from areal_agent.algorithms.batching import Head, MicroBatch, Sample, collate, logprobs_and_entropy
+from areal_agent.errors import ConfigError
+from areal_agent.trainer.attention import ATTENTION_NAME, use_segment_attention
+
+
+class LossTokenForward(nn.Module):
+    """The forward pass as one module, because FSDP2 gathers parameters per module."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self._vocab_size = vocab_size(model)
+
+    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        hidden = hidden_states(decoder_of(self.model), batch)  # [M, H]
+        tail = tail_of(self.model)
+        return logprobs_and_entropy(hidden, batch.targets, batch.temperatures, tail, vocab_size=self._vocab_size)
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Return the number of logits of each token."""
+    return int(model.config.get_text_config().vocab_size)
+
+
+def hidden_states(decoder: nn.Module, batch: MicroBatch) -> Tensor:
+    """Return the last hidden states that loss tokens are predicted from, [M, H]."""
+    packed = {} if batch.segments is None else {"position_ids": batch.positions, "segments": batch.segments}
+    states = decoder(input_ids=batch.inputs, use_cache=False, **packed).last_hidden_state  # [R, T, H]
+    return states.flatten(0, 1)[batch.predicting]
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """Return everything below the output layer: the part that holds the input embeddings."""
+    return model.get_submodule(_decoder_name(model))
+
+
+def _decoder_name(model: PreTrainedModel) -> str:
+    embeddings = model.get_input_embeddings()
+    parts = model.named_children()
+    return next((name for name, part in parts if embeddings in part.modules()), model.base_model_prefix)
+
+
+def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
+    """Return the layers of a decoder, each of which is gathered and released as a unit."""
+    text = decoder.get_decoder() if isinstance(decoder, PreTrainedModel) else decoder  # of a model with images, too
+    return [layer for one in text.children() if isinstance(one, nn.ModuleList) for layer in one]
+
+
+def tail_of(model: PreTrainedModel) -> Head:
+    """Return what the model's own forward pass does with last hidden states, [M, H] -> [M, V].
+
+    It is the model with a decoder that hands on what it is given; all else is shared.
+    """
+    tail = copy.copy(model)
+    vars(tail)["_modules"] = {**vars(model)["_modules"], _decoder_name(model): _HandsOn()}
+    return lambda hidden: tail(inputs_embeds=hidden[None], use_cache=False).logits[0]
+
+
+class _HandsOn(nn.Module):
+    def forward(self, *_: Any, inputs_embeds: Tensor, **more: Any) -> "_LastStates":
+        return _LastStates(last_hidden_state=cast(Any, inputs_embeds))
+
+
+class _LastStates(BaseModelOutput):
+    """Has None for what decoders of some kind return besides: routers' logits, caches, states of images."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+# ------------------------------------------------------------------------------------------------- the proof
+
+LENGTHS = (9, 160, 40)
+"""Of the sequences of the proof. The second one crosses a window of 128 tokens (gpt-oss)."""
+
+TOLERANCE = 1e-3
+"""The largest difference of two logits in float32 that is rounding, as a fraction of the logits' standard deviation."""
+NEARLY_ALL = 0.95
+FLIPPED = 0.05
+"""A few tokens may differ by this much: rounding may make a router choose another of two experts that score alike."""
+
+PACKED_WAYS = (ATTENTION_NAME,)
+PADDED_WAYS = (ATTENTION_NAME, "sdpa", "eager")
+"""Attention for rows that hold one sequence each, by preference; the last two are transformers' own."""
+
+
+def choose_attention(model: PreTrainedModel, *, is_padded: bool) -> None:
+    """Give the model an attention with which a micro-batch gets the model's own logits. Raises ConfigError."""
+    rows = _probe(vocab_size(model), model.device)
+    try:
+        model.set_attn_implementation("eager")  # what a model defines itself by: others leave out soft caps and sinks
+        plain = [_observe(model, lambda row=row: model(input_ids=row[None], use_cache=False).logits[0]) for row in rows]
+    except Exception as error:  # a boundary: models of any kind
+        raise ConfigError(f"{_type(model)} cannot be trained: its forward pass fails: {_line(error)}") from error
+    found: list[str] = []
+    for way in PADDED_WAYS if is_padded else PACKED_WAYS:
+        difference = _difference(model, rows, plain, way, is_padded=is_padded)
+        if difference is None:
+            return
+        found.append(difference)
+    rows_used = "each in a row of its own" if is_padded else "in one row"
+    can_be_padded = any(_difference(model, rows, plain, way, is_padded=True) is None for way in PADDED_WAYS)
+    remedy = "set trainer.packing to 'padded'" if can_be_padded else "use a causal language model of another type"
+    raise ConfigError(
+        f"{_type(model)} cannot be trained on sequences {rows_used}: the logits of each have to be those that it gets "
+        f"alone, but {found[0]}; {remedy}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Observed:
+    """What a forward pass computes: its logits [T, V], and what the parts of its layers return, in their order."""
+
+    logits: Tensor
+    outputs: dict[str, Tensor]  # by name and class
+
+
+def _observe(model: PreTrainedModel, compute: Callable[[], Tensor]) -> _Observed:
+    names = {id(module): f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
+    outputs: dict[str, Tensor] = {}
+
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        value = output[0] if isinstance(output, tuple) else output
+        if isinstance(value, Tensor):
+            outputs[names[id(module)]] = value
+
+    parts = [part for layer in decoder_layers(decoder_of(model)) for part in (*layer.children(), layer)]
+    hooks = [part.register_forward_hook(note) for part in parts]
+    try:
+        with torch.no_grad():
+            return _Observed(logits=compute(), outputs=outputs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _difference(
+    model: PreTrainedModel, rows: Sequence[Tensor], plain: Sequence[_Observed], attention: str, *, is_padded: bool
+) -> str | None:
+    """Say how the logits of one batch of all rows differ from `plain`, those of each alone; None if they do not."""
+    batch = collate([_predicting_all(row) for row in rows], model.device, is_padded=is_padded)
+    try:
+        if attention == ATTENTION_NAME:
+            use_segment_attention(model)
+        else:
+            model.set_attn_implementation(attention)
+        found = _observe(model, lambda: tail_of(model)(hidden_states(decoder_of(model), batch)))
+    except Exception as error:  # a boundary: models of any kind
+        return f"the forward pass of a batch fails: {_line(error)}"
+    expected = torch.cat([one.logits for one in plain])
+    distance = (found.logits - expected).abs().amax(dim=1)  # [M]
+    spread = float(expected.std())
+    is_same = distance <= TOLERANCE * spread
+    if is_same.float().mean() >= NEARLY_ALL and bool((distance <= FLIPPED * spread).all()):
+        return None
+    token = int(is_same.long().argmin())
+    sequence = int(batch.sequences[token])
+    return (
+        f"they differ by up to {float(distance.max()):.2g} (their standard deviation is {spread:.2g}), first at token "
+        f"{token - sum(LENGTHS[:sequence])} of sequence {sequence}; inside the model, first after "
+        f"{_first_to_differ(found, plain, batch)}"
+    )
+
+
+def _first_to_differ(found: _Observed, plain: Sequence[_Observed], batch: MicroBatch) -> str:
+    for name, output in found.outputs.items():
+        alone = [one.outputs[name][0] for one in plain if name in one.outputs and len(one.outputs[name]) == 1]
+        if output.shape[:2] == batch.inputs.shape and len(alone) == len(plain):
+            expected = torch.cat(alone)
+            ours = output.flatten(0, 1)[batch.predicting]
+            if ours.shape == expected.shape and not torch.allclose(
+                ours, expected, rtol=TOLERANCE, atol=TOLERANCE * float(expected.std())
+            ):
+                return name
+    return "what follows its layers"
+
+
+def _probe(num_ids: int, device: torch.device) -> list[Tensor]:
+    ids = (17 * torch.arange(sum(LENGTHS)) + 5) % min(num_ids, 251)  # high ids may stand for images
+    return list(ids.to(device).split(LENGTHS))
+
+
+def _predicting_all(row: Tensor) -> Sample:
+    zeros = torch.zeros(len(row))
+    return Sample(
+        rollout="",
+        inputs=row.cpu(),
+        predicting=torch.arange(len(row)),
+        targets=row.cpu(),
+        temperatures=zeros + 1,
+        behavior=zeros,
+        versions=zeros.int(),
+        incarnations=zeros.int(),
+    )
+
+
+def _type(model: PreTrainedModel) -> str:
+    return f"a model of type {model.config.model_type!r}"
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
