@@ -28,7 +28,7 @@ MAX_WAITING_BYTES = 4 * 2**20
 """An honest agent has less in flight: it sends a chunk once the last was taken, and at the end what pipes hold."""
 NEARLY_ALL_MEMORY = 0.9
 """Without a control group, a failed program ran out of memory if it had this share of its limit resident."""
-NEARLY_ALL_CPU = 0.5
+MUCH_CPU = 0.5
 """A program killed at its CPU limit may seem to have used only this share, where a virtual machine was held up."""
 OF_FILES = Limits(wall_s=60.0, open_files=128, file_bytes=2**63 - 1)
 """Of a container's process that handles files: its disk bounds what it writes."""
@@ -432,11 +432,7 @@ def encoded(text: str) -> bytes:
 
 
 def base_environment(home: str) -> dict[str, str]:
-    """Return the environment of a program whose working directory it sees as `home`.
-
-    >>> sorted(base_environment("/work"))
-    ['HOME', 'PATH', 'TMPDIR']
-    """
+    """Return the environment of a program whose working directory it sees as `home`."""
     return {"PATH": PROGRAM_PATH, "HOME": home, "TMPDIR": home}
 
 
@@ -476,7 +472,7 @@ def status_of(code: int, ended: Ended, stderr: bytes, limits: Limits, *, has_gro
     """
     if code == 0:
         return Status.OK
-    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and ended.cpu_s >= NEARLY_ALL_CPU * limits.max_cpu_s):
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and ended.cpu_s >= MUCH_CPU * limits.max_cpu_s):
         return Status.TIMEOUT
     if code == -signal.SIGXFSZ:
         return Status.DISK

@@ -331,7 +331,6 @@ async def start_strongest(
     If none does, plain processes are used only if `min_isolation` allows them; None does not.
     """
     least = min_isolation or Isolation.NAMESPACES
-    refuse_less("strongest", isolating[0][0], least)
     reasons: list[str] = []
     for isolation, start in isolating:
         refuse_less(_strongest_here(reasons), isolation, least)
@@ -361,4 +360,4 @@ def refuse_less(backend: str, isolation: Isolation, min_isolation: Isolation) ->
 
 
 def _strongest_here(reasons: Sequence[str]) -> str:
-    return f"strongest that works here ({'; '.join(reasons)})"
+    return f"strongest that works here ({'; '.join(reasons)})" if reasons else "strongest"

@@ -120,25 +120,21 @@ class Interpreter:
             verdict = Status.OUTPUT_LIMIT if self._is_truncated else Status.TIMEOUT
             ending = await self._interrupt(mark)
         if ending is None:
-            ended = await self._end()
-            status = ended.status if ended.status is Status.MEMORY else verdict or ended.status
-            result = replace(ended, status=status, is_state_lost=True)
+            result = await self._end()
+            status = result.status if result.status is Status.MEMORY else verdict or result.status
         else:
             code, cpu_s, peak_bytes = ENDING.unpack(ending)
-            result = ExecResult(
-                status=verdict or (Status.NONZERO if code else Status.OK),
-                exit_code=code,
-                signal=None,
-                stdout=b"",
-                stderr=b"",
-                truncated=False,
-                wall_s=0.0,
-                cpu_s=cpu_s,
-                peak_memory_bytes=peak_bytes,
-            )
-        stdout, stderr = (bytes(output.printed) for output in self._outputs)
-        wall_s = monotonic() - started_s
-        return replace(result, stdout=stdout, stderr=stderr, truncated=self._is_truncated, wall_s=wall_s)
+            status = verdict or (Status.NONZERO if code else Status.OK)
+            result = ExecResult(status=status, exit_code=code, cpu_s=cpu_s, peak_memory_bytes=peak_bytes)
+        return replace(
+            result,
+            status=status,
+            stdout=bytes(self._outputs[0].printed),
+            stderr=bytes(self._outputs[1].printed),
+            truncated=self._is_truncated,
+            wall_s=monotonic() - started_s,
+            is_state_lost=ending is None,
+        )
 
     async def _end(self) -> ExecResult:
         """Return how the interpreter died. One that only gave up its streams, to which it cannot answer, is killed."""

@@ -239,21 +239,20 @@ class Status(StrEnum):
 class ExecResult:
     """The end of a program and its output, as raw bytes that are never interpreted as a status.
 
-    >>> result = ExecResult(status=Status.NONZERO, exit_code=3, signal=None, stdout=b"", stderr=b"no such city",
-    ...                     truncated=False, wall_s=0.01, cpu_s=0.01, peak_memory_bytes=9_000_000)
+    >>> result = ExecResult(status=Status.NONZERO, exit_code=3, stderr=b"no such city")
     >>> result.is_ok, result.stderr.decode()
     (False, 'no such city')
     """
 
     status: Status
     exit_code: int | None  # None when a signal ended it
-    signal: int | None  # None when it exited
-    stdout: bytes
-    stderr: bytes
-    truncated: bool  # whether it printed more than is kept here
-    wall_s: float
-    cpu_s: float
-    peak_memory_bytes: int  # resident memory of the largest process
+    signal: int | None = None  # None when it exited
+    stdout: bytes = b""
+    stderr: bytes = b""
+    truncated: bool = False  # whether it printed more than is kept here
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    peak_memory_bytes: int = 0  # resident memory of the largest process
     oom_kills: int = 0  # processes that the kernel killed because memory ran out, where the backend can count them
     is_state_lost: bool = False  # of a run in a session: the state that earlier runs left is gone
 

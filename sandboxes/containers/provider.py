@@ -85,7 +85,13 @@ class DockerProvider:
         return cls(engine, keeper, ownership, call_filter)
 
     def capabilities(self) -> Capabilities:
-        return CAPABILITIES
+        together = "memory and processes of all programs of a sandbox together"
+        return Capabilities(
+            backend="docker",
+            isolation=Isolation.CONTAINER,
+            enforces=(*ENFORCED_BY_WALLS, "no network but what is allowed", together),
+            cannot_stop=("attacks on the kernel",),
+        )
 
     def check(self, spec: CellSpec) -> None:
         check(spec, self._engine.runtimes)
@@ -274,15 +280,3 @@ async def start_keeper(socket_path: str, label: str) -> asyncio.subprocess.Proce
         )  # fmt: skip
     except OSError as error:
         raise SandboxError(f"the keeper of the containers could not be started: {error}") from error
-
-
-CAPABILITIES = Capabilities(
-    backend="docker",
-    isolation=Isolation.CONTAINER,
-    enforces=(
-        *ENFORCED_BY_WALLS,
-        "no network but what is allowed",
-        "memory and processes of all programs of a sandbox together",
-    ),
-    cannot_stop=("attacks on the kernel",),
-)

@@ -21,7 +21,7 @@ LIMITS = Limits(wall_s=3.0, memory_bytes=100_000_000)
     [
         (0, 0.1, 99_000_000, b"MemoryError\n", Status.OK),
         (-signal.SIGKILL, 4.0, 0, b"", Status.TIMEOUT),
-        (-signal.SIGKILL, 2.2, 0, b"", Status.SIGNALED),
+        (-signal.SIGKILL, 1.4, 0, b"", Status.SIGNALED),
         (1, 0.1, 90_000_000, b"", Status.MEMORY),
         (-signal.SIGSEGV, 0.1, 90_000_000, b"", Status.MEMORY),
         (1, 0.1, 89_000_000, b"", Status.NONZERO),

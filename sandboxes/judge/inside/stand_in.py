@@ -105,7 +105,8 @@ class Program:
                 break
         else:
             kind = RuntimeError
-        if (issubclass(kind, StopIteration) and act != "next") or (kind is SystemExit and is_in_thread()):
+        ends_thread_alone = kind is SystemExit and threading.current_thread() is not threading.main_thread()
+        if (issubclass(kind, StopIteration) and act != "next") or ends_thread_alone:
             return RuntimeError(f"the program raised {kind.__name__}")
         try:
             error = kind(*unpack(raised["args"], self._unpack))
@@ -113,11 +114,6 @@ class Program:
             return RuntimeError(raised["message"])
         vars(error).update(unpack(raised["attributes"], self._unpack), _message=raised["message"])
         return error
-
-
-def is_in_thread() -> bool:
-    """Return whether a SystemExit would only end the thread that it is raised in."""
-    return threading.current_thread() is not threading.main_thread()
 
 
 def remote(target: Any, act: str, *args: Any) -> Any:
