@@ -23,7 +23,7 @@ from sandboxes.owner import PREFIX, is_abandoned, own_tag
 from sandboxes.spec import Limits
 
 DEFAULT_PIDS = 64
-DEFAULT_DISK_BYTES = 64 * 2**20
+DEFAULT_DISK_BYTES, DEFAULT_INODES = 64 * 2**20, 10_000
 AGENT_BYTES = 48 * 2**20
 """Memory added to that of the programs, for the agent and what the kernel keeps for it."""
 NUM_OURS = 3
@@ -52,6 +52,11 @@ class Bounds:
     def quota_us(self) -> int:
         """The CPU time of each `CPU_PERIOD_US`; -1 if it is not bounded."""
         return -1 if self.cpus is None else max(1000, round(self.cpus * CPU_PERIOD_US))
+
+
+def disk_of(limits: Limits) -> tuple[int, int]:
+    """Return the bytes and the inodes of a sandbox's disk in memory."""
+    return limits.disk_bytes or DEFAULT_DISK_BYTES, limits.inodes or DEFAULT_INODES
 
 
 class SharedBounds:
@@ -311,7 +316,7 @@ class GroupTree:
         """Return a new group for one sandbox; SandboxError when none can be made."""
         self._num_made += 1
         folders = [replace(folder, path=folder.path / str(self._num_made)) for folder in self._folders]
-        group = ControlGroup(folders, limits.disk_bytes or DEFAULT_DISK_BYTES)
+        group = ControlGroup(folders, disk_of(limits)[0])
         try:
             await self._do(group.make, Bounds.of(limits))
         except BaseException:

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Self
 
 from areal_agent.errors import SandboxError
-from sandboxes import cgroups
 from sandboxes.agent.walls import ANSWER, DEFAULT_WORKDIR, MAX_DESCRIPTORS
 from sandboxes.base import ENFORCED_BY_WALLS, Capabilities
 from sandboxes.cell import Cells, FolderCell, User, base_environment, fresh_user
-from sandboxes.cgroups import ControlGroup, GroupTree
+from sandboxes.cgroups import NUM_OURS, Bounds, ControlGroup, GroupTree, SharedBounds, disk_of, reap_groups
 from sandboxes.link import AgentLink, chunks_of, end_process, socket_pair, start_process
 from sandboxes.proxy import connect, proxy_environment
 from sandboxes.seccomp import allowing_filter
@@ -50,7 +49,6 @@ DEVICE_LINKS = {
 }
 MAX_WORKDIR = 1024
 TAKEN_FOLDERS = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "etc", "dev", "proc", "sys", "tmp")
-DEFAULT_INODES = 10_000
 TRIAL = "import colorsys; open('/dev/null', 'w').close(); open('file', 'w').close()"
 
 
@@ -68,7 +66,7 @@ class JailProvider:
         await try_jail()
         groups: GroupTree | None = None
         try:
-            await asyncio.to_thread(cgroups.reap_groups)
+            await asyncio.to_thread(reap_groups)
             groups = await GroupTree.open()
         except (SandboxError, OSError) as error:
             logger.warning("programs are bounded one process at a time, not together: %s", error)
@@ -98,7 +96,7 @@ class JailProvider:
         return await self._cells.add(await start_jail(self._zygotes, spec, self._groups))
 
     async def reap(self) -> int:
-        return await asyncio.to_thread(cgroups.reap_groups)
+        return await asyncio.to_thread(reap_groups)
 
     async def close(self) -> None:
         await self._cells.close()
@@ -117,7 +115,7 @@ async def start_jail(zygotes: "Zygotes", spec: CellSpec, groups: GroupTree | Non
     parts = contextlib.AsyncExitStack()
 
     def process_bounds(limits: Limits) -> tuple[int, int]:
-        return (0, 0) if group else (limits.memory_bytes, cgroups.NUM_OURS + (limits.pids or cgroups.DEFAULT_PIDS))
+        return (0, 0) if group else (limits.memory_bytes, NUM_OURS + Bounds.of(limits).pids)
 
     try:
         if groups is not None and group is not None:
@@ -130,9 +128,7 @@ async def start_jail(zygotes: "Zygotes", spec: CellSpec, groups: GroupTree | Non
             env=env,
             user=user,
             limits=spec.limits,
-            bounds=cgroups.SharedBounds(cgroups.Bounds.of(spec.limits), partial(groups.limit, group))
-            if groups and group
-            else None,
+            bounds=SharedBounds(Bounds.of(spec.limits), partial(groups.limit, group)) if groups and group else None,
             process_bounds=process_bounds,
             has_users=os.getuid() == 0,
             parts=parts,
@@ -250,8 +246,7 @@ class Zygote:
         """Return a new jail; SandboxError when it cannot be started."""
         ours, theirs = socket_pair(socket.SOCK_STREAM)
         settings = {
-            "disk_bytes": spec.limits.disk_bytes or cgroups.DEFAULT_DISK_BYTES,
-            "inodes": spec.limits.inodes or DEFAULT_INODES,
+            "disk": disk_of(spec.limits),
             "uid": user.uid,
             "workdir": spec.workdir or DEFAULT_WORKDIR,
         }

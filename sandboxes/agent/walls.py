@@ -157,7 +157,7 @@ def serve_jail(
         leave_the_others()
         if config["workdir"] != DEFAULT_WORKDIR:
             make_own_root(config["workdir"])
-        make_disk(config["disk_bytes"], config["inodes"], config["uid"], config["workdir"])
+        make_disk(config["disk"], config["uid"], config["workdir"])
         os.chdir(config["workdir"])
         handed = [os.open(".", os.O_RDONLY | os.O_DIRECTORY), os.pidfd_open(os.getpid())]
         unshare(NEW_PIDS)
@@ -227,9 +227,9 @@ def make_own_root(workdir: str) -> None:
     enter_root("/tmp")
 
 
-def make_disk(num_bytes: int, num_inodes: int, uid: int, workdir: str) -> None:
+def make_disk(bytes_and_inodes: tuple[int, int], uid: int, workdir: str) -> None:
     """Make one file system in memory for all places that a program may write to, so that one limit bounds them."""
-    options = f"size={num_bytes},nr_inodes={num_inodes},mode=0755"
+    options = "size={},nr_inodes={},mode=0755".format(*bytes_and_inodes)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, options)
     for name, place in (("work", workdir), ("shm", "/dev/shm"), ("tmp", "/tmp")):  # /tmp last: it hides the others
         folder = f"/tmp/{name}"

@@ -17,8 +17,7 @@ from typing import Any
 from areal_agent.errors import SandboxError
 from sandboxes.agent.walls import NETWORK_SETTINGS
 from sandboxes.cell import User, fresh_user
-from sandboxes.cgroups import AGENT_BYTES, CPU_PERIOD_US, DEFAULT_DISK_BYTES, TCP_LIMIT, Bounds, buffer_bytes
-from sandboxes.jail import DEFAULT_INODES
+from sandboxes.cgroups import AGENT_BYTES, CPU_PERIOD_US, TCP_LIMIT, Bounds, buffer_bytes, disk_of
 from sandboxes.owner import own_tag
 from sandboxes.spec import CellSpec, Limits
 
@@ -44,7 +43,7 @@ def config_of(bounds: Bounds, spec: CellSpec) -> dict[str, Any]:
     whenever memory runs out, some program holds more than its bound, and is killed, never the agent.
     """
     is_kernel = spec.runtime not in (None, DEFAULT_RUNTIME)
-    memory_bytes = bounds.memory_bytes + (spec.limits.disk_bytes or DEFAULT_DISK_BYTES)
+    memory_bytes = bounds.memory_bytes + disk_of(spec.limits)[0]
     memory_bytes += AGENT_BYTES + SANDBOXED_BYTES * is_kernel
     return {
         "Memory": memory_bytes,
@@ -151,7 +150,7 @@ def container_config(
 
 def disks(spec: CellSpec, user: User) -> dict[str, str]:
     """Return the places in memory that programs may write to: all that they may, unless the image can be written to."""
-    num_bytes, num_inodes = spec.limits.disk_bytes or DEFAULT_DISK_BYTES, spec.limits.inodes or DEFAULT_INODES
+    num_bytes, num_inodes = disk_of(spec.limits)
     return {
         place.format(workdir=workdir_of(spec)): (
             f"rw,exec,nosuid,nodev,uid={user.uid},gid={user.gid},mode=0700,"

@@ -277,19 +277,21 @@ class HarborTask:
 
     async def prepare(self) -> None:
         """Find the image, or build it unless it was built; SandboxError when neither works."""
-        async with self._preparing, aclosing(await Engine.connect()) as engine:
-            if self._image is not None:
-                return
+        async with self._preparing:
             try:
-                environment, folder = self.config.environment, self.folder / "environment"
-                name = environment.docker_image
-                if name is None or (await engine.find_image(name) is None and (folder / "Dockerfile").is_file()):
-                    name = await build_image(folder, bounds=BuildBounds(wall_s=environment.build_timeout_sec))
-                image = await engine.image(name)
-                self.config.declared_paths(environment.workdir or image.workdir, self.folder)
-                self._image = image
+                self._image = self._image or await self._find_image()
             except SandboxError as error:
                 raise SandboxError(f"{self.folder}: {error}") from error
+
+    async def _find_image(self) -> Image:
+        environment, folder = self.config.environment, self.folder / "environment"
+        name = environment.docker_image
+        async with aclosing(await Engine.connect()) as engine:
+            if name is None or (await engine.find_image(name) is None and (folder / "Dockerfile").is_file()):
+                name = await build_image(folder, bounds=BuildBounds(wall_s=environment.build_timeout_sec))
+            image = await engine.image(name)
+        self.config.declared_paths(environment.workdir or image.workdir, self.folder)
+        return image
 
     @property
     def image(self) -> Image:

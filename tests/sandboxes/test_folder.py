@@ -17,6 +17,8 @@ import pytest
 
 from sandboxes import Pool, Sandbox, Status
 from sandboxes.agent.files import remove_tree
+from sandboxes.agent.wire import pack
+from sandboxes.folder import of_agent
 from sandboxes.owner import PREFIX, own_tag
 from sandboxes.subprocess import reap_folders
 
@@ -152,6 +154,12 @@ def test_reaping_leaves_links_and_the_folders_of_others(tmp_path: Path, monkeypa
         left.mkdir()
         os.chown(left, 12345, 12345)
         assert reap_folders() == 0
+
+
+@pytest.mark.parametrize("texts", [[b"", b"x", b""] * 100, [b"", b"../x", b""], [b"", b"/x", b""], [b"", b"x"]])
+def test_forged_listing_is_refused(texts: list[bytes]) -> None:
+    with pytest.raises(OSError):
+        of_agent(pack(*texts), max_bytes=20 * 512)
 
 
 async def test_sandboxes_do_not_share_a_folder(pool: Pool) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from sandboxes import Limits, Pool
 from sandboxes.judge import Outcome, UnitTests, Verdict, grade
+from sandboxes.judge.inside.stand_in import Program, StandIn
 
 STACK = """
 class Empty(LookupError):
@@ -284,6 +285,13 @@ async def test_a_test_that_decides_nothing_fails(pool: Pool, test: str, detail: 
     imports = "import pytest, solution, unittest\nfrom solution import f\nfrom threading import Thread"
     verdict = await judged(pool, code, f"{imports}\n{test}")
     assert (verdict.reward, detail in verdict.cases[0].detail) == (0.0, True), verdict
+
+
+def test_forged_ancestors_are_not_believed() -> None:
+    program = Program(lambda _request: {})
+    StandIn("solution", program, {"A": ("class", []), "B": ("class", ["A"]), "C": ("class", ["B"])})
+    assert issubclass(program.classes["B"], program.classes["A"])
+    assert not issubclass(program.classes["C"], program.classes["B"])  # a real C would derive from A too
 
 
 @pytest.mark.parametrize(

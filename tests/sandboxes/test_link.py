@@ -10,6 +10,7 @@ or disk is their failure.
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -156,6 +157,17 @@ async def test_agent_that_says_nothing(tmp_path: Path, pieces: tuple[bytes, ...]
     async with engine_that(tmp_path, answering(*pieces)) as path:
         with pytest.raises(SandboxError, match=f"did not {verb} a program within"):
             await run_on(path, silence_s=0.01, limits=replace(LIMITS, wall_s=0.01))
+
+
+async def test_host_that_was_stopped_hears_what_came_meanwhile(tmp_path: Path) -> None:
+    async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(HEADER.size)
+        writer.write(framed(said(Tell.STDOUT, 1, b"hello") + said(Tell.ENDED, 1, END)))
+        time.sleep(0.5)  # noqa: ASYNC251  # all of this process stands still
+        await reader.read()
+
+    async with engine_that(tmp_path, act) as path:
+        assert await run_on(path, silence_s=0.1) == b"hello"
 
 
 async def test_agent_that_talks_of_others(tmp_path: Path) -> None:

@@ -152,6 +152,17 @@ async def test_dead_python_has_the_kernels_status(box: Sandbox) -> None:
         assert (await python.run("print(1)")).stdout == b"1\n"
 
 
+async def test_python_that_gave_up_its_streams_is_ended(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sandboxes.sessions.END_PATIENCE_S", 0.2)
+    async with box.python() as python:
+        result = await python.run("import os; os.closerange(3, 300); null = os.open('/dev/null', 1)\nos.dup2(null, 1)")
+        assert result.is_state_lost
+        with pytest.raises(ValueError, match="give Python source as text"):
+            await python.run(b"1")
+        assert (await python.run("print('\\ud800'.encode('utf-8', 'surrogatepass'), '\ud800')")).is_ok is False
+        assert (await python.run("print(1)")).stdout == b"1\n"
+
+
 async def test_output_of_python_is_bounded(box: Sandbox) -> None:
     async with box.python() as python:
         result = await python.run("while True: print('x' * 1000)", limits=Limits(output_bytes=5_000))

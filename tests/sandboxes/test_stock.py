@@ -130,6 +130,19 @@ async def test_bound_holds_over_all_kinds(stock: Stock, provider: StubProvider) 
         assert num_ready(stock) <= 2
 
 
+async def test_bound_holds_when_many_have_gone(stock: Stock, provider: StubProvider) -> None:
+    calls = [asyncio.create_task(stock.take(ONE)) for _ in range(4)]
+    await turns()
+    for call in calls:
+        call.cancel()
+    await turns()
+    cells = [StubCell() for _ in range(4)]
+    for asked, cell in zip(provider.asked, cells, strict=True):
+        asked.set_result(cell)
+    await turns()
+    assert (num_ready(stock), [cell.is_closed for cell in cells]) == (2, [False, False, True, True])
+
+
 async def test_failure_is_told_to_who_waits_longest(stock: Stock, provider: StubProvider) -> None:
     first, second = (asyncio.create_task(stock.take(ONE)) for _ in range(2))
     await turns()

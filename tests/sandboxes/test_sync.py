@@ -1,7 +1,7 @@
 """Sandboxes without asyncio.
 
 1. Every call of a sandbox does as its asynchronous namesake; 2. calls come from several threads at once; 3. nothing is
-left, threads included; 4. an error is raised where the call was.
+left, threads included; 4. an error is raised where the call was; 5. calls of threads that outlive the pool end.
 """
 
 import threading
@@ -36,7 +36,7 @@ def test_calls_of_a_sandbox(tmp_path: Path) -> None:
 
 
 def test_several_threads_and_nothing_left() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with sync.open_pool(backend="subprocess", wall_s=20.0) as pool, ThreadPoolExecutor(4) as threads:
 
         def run(number: int) -> bytes:
@@ -44,7 +44,27 @@ def test_several_threads_and_nothing_left() -> None:
                 return box.exec_python(f"print({number})").stdout
 
         assert list(threads.map(run, range(8))) == [b"%d\n" % number for number in range(8)]
-    assert threading.active_count() == before
+    assert not set(threading.enumerate()) - before
+
+
+def test_calls_of_other_threads_end_with_the_pool() -> None:
+    told: list[str] = []
+
+    def call_for_ever(pool: sync.Blocking) -> None:
+        try:
+            while True:
+                with pool.acquire() as box:
+                    box.exec(["sleep", "0.05"])
+        except SandboxError as error:
+            told.append(str(error))
+
+    with sync.open_pool(backend="subprocess", wall_s=20.0) as pool:
+        threads = [threading.Thread(target=call_for_ever, args=(pool,), daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    assert len(told) == 4 and all("is closed" in text for text in told), told
 
 
 def test_error_is_raised_where_the_call_was() -> None:

@@ -236,10 +236,10 @@ class StandIn(types.ModuleType):
     def __init__(self, name: str, program: Program, names: dict[str, Any]) -> None:
         super().__init__(name)
         names = {key: value for key, value in names.items() if key.isidentifier() and not key.startswith("__")}
-        lines = {key: {key, *ancestors} for key, (_, ancestors) in names.items()}
+        lineages = {key: {key, *ancestors} for key, (_, ancestors) in names.items()}
         for key, (kind, ancestors) in sorted(names.items(), key=lambda item: len(item[1][1])):  # ancestors come first
             if kind != "object":
-                is_true = all(lines[ancestor] <= lines[key] for ancestor in ancestors if ancestor in lines)
+                is_true = all(lineages[one] <= lineages[key] for one in ancestors if one in lineages)
                 program.classes[key] = class_of(key, kind, ancestors if is_true else [], program)
         vars(self).update(_program=program, _names=frozenset(names))
 
