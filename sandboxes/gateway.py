@@ -6,6 +6,7 @@ what ends its own or gives it a reward.
 """
 
 import asyncio
+import logging
 import socket
 from urllib.parse import unquote
 
@@ -18,9 +19,15 @@ from sandboxes.tunnel import open_tunnel
 
 PASSED = ("Accept", "Anthropic-Beta", "Anthropic-Version", "Content-Encoding", "Content-Type", "User-Agent")
 """The headers of a request that the gateway gets."""
+METHODS = ("DELETE", "GET", "HEAD", "POST")
 RETURNED = ("Cache-Control", "Content-Encoding", "Content-Type", "Request-Id", "Retry-After", "X-Request-Id")
 """The headers of an answer that the program gets."""
 CONNECT_TIMEOUT_S = 30.0
+IDLE_TIMEOUT_S = 75.0  # as the gateway's
+AT_ONCE_S = 0.001
+"""aiohttp waits for ever if it is given 0."""
+
+logger = logging.getLogger(__name__)
 
 
 async def expose_gateway(cell: Cell, base_url: str, api_key: str) -> str:
@@ -39,12 +46,20 @@ class Door:
     def __init__(self, origin: str, api_key: str) -> None:
         self._origin = origin
         self._api_key = api_key
-        self._server = web.Server(self._pass_on, handler_cancellation=True)
+        unheard = logging.Logger("requests", logging.CRITICAL)  # a program must not fill the host's log
+        self._server = web.Server(
+            self._pass_on,
+            handler_cancellation=True,
+            auto_decompress=False,
+            keepalive_timeout=IDLE_TIMEOUT_S,
+            access_log=None,
+            logger=unheard,
+        )
         timeout = aiohttp.ClientTimeout(sock_connect=CONNECT_TIMEOUT_S)  # the gateway keeps the time of its answers
         self._client = aiohttp.ClientSession(auto_decompress=False, timeout=timeout)
 
     async def aclose(self) -> None:
-        await self._server.shutdown(0.0)
+        await self._server.shutdown(AT_ONCE_S)
         await self._client.close()
 
     async def take(self, channel: socket.socket) -> None:
@@ -55,23 +70,34 @@ class Door:
         path = request.raw_path
         if not path.startswith("/v1/") or ".." in unquote(path.partition("?")[0]).split("/"):
             return refusal(404, f"{path!r} cannot be reached from a sandbox; only paths below /v1/ can")
+        if request.method not in METHODS:
+            return refusal(405, f"{request.method} is not passed on; {', '.join(METHODS)} are")
         headers = {name: request.headers[name] for name in PASSED if name in request.headers}
         headers["Authorization"] = f"Bearer {self._api_key}"
         body = request.content if request.can_read_body else None
         url = URL(self._origin + path, encoded=True)
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        response = web.StreamResponse()
         try:
             async with self._client.request(
                 request.method, url, headers=headers, data=body, allow_redirects=False
             ) as answer:
-                kept = {name: answer.headers[name] for name in RETURNED if name in answer.headers}
-                response = web.StreamResponse(status=answer.status, headers=kept)
+                response.set_status(answer.status, answer.reason)
+                response.headers.update({name: answer.headers[name] for name in RETURNED if name in answer.headers})
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
                     await response.write(chunk)
                 await response.write_eof()
                 return response
-        except aiohttp.ClientConnectorError as error:
+        except aiohttp.ClientError as error:
+            if response.prepared:
+                raise ConnectionResetError("an answer broke off") from error
             return refusal(502, f"the gateway cannot be reached: {error}")
+        except Exception as error:
+            if not isinstance(error, OSError):
+                logger.exception("a program's request failed")
+            raise
 
 
 def refusal(status: int, message: str) -> web.Response:

@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_agent.errors import SandboxError
-from sandboxes.agent.tunnel import CHUNK_BYTES, DATA, END, FRAME, GONE, MAX_CONNECTIONS, OPEN, TAKEN
+from sandboxes.agent.tunnel import AHEAD_BYTES, CHUNK_BYTES, DATA, END, FRAME, GONE, MAX_CONNECTIONS, OPEN, TAKEN
 from sandboxes.agent.wire import whole_frames
 from sandboxes.cell import Cell, Process
 
 SOURCE = Path(__file__).with_name("agent").joinpath("tunnel.py").read_bytes()
-AHEAD_BYTES = 256 * 1024
-"""The most that one connection is sent before its program has taken any of it."""
 READY_TIMEOUT_S = 30.0
 
 
@@ -41,9 +39,11 @@ class Connection:
 
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
-    num_ahead: int = 0
+    num_ahead: int = 0  # bytes on their way to the program
     has_room: asyncio.Event = field(default_factory=asyncio.Event)
-    pump: asyncio.Task[None] | None = None
+    num_waiting: int = 0  # bytes on their way from it
+    has_data: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: tuple[asyncio.Task[None], ...] = ()
 
 
 class Tunnel:
@@ -58,18 +58,21 @@ class Tunnel:
     async def aclose(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        for connection in self._connections.values():
-            self._end(connection)
-        self._connections.clear()
 
     async def _serve(self) -> None:
-        """Read frames from the sandbox until it ends, or sends what our inner end would not."""
+        """Read frames from the sandbox until it ends, or sends what our inner end would not. Then end all."""
         received = bytearray()
-        with contextlib.suppress(ValueError):
+        try:
             async for chunk in self._process.stdout:
                 received += chunk
                 for frame in whole_frames(received, CHUNK_BYTES):
                     await self._on_frame(*frame)
+        except (ValueError, OSError):  # its own frames, or the host is out of descriptors
+            await self._process.kill()
+        finally:
+            for connection in self._connections.values():
+                self._end(connection)
+            self._connections.clear()
 
     async def _on_frame(self, kind: int, number: int, body: bytes) -> None:
         connection = self._connections.get(number)
@@ -78,9 +81,11 @@ class Tunnel:
         elif connection is None:
             return
         elif kind == DATA:
+            connection.num_waiting += len(body)
+            if connection.num_waiting >= AHEAD_BYTES + CHUNK_BYTES:
+                raise ValueError(f"{connection.num_waiting} bytes ahead")
             connection.writer.write(body)
-            with contextlib.suppress(ConnectionError):
-                await connection.writer.drain()
+            connection.has_data.set()
         elif kind == END:
             if connection.writer.can_write_eof() and not connection.writer.is_closing():
                 connection.writer.write_eof()
@@ -95,7 +100,8 @@ class Tunnel:
         connection = Connection(*await asyncio.open_connection(sock=ours))
         await self._take(theirs)
         self._connections[number] = connection
-        connection.pump = asyncio.create_task(self._pump(number, connection))
+        tasks = self._pump(number, connection), self._acknowledge(number, connection)
+        connection.tasks = tuple(map(asyncio.create_task, tasks))
 
     async def _pump(self, number: int, connection: Connection) -> None:
         """Send what is answered, as fast as the program takes it."""
@@ -108,9 +114,20 @@ class Tunnel:
                     await connection.has_room.wait()
             await self._process.write(FRAME.pack(END, number, 0))
         self._connections.pop(number, None)
+        connection.tasks[1].cancel()
         connection.writer.close()
 
+    async def _acknowledge(self, number: int, connection: Connection) -> None:
+        """Tell the inner end how much was delivered of what the program sends."""
+        with contextlib.suppress(OSError, SandboxError):
+            while True:
+                await connection.has_data.wait()
+                connection.has_data.clear()
+                await connection.writer.drain()
+                taken, connection.num_waiting = b"%d" % connection.num_waiting, 0
+                await self._process.write(FRAME.pack(TAKEN, number, len(taken)) + taken)
+
     def _end(self, connection: Connection) -> None:
-        if connection.pump is not None:
-            connection.pump.cancel()
-        connection.writer.close()
+        for task in connection.tasks:
+            task.cancel()
+        connection.writer.transport.abort()  # closing would wait until all was delivered

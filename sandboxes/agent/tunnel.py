@@ -12,6 +12,9 @@ import struct
 
 FRAME = struct.Struct("=BQI")  # as `wire.HEADER`
 """Kind, number of the connection, length of the data that follows; that of TAKEN is the number of bytes taken."""
+AHEAD_BYTES = 256 * 1024
+"""The most that either end sends of one connection before the other has delivered any of it. So no connection waits for
+another."""
 OPEN, DATA, END, TAKEN, GONE = 1, 2, 3, 4, 5
 CHUNK_BYTES = 32_768
 MAX_CONNECTIONS = 64
@@ -23,7 +26,8 @@ class Connection:
     def __init__(self, number: int, channel: socket.socket) -> None:
         self.number = number
         self.channel = channel
-        self.pending = bytearray()  # on its way to the program; the host sends a bounded amount ahead
+        self.pending = bytearray()  # on its way to the program
+        self.num_ahead = 0  # bytes on their way from it
         self.is_ending = False  # the host sends no more
         self.has_ended = False  # the program sends no more
 
@@ -43,7 +47,9 @@ class Tunnel:
         """Serve until the host is gone."""
         while True:
             everyone = list(self._connections.values())
-            readers = [self._source, *(one.channel for one in everyone if not one.has_ended)]
+            open_ones = (one for one in everyone if not one.has_ended)  # also to hear of their end
+            heard = (one.channel for one in open_ones if one.num_ahead < AHEAD_BYTES or one.is_ending)
+            readers = [self._source, *heard]
             if len(everyone) < MAX_CONNECTIONS:
                 readers.append(self._listener)
             writers = [one.channel for one in everyone if one.pending]
@@ -75,7 +81,9 @@ class Tunnel:
             body = bytes(self._received[FRAME.size : FRAME.size + size])
             del self._received[: FRAME.size + size]
             one = self._connections.get(number)
-            if one is not None:
+            if one is not None and kind == TAKEN:
+                one.num_ahead -= int(body)
+            elif one is not None:
                 one.pending += body
                 one.is_ending = one.is_ending or kind == END
                 self._deliver(one)
@@ -90,6 +98,7 @@ class Tunnel:
         except OSError:
             self._drop(one)
             return
+        one.num_ahead += len(data)
         self._tell(DATA if data else END, one.number, data)
         if not data:
             one.has_ended = True
