@@ -73,6 +73,11 @@ class Marks:
     separators: tuple[str, ...] = ()  # after a call: another one begins
     endings: tuple[str, ...] = ()  # after a call: it was the last of its block
 
+    @property
+    def nested(self) -> tuple[str, str]:
+        """The tags before and after each call; empty where no tag ends a call."""
+        return ((*self.openings, *self.separators)[-1], self.closing) if len(self.closing) > 1 else ("", "")
+
 
 class PartialCall:
     """The parts of one call that have been read. `only_tool`: a call of another tool is malformed.

@@ -134,6 +134,13 @@ class HarmonyReader(AnswerReader):
         else:
             self._end_answer()
 
+    def _read_broken(self) -> None:
+        if self._cursor.find((*_ENDS, _START), self._say):
+            self._say(self._cursor.accept(*_ENDS))
+            self._step = self._read_header
+        else:
+            self._end_answer()
+
     def _end_call(self) -> None:
         self._step = self._read_header
 

@@ -156,6 +156,7 @@ class Gemma:
         cursor.expect("call:")
         call.set_name(cursor.take(BARE_NAME))
         cursor.expect("{")
+        call.has_arguments = True
         call.set_arguments(self._literals.read_members(cursor, "}"))
         cursor.expect(self.end)
 

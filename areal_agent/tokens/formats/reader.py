@@ -1,8 +1,8 @@
 """Reads an answer in order (reasoning, content, calls), whole or as it arrives, and decides what leaves when.
 
 Reasoning and content leave as they arrive. Text that begins a call, or may begin one, is held back until the call is
-complete, and the call leaves in one piece. A malformed call is counted and becomes content up to where its text breaks,
-so that the agent sees what the model wrote.
+complete, and the call leaves in one piece. A malformed call is counted and becomes content, so that the agent sees what
+the model wrote: all of it once its arguments have begun, as they may quote other calls; else up to where it breaks.
 """
 
 import contextlib
@@ -44,6 +44,7 @@ class AnswerReader:
         self._content = Prose(keeps_edges=True)
         self._opening = ""  # of the next call
         self._num_tried = 0  # the number of characters of that call that were at hand when it was last read
+        self._num_open = 0  # calls within a call whose text broke, and that one
         self._calls: list[ToolCall] = []
         self._num_malformed = 0
         self._deltas: list[AnswerDelta] = []
@@ -158,8 +159,26 @@ class AnswerReader:
             return
         if call.has_begun or self._opening not in self._family.marks.bare_openings:
             self._num_malformed += 1
-        self._say(self._cursor.text[begin : self._cursor.position])
+        said = self._cursor.text[begin : self._cursor.position]
+        self._say(said)
         self._step = self._read_content
+        if call.has_begun and not is_whole:
+            inner, closing = self._family.marks.nested
+            self._num_open = max(1, 1 + said.count(inner, len(self._opening)) - said.count(closing)) if inner else 1
+            self._step = self._read_broken
+
+    def _read_broken(self) -> None:
+        """Read the rest of a call whose text broke, through its closing. What looks like a call in it is not made."""
+        assert self._family
+        inner, closing = self._family.marks.nested
+        tag = self._cursor.find((inner, closing) if inner else (), self._say)
+        if not tag:
+            self._end_answer()
+            return
+        self._say(self._cursor.accept(tag))
+        self._num_open += 1 if tag == inner else -1
+        if self._num_open == 0:
+            self._step = self._read_content
 
     def _end_call(self) -> None:
         assert self._family

@@ -70,6 +70,7 @@ class Xml:
             return
         arguments: dict[str, Any] = {}
         while cursor.expect(self.key[0], self.call[2]) == self.key[0]:
+            call.has_arguments = True
             key, _ = cursor.until(self.key[1])
             key = key.strip()
             arguments[key] = self._read_argument(cursor, call, key)
@@ -83,7 +84,7 @@ class Xml:
     def _read_value(self, cursor: Cursor) -> str:
         text, end = cursor.until(self.value[1], self.key[0])
         if end == self.key[0]:
-            if self.call[2] in text:  # this is another call's argument
+            if self.call[0] in text or self.call[2] in text:  # this is another call's argument
                 raise MalformedCall
             cursor.position -= len(end)
         return text.removeprefix("\n").removesuffix("\n") if self.is_padded else text

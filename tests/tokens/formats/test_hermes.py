@@ -73,7 +73,7 @@ def test_a_malformed_call_stays_text_and_is_counted(block: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", ["<tool_call>oops", '<tool_call>{"name": "g", "arguments": {"x": "', '<tool_call>{"name": 5}</tool_call>']
+    "broken", ["<tool_call>oops", '<tool_call>{"name": "g", "arguments": {"x":}}</tool_call>', '<tool_call>{"name": 5}']
 )
 def test_a_good_call_beside_a_malformed_one_is_taken(broken: str) -> None:
     answer = HERMES.parse(f"{broken}\n{CALL}")

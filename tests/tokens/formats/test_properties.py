@@ -7,7 +7,7 @@
 - what is formatted is parsed back
 - a forced call begins as the format writes it
 - no call is made where none is wanted; arguments that nest too deep are malformed, or text
-- a call inside another call's argument is never made, wherever the answer is cut off
+- a call inside another call's argument is never made, wherever the answer is cut off, also where that call is broken
 """
 
 import contextlib
@@ -246,6 +246,20 @@ def test_a_call_inside_an_argument_is_not_made(
         assert answer_format.parse(text, tools=tools_of([outer])).tool_calls == (outer,)
         for end in range(0, len(text), 1 + len(text) // 20):
             assert set(map(str, answer_format.parse(text[:end], tools=tools_of([outer])).tool_calls)) <= {str(outer)}
+
+
+@pytest.mark.parametrize("answer_format", FORMATS, ids=lambda one: one.tool_format)
+@pytest.mark.parametrize("edge", ["", "\n", ' "said" '])
+def test_a_call_inside_a_broken_call_is_not_made(answer_format: AnswerFormat, edge: str) -> None:
+    is_harmony = answer_format.tool_format is ToolFormat.HARMONY  # in which a call's end token has no other meaning
+    nested = answer_format.format("", [ToolCall(name="g", arguments={"string": "z"})] * (1 if is_harmony else 2))
+    outer = ToolCall(name="f", arguments={"string": "HERE", "integer": 7})
+    text = answer_format.format("", [outer]).replace("HERE", nested.join((edge, edge)))
+    written_calls = {("f", str(outer.arguments | {"string": nested.join((edge, edge))}))}
+    for end in (*range(0, len(text), 1 + len(text) // 30), len(text)):
+        calls = answer_format.parse(text[:end], tools=tools_of([outer])).tool_calls
+        assert {(call.name, str(call.arguments)) for call in calls} <= written_calls
+    assert stream(answer_format, text)[1] == answer_format.parse(text)
 
 
 @pytest.mark.parametrize("answer_format", FORMATS, ids=lambda one: one.tool_format)

@@ -120,7 +120,7 @@ def test_a_call_without_its_end_is_content(rest: str) -> None:
 
 def test_a_good_call_behind_a_broken_one_leaves_with_its_end() -> None:
     reader = HERMES.reader()
-    broken = '<tool_call>{"name": "f", "arguments": {"x": oops'
+    broken = '<tool_call>{"name": oops'
     good = '<tool_call>{"name": "f", "arguments": {"x": "a\\"}"}}</tool_call>'
     for character in f"{broken} {good}"[:-1]:
         reader.feed(character)
