@@ -196,7 +196,9 @@ def check_model_folder(path: Path, engine: EngineConfig) -> None:
         described: object = json.loads((path / "config.json").read_bytes())
     except ValueError as error:
         raise ConfigError(f"model {str(path)!r}: its config.json is not JSON: {error}") from None
-    model_type = cast(dict[str, object], described).get("model_type") if isinstance(described, dict) else None
+    if not isinstance(described, dict):
+        raise ConfigError(f"model {str(path)!r}: its config.json is {described!r:.100}, and no object")
+    model_type = cast(dict[str, object], described).get("model_type")
     if not is_served(model_type, engine):
         raise ConfigError(
             f"model {str(path)!r} is of type {model_type!r}, and the embedded engine serves only "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self, cast
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -69,12 +69,15 @@ class Policy:
                     trust_remote_code=False,
                     local_files_only=True,
                     output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # they are refused below, by name
                 ),
             )
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
             raise ConfigError(f"{what}: {str(error).strip().splitlines()[0]}") from error
         if loaded["missing_keys"]:  # transformers would fill them with random numbers
             raise ConfigError(f"{what}: its files lack the weights {sorted(loaded['missing_keys'])[:3]}")
+        if mismatched := sorted(map(str, loaded["mismatched_keys"])):
+            raise ConfigError(f"{what}: the shapes of its weights are not those of its config.json: {mismatched[:3]}")
         policy = cls(model, device, is_padded=is_padded)
         policy._compare_with(folder)
         return policy

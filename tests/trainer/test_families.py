@@ -3,7 +3,8 @@
 - Packed rows: logits, log-probabilities in chunks and gradients are those of plain forward passes, one sequence each.
 - A family that passes state past a sequence's end is refused with where it differs, and trained in padded rows.
 - Pushes and checkpoints have the names, shapes and values of the model's own files.
-- What files hold besides the model is handed on; names that would change, and quantised weights, are refused.
+- What files hold besides the model is handed on; names that would change, quantised weights, other shapes and
+  broken files are refused.
 """
 
 import json
@@ -16,8 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from areal_agent.algorithms.batching import MicroBatch, Sample, collate, logprobs_and_entropy
+from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.foreign.weight_folders import prove_fits, read_shapes
 from areal_agent.errors import ConfigError
+from areal_agent.run.preflight import require_trainable
 from areal_agent.trainer.forward import decoder_of, hidden_states, tail_of
 from areal_agent.trainer.model import Policy
 from areal_agent.trainer.state import write_export
@@ -152,3 +155,20 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
     with pytest.raises(ConfigError, match=r"weights are quantised \(mxfp4\)"):
         Policy.load(tmp_path, CPU)
+
+
+def test_weights_of_other_shapes_and_broken_files_are_refused(tmp_path: Path) -> None:
+    config, weights = saved("llama", tmp_path) / "config.json", tmp_path / "model.safetensors"
+    described = json.loads(config.read_text())
+    config.write_text(json.dumps(described | {"intermediate_size": described["intermediate_size"] + 4}))
+    with pytest.raises(ConfigError, match=r"shapes of its weights are not those of its config.*down_proj"):
+        Policy.load(tmp_path, CPU)
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="not fully covered"):
+        Policy.load(tmp_path, CPU)
+
+
+def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    (saved("llama", tmp_path) / "config.json").write_text("[1]")
+    with pytest.raises(ConfigError, match=r"config\.json is \[1\], and no object"):
+        require_trainable(tmp_path, EngineConfig(backend="vllm", python="python", max_context_tokens=512))
