@@ -104,7 +104,6 @@ async def test_one_chain(
 
     def script(request: GenerateRequest) -> list[int]:
         text = world.renderer.detokenizer.text_of(request.input_ids)
-        print("---", text[-600:])
         return world.ids((*played.answers, "It prints 3.")[text.count("<|im_start|>assistant\n") - 1] + "<|im_end|>")
 
     world = await open_world(script=script, journal=ledger.own, max_context_tokens=200_000)
