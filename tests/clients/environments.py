@@ -71,7 +71,7 @@ ENVIRONMENTS = (
             "pydantic-ai-slim[anthropic,openai]==2.68.0",
         ),
     ),
-    Environment(name="litellm", frameworks=("litellm",), packages=("litellm==1.106.2",)),
+    Environment(name="litellm", frameworks=("litellm",), packages=("litellm==1.106.2", "mcp==2.3.0")),
 )
 
 
