@@ -37,10 +37,10 @@ ANSWERS = (
     "Both:\n" + CALL % "Oslo" + "\n" + CALL % "Bern" + "<|im_end|>",
     "<think>\nCompare.\n</think>\n\nEqual.<|im_end|>",
 )
-OTHER_ANSWERS: dict[str, tuple[str, ...]] = {}
-"""For frameworks that ask the model in a form of their own: what it has to say there."""
-RESULTS = {1: ["12 °C in Rome"], 3: ["12 °C in Oslo", "12 °C in Bern"]}
-"""What the prompt of an answer has to have: the results of the calls before it."""
+HANDOFF = '<tool_call>\n{"name": "transfer_to_forecaster", "arguments": {}}\n</tool_call><|im_end|>'
+OTHER_ANSWERS = {"openai-agents-handoff": (HANDOFF, *ANSWERS)}
+"""For workflows that ask the model for something else: what it says there."""
+RESULTS = ("12 °C in Rome", "12 °C in Oslo", "12 °C in Bern")
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
 
 
@@ -88,8 +88,7 @@ async def play(name: str, python: Path, open_agent: OpenAgent, ledger: Ledger, t
     await agent.reward(reward=1)
     await agent.end()
     prompts = [agent.world.renderer.detokenizer.text_of(one.input_ids) for one in agent.world.engine.requests]
-    for number, results in RESULTS.items():
-        assert [result for result in results if result not in prompts[number]] == []
+    assert [result for result in RESULTS if not any(result in prompt for prompt in prompts)] == []
     trajectory = await ledger.trajectory(agent.id)
     assert len(trajectory.turns) == len(answers)
     forks = [str(turn.fork_reason) for turn in trajectory.turns if turn.fork_reason is not None]
