@@ -33,7 +33,7 @@ TASK = {"questions": ["Weather in Rome?", "And in Oslo and Bern?"], "answer": "E
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "%s"}}\n</tool_call>'
 ANSWERS = (
     "<think>\nRome, then.\n</think>\n\n" + CALL % "Rome" + "<|im_end|>",
-    "12 °C in Rome.\n<|im_end|>",
+    "Twelve.\n<|im_end|>",
     "Both:\n" + CALL % "Oslo" + "\n" + CALL % "Bern" + "<|im_end|>",
     "<think>\nCompare.\n</think>\n\nEqual.<|im_end|>",
 )
