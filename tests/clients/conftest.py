@@ -1,4 +1,4 @@
-"""Fixtures of the gateway's tests, for clients that are programs of their own."""
+"""What tests of the gateway have made: a served gateway with a scripted engine, and a session of it."""
 
 from tests.gateway.conftest import backend, open_agent, open_world, renderer
 
