@@ -44,7 +44,7 @@ def claude(url: str, folder: Path) -> Cli:
     edit = call("Edit", file_path=file, old_string="1 - 2", new_string="1 + 2")  # comes back with `replace_all: false`
     run = call("Bash", command="python3 sum.py", description="Run it")
     return Cli(
-        command=("claude", "-p", "Mend sum.py", "--allowedTools", "Bash Edit Read"),
+        command=("claude", "-p", "Mend sum.py", "--tools", "Bash,Edit,Read", "--allowedTools", "Bash,Edit,Read"),
         variables={"ANTHROPIC_BASE_URL": url, "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
         answers=(call("Read", file_path=file), f"The sign.\n{edit}", f"{run}\n{call('Read', file_path=file)}"),
     )
