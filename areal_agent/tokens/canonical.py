@@ -135,6 +135,30 @@ def with_stop_text(answer: JsonObject, stop_text: str) -> list[JsonObject]:
     return [{**answer, "content": said + stop_text} for said in dict.fromkeys((content, content.strip()))]
 
 
+def with_defaults(answer: JsonObject, tools: Sequence[JsonObject]) -> list[JsonObject]:
+    """Return an answer as agents send it back that write the defaults of the tools' schemas into its calls.
+
+    >>> edit = {"name": "edit", "parameters": {"properties": {"path": {}, "all": {"default": False}}}}
+    >>> answer = {"role": "assistant", "tool_calls": [{"function": {"name": "edit", "arguments": {"path": "x"}}}]}
+    >>> with_defaults(answer, [{"type": "function", "function": edit}])[0]["tool_calls"]
+    [{'function': {'name': 'edit', 'arguments': {'all': False, 'path': 'x'}}}]
+    """
+    defaults = {tool["function"]["name"]: _defaults(tool["function"].get("parameters")) for tool in tools}
+    calls: list[JsonObject] = []
+    for call in answer.get("tool_calls") or ():
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if isinstance(arguments, dict):
+            arguments = {**defaults.get(name, {}), **cast("JsonObject", arguments)}
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return [{**answer, "tool_calls": calls}] if calls != (answer.get("tool_calls") or []) else []
+
+
+def _defaults(schema: Any) -> JsonObject:
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    items = cast("JsonObject", properties).items() if isinstance(properties, dict) else ()
+    return {name: item["default"] for name, item in items if isinstance(item, dict) and "default" in item}
+
+
 def call_ids(message: JsonObject) -> tuple[str, ...]:
     """Return the ids of a message's tool calls."""
     return tuple(call.get("id", "") for call in message.get("tool_calls") or ())

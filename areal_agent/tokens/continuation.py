@@ -53,8 +53,10 @@ class Continuation:
     """Extends paths of one session under one set of tools and template options."""
 
     def __init__(self, renderer: Renderer, tools: Sequence[JsonObject], options: JsonObject) -> None:
+        self.tools = tools
+        """The definitions as the agent sent them."""
         self._renderer = renderer
-        self._tools = renderer.tool_forms(tools)
+        self._tool_forms = renderer.tool_forms(tools)
         self._options = options
 
     def root(self, messages: Sequence[JsonObject]) -> Extension:
@@ -137,7 +139,7 @@ class Continuation:
     # --------------------------------------------------------------------------------------- forms and stand-ins
 
     def _render(self, forms: Sequence[JsonObject]) -> str:
-        return self._renderer.template.render(forms, self._tools, options=self._options)
+        return self._renderer.template.render(forms, self._tool_forms, options=self._options)
 
     def _whole(self, forms: Sequence[JsonObject], *, may_cut: bool = True) -> StandIn:
         return StandIn(messages=tuple(forms), text=self._render(forms), num_tail=len(forms), may_cut=may_cut)

@@ -30,6 +30,7 @@ from areal_agent.tokens.canonical import (
     head_length,
     prefix_keys,
     tools_key,
+    with_defaults,
     with_stop_text,
 )
 from areal_agent.tokens.continuation import Continuation, Extension, Normalise
@@ -294,7 +295,8 @@ class Forest:
         if isinstance(sent, str):
             self._completions.add(answer, sent, self._renderer)
         else:
-            forms = with_stop_text(reply.message, reply.stop_text)
+            tools = self._continuations[prompt.key.tools].tools
+            forms = with_stop_text(reply.message, reply.stop_text) + with_defaults(reply.message, tools)
             self._answers.add(answer, [extended_key(prompt.key.body, form) for form in forms])
 
     # ------------------------------------------------------------------------------------------------- audit

@@ -4,13 +4,11 @@
 set -euo pipefail
 version=0.169.0
 image=areal-agent-codex:$version
+programs=${XDG_CACHE_HOME:-$HOME/.cache}/areal_agent/clis
+"$(dirname "$0")/fetch.sh" "codex@$version" "$programs"
 docker image inspect "$image" > /dev/null 2>&1 && exit 0
-case $(uname -m) in aarch64) platform=linux-arm64 ;; *) platform=linux-x64 ;; esac
 
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-npm pack --silent --pack-destination "$folder" "@openai/codex@$version-$platform" > /dev/null
-tar -xzf "$folder"/*.tgz -C "$folder" --wildcards --strip-components 4 "package/vendor/*/bin/codex" "package/vendor/*/rg"
 printf 'FROM areal-agent-sandbox:latest\nCOPY codex rg /usr/local/bin/\n' > "$folder/Dockerfile"
-rm "$folder"/*.tgz
-docker build --quiet --network none --tag "$image" "$folder"
+tar -c -C "$folder" Dockerfile -C "$programs" codex rg | docker build --quiet --network none --tag "$image" -

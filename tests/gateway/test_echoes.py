@@ -1,8 +1,9 @@
 """Answers as client libraries send them back, with the real ledger:
 
 - fields that libraries add are ignored and counted; reasoning may come as `reasoning` or as a part of the content
-- a number in another form, `\\n` for `\\r\\n`, the text beside calls left out, the stop text added again or not (whole
-  and streamed): the answer is continued, the audit finds no difference, and `ledger verify` no error
+- a number in another form, a default of the tool's schema written into a call, `\\n` for `\\r\\n`, the text beside
+  calls left out, the stop text added again or not (whole and streamed): the answer is continued, the audit finds no
+  difference, and `ledger verify` no error
 - a field of another message that no library adds and the older form of a call are refused
 - an answer that was rewritten is a root of its own, and `/metrics` tells that it was edited
 """
@@ -20,7 +21,8 @@ from tests.histories import open_ledger
 from .conftest import QUESTION, Agent, OpenAgent
 from .test_edge_metrics import scrape
 
-TOOLS = [{"type": "function", "function": {"name": "f"}}]
+SCHEMA = {"type": "object", "properties": {"x": {"type": "number"}, "all": {"type": "boolean", "default": False}}}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1.0}}</tool_call><|im_end|>'
 RESULT = {"role": "tool", "tool_call_id": "a", "content": "1"}
 NEXT = {"role": "user", "content": "go on"}
@@ -55,6 +57,7 @@ def echoed(arguments: Any, **fields: Any) -> dict[str, Any]:
     [
         (CALL, echoed('{"x":1}')),
         (CALL, echoed({"x": 1})),
+        (CALL, echoed({"all": False, "x": 1})),
         (CALL, echoed({"x": 1.0}, function_call={"name": "f", "arguments": "{}"})),
         (f"let me see {CALL}", echoed('{"x": 1.0}', content=None)),
         (f"let me see {CALL}", echoed('{"x": 1}', content="let me see")),
@@ -145,9 +148,15 @@ async def test_what_would_be_lost_is_refused(open_agent: OpenAgent, message: Any
     assert remedy in reply["error"]["message"]
 
 
-async def test_a_rewritten_answer_is_told(open_agent: OpenAgent, ledger: Ledger, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "echo",
+    [
+        {"role": "assistant", "content": "Calling tools:\n[{'id': 'a', 'function': {'name': 'f'}}]"},
+        echoed({"all": True, "x": 1}),
+    ],
+)
+async def test_a_rewritten_answer_is_told(open_agent: OpenAgent, ledger: Ledger, tmp_path: Path, echo: Any) -> None:
     agent = await open_agent(CALL, "so<|im_end|>", journal=ledger.own)
     await agent.post_chat(messages=QUESTION, tools=TOOLS)
-    echo = {"role": "assistant", "content": "Calling tools:\n[{'id': 'a', 'function': {'name': 'f'}}]"}
     assert not await is_continued(agent, echo, ledger, tmp_path)
     assert (await scrape(agent.world))["forks_total", (("reason", "edited"),)] == 1
