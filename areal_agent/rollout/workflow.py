@@ -118,7 +118,11 @@ def _in_thread(call: Callable[..., object]) -> Workflow:
 
 
 def _agent_workflow(run: Callable[..., object], name: str) -> Workflow:
-    """Adapt AReaL's form: an object whose `run(data, base_url=, api_key=, http_client=)` calls the model itself."""
+    """Adapt AReaL's form: an object whose `run(data, base_url=, api_key=, http_client=)` calls the model itself.
+
+    AReaL gives clients of OpenAI and of Anthropic the same base URL, so this one ends without /v1: Anthropic's add it
+    themselves, and the gateway serves OpenAI's paths without it, too.
+    """
     if not _fits(run, {}, base_url="", api_key="", http_client=None):
         raise ConfigError(
             f"workflow: the method run of {name} takes {inspect.signature(run)}; it is called as "
@@ -126,7 +130,7 @@ def _agent_workflow(run: Callable[..., object], name: str) -> Workflow:
         )
 
     async def solve(task: dict[str, Any], rollout: Rollout) -> object:
-        call = partial(run, task, base_url=rollout.base_url, api_key=rollout.api_key)
+        call = partial(run, task, base_url=rollout.anthropic_base_url, api_key=rollout.api_key)
         if inspect.iscoroutinefunction(run):
             return await cast(Awaitable[object], call(http_client=rollout.http_client))
         return await _threaded(partial(call, http_client=rollout.sync_http_client))

@@ -1,6 +1,7 @@
 """Plays one rollout of a workflow where areal_agent is not installed: `python play.py FILE TASK BASE_URL KEY MODEL`.
 
-It prints the reward. Of a Rollout there is only what a client is made with.
+It prints the reward. Of a Rollout there is only what a client is made with. A file in AReaL's form (`WeatherAgent.run`)
+goes through areal_agent's adapter, for whose imports its environment has the packages.
 """
 
 import asyncio
@@ -9,7 +10,9 @@ import inspect
 import json
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 @dataclass
@@ -29,8 +32,23 @@ def main(file: str, task: str, *how: str) -> None:
     spec = importlib.util.spec_from_file_location("workflow", file)
     sys.modules["workflow"] = workflow = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(workflow)
-    reward = workflow.solve(json.loads(task), Rollout(*how))
+    solve = getattr(workflow, "solve", None) or in_areals_form(workflow.WeatherAgent)
+    reward = solve(json.loads(task), Rollout(*how))
     print(asyncio.run(reward) if inspect.iscoroutine(reward) else reward)
+
+
+def in_areals_form(agent: type) -> Any:
+    del sys.modules["areal_agent"]
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from httpx_aiohttp import HttpxAiohttpClient
+
+    from areal_agent.rollout.workflow import load_workflow
+
+    async def solve(task: dict[str, Any], rollout: Any) -> object:
+        async with HttpxAiohttpClient(trust_env=False, timeout=None) as rollout.http_client:
+            return await load_workflow(agent)(task, rollout)
+
+    return solve
 
 
 if __name__ == "__main__":

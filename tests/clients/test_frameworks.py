@@ -37,7 +37,28 @@ ANSWERS = (
     "Both:\n" + CALL % "Oslo" + "\n" + CALL % "Bern" + "<|im_end|>",
     "<think>\nCompare.\n</think>\n\nEqual.<|im_end|>",
 )
-OTHER_ANSWERS: dict[str, tuple[str, ...]] = {}
+FINAL = '\n{"name": "final_answer", "arguments": {"answer": "%s"}}\n</tool_call><|im_end|>'
+REPORT = '{"city": "%s", "text": "%s"}'
+OBJECT = " %s}\n</tool_call><|im_end|>"
+OTHER_ANSWERS = {
+    "smolagents": (
+        "Rome, then.\n<code>\nprint(weather('Rome'))\n</code><|im_end|>",
+        "<code>\nfinal_answer('12 °C in Rome.')\n</code><|im_end|>",
+        "Both:\n<code>\nprint(weather('Oslo'), weather('Bern'))\n</code><|im_end|>",
+        "<code>\nfinal_answer('Equal.')\n</code><|im_end|>",
+    ),
+    "smolagents-tools": (  # a call is forced: its opening is in the prompt
+        ANSWERS[0].partition("<tool_call>")[2],
+        FINAL % "12 °C in Rome.",
+        ANSWERS[2].partition("<tool_call>")[2],
+        FINAL % "Equal.",
+    ),
+    "instructor": (  # so is its name
+        OBJECT % REPORT % ("Rome", "warm"),
+        OBJECT % REPORT % ("Rome", "12 °C in Rome"),
+        OBJECT % f'{{"tasks": [{REPORT}, {REPORT}]}}' % ("Oslo", "12 °C in Oslo", "Bern", "12 °C in Bern"),
+    ),
+}
 """For frameworks that ask the model in a form of their own: what it has to say there."""
 RESULTS = {1: ["12 °C in Rome"], 3: ["12 °C in Oslo", "12 °C in Bern"]}
 """What the prompt of an answer has to have: the results of the calls before it."""
@@ -73,7 +94,7 @@ async def test_with_the_openai_installed_here(open_agent: OpenAgent, ledger: Led
 
 async def play(name: str, python: Path, open_agent: OpenAgent, ledger: Ledger, tmp_path: Path) -> None:
     answers = OTHER_ANSWERS.get(name, ANSWERS)
-    agent = await open_agent(*answers, journal=ledger.own, max_context_tokens=8000)
+    agent = await open_agent(*answers, journal=ledger.own, max_context_tokens=32000)
     workflow = tmp_path / "workflow.py"
     workflow.write_text(PROGRAMS[name])
     process = await asyncio.create_subprocess_exec(
@@ -84,12 +105,12 @@ async def play(name: str, python: Path, open_agent: OpenAgent, ledger: Ledger, t
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await process.communicate()
-    assert (process.returncode, output.decode().splitlines()[-1:]) == (0, ["1.0"]), output.decode()
+    assert (process.returncode, output.decode().split()[-1:]) == (0, ["1.0"]), output.decode()
     await agent.reward(reward=1)
     await agent.end()
     prompts = [agent.world.renderer.detokenizer.text_of(one.input_ids) for one in agent.world.engine.requests]
-    for number, results in RESULTS.items():
-        assert [result for result in results if result not in prompts[number]] == []
+    for number, prompt in enumerate(prompts):
+        assert [result for result in RESULTS.get(number, []) if result not in prompt] == []
     trajectory = await ledger.trajectory(agent.id)
     assert len(trajectory.turns) == len(answers)
     forks = [str(turn.fork_reason) for turn in trajectory.turns if turn.fork_reason is not None]

@@ -55,7 +55,7 @@ class NeedsArguments:
 
 
 class FakeRollout:
-    base_url, api_key, http_client = "http://gateway/v1", "sk-1", "client"
+    anthropic_base_url, api_key, http_client = "http://gateway", "sk-1", "client"
     sync_http_client = "sync client"
 
 
@@ -69,7 +69,7 @@ async def test_functions_callables_and_what_hands_back_a_coroutine() -> None:
 
 async def test_agents_with_a_run_method_get_the_gateway() -> None:
     got = await load_workflow(Agent())({"x": 1}, FakeRollout())
-    assert got == {"data": {"x": 1}, "base_url": "http://gateway/v1", "api_key": "sk-1", "http_client": "client"}
+    assert got == {"data": {"x": 1}, "base_url": "http://gateway", "api_key": "sk-1", "http_client": "client"}
 
 
 async def test_plain_functions_and_agents_run_in_a_thread_agents_with_a_client_for_threads() -> None:
