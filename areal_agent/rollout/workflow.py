@@ -120,8 +120,7 @@ def _in_thread(call: Callable[..., object]) -> Workflow:
 def _agent_workflow(run: Callable[..., object], name: str) -> Workflow:
     """Adapt AReaL's form: an object whose `run(data, base_url=, api_key=, http_client=)` calls the model itself.
 
-    AReaL gives clients of OpenAI and of Anthropic the same base URL, so this one ends without /v1: Anthropic's add it
-    themselves, and the gateway serves OpenAI's paths without it, too.
+    The URL is the gateway's without /v1: Anthropic's clients add that, and OpenAI's paths are served without it, too.
     """
     if not _fits(run, {}, base_url="", api_key="", http_client=None):
         raise ConfigError(

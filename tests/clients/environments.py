@@ -56,6 +56,7 @@ ENVIRONMENTS = (
             "openai-by-id",
             "anthropic",
             "openai-agents",
+            "openai-agents-handoff",
             "langgraph",
             "pydantic-ai",
             "pydantic-ai-anthropic",

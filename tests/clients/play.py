@@ -1,17 +1,16 @@
 """Plays one rollout of a workflow where areal_agent is not installed: `python play.py FILE TASK BASE_URL KEY MODEL`.
 
-It prints the reward. Of a Rollout there is only what a client is made with. A file in AReaL's form (`WeatherAgent.run`)
-goes through areal_agent's adapter, for whose imports its environment has the packages.
+It prints the reward. `from areal_agent import Rollout` gives the class here, which has what a client is made with.
+A file in AReaL's form (`WeatherAgent.run`) goes through areal_agent's adapter, whose imports its environment has.
 """
 
 import asyncio
-import importlib.util
+import importlib
 import inspect
 import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 
@@ -27,11 +26,9 @@ class Rollout:
 
 
 def main(file: str, task: str, *how: str) -> None:
-    sys.modules["areal_agent"] = stand_in = ModuleType("areal_agent")
-    stand_in.Rollout = Rollout
-    spec = importlib.util.spec_from_file_location("workflow", file)
-    sys.modules["workflow"] = workflow = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(workflow)
+    sys.modules["areal_agent"] = sys.modules[__name__]
+    sys.path.insert(0, str(Path(file).parent))
+    workflow = importlib.import_module(Path(file).stem)
     solve = getattr(workflow, "solve", None) or in_areals_form(workflow.WeatherAgent)
     reward = solve(json.loads(task), Rollout(*how))
     print(asyncio.run(reward) if inspect.iscoroutine(reward) else reward)

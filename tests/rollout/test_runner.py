@@ -173,8 +173,20 @@ class AgentOfArealsKind:
         return {reply.id: 0.5}
 
 
-async def test_an_agent_of_areals_kind(play) -> None:
-    status, trajectory = await play(load_workflow(AgentOfArealsKind()))
+class AnthropicAgentOfArealsKind:
+    """Its client adds /v1 to the URL that it is given."""
+
+    async def run(self, data, **extra_kwargs):
+        body = {"model": "default", "max_tokens": 8, "messages": [{"role": "user", "content": "hi"}]}
+        reply = await extra_kwargs["http_client"].post(
+            extra_kwargs["base_url"] + "/v1/messages", json=body, headers={"x-api-key": extra_kwargs["api_key"]}
+        )
+        return {reply.json()["id"]: 0.5}
+
+
+@pytest.mark.parametrize("agent", [AgentOfArealsKind(), AnthropicAgentOfArealsKind()], ids=["openai", "anthropic"])
+async def test_an_agent_of_areals_kind(play, agent) -> None:
+    status, trajectory = await play(load_workflow(agent))
     assert (status, trajectory.rewards.total) == (Status.COMPLETED, 0.5)
 
 
