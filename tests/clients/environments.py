@@ -73,6 +73,51 @@ ENVIRONMENTS = (
         ),
     ),
     Environment(name="litellm", frameworks=("litellm",), packages=("litellm==1.106.2", "mcp==2.3.0")),
+    Environment(
+        name="areal",  # what AReaL's uv.lock had at the commit that docs/frameworks.md names
+        frameworks=("areal-openai-agents", "areal-anthropic", "areal-langchain"),
+        packages=(
+            "openai==2.33.0",
+            "openai-agents==0.14.8",
+            "anthropic==0.97.0",
+            "langchain==1.2.15",
+            "langchain-openai==1.2.1",
+            "httpx-aiohttp==0.2.0",
+            "numpy==2.4.6",
+        ),
+    ),
+    Environment(
+        name="openai-2",
+        frameworks=(
+            "smolagents",
+            "smolagents-tools",
+            "autogen",
+            "google-adk",
+            "instructor",
+            "strands",
+            "llama-index",
+        ),
+        packages=(
+            "openai==2.54.0",
+            "smolagents[openai]==1.26.0",
+            "autogen-agentchat==0.7.5",
+            "autogen-ext[openai]==0.7.5",
+            "google-adk==2.13.0",
+            "litellm==1.106.2",
+            "mcp==2.1.1",
+            "instructor==1.17.0",
+            "strands-agents[openai]==1.62.0",
+            "llama-index-core==0.14.25",
+            "llama-index-llms-openai-like==0.8.1",
+        ),
+        is_full=True,
+    ),
+    Environment(
+        name="mcp-1",
+        frameworks=("camel", "crewai"),
+        packages=("mcp==1.30.0", "camel-ai==0.2.90", "crewai==1.15.30"),
+        is_full=True,
+    ),
 )
 
 

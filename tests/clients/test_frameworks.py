@@ -38,9 +38,32 @@ ANSWERS = (
     "<think>\nCompare.\n</think>\n\nEqual.<|im_end|>",
 )
 HANDOFF = '<tool_call>\n{"name": "transfer_to_forecaster", "arguments": {}}\n</tool_call><|im_end|>'
-OTHER_ANSWERS = {"openai-agents-handoff": (HANDOFF, *ANSWERS)}
+FINAL = '\n{"name": "final_answer", "arguments": {"answer": "%s"}}\n</tool_call><|im_end|>'
+REPORT = '{"city": "%s", "text": "%s"}'
+OBJECT = " %s}\n</tool_call><|im_end|>"
+OTHER_ANSWERS = {
+    "openai-agents-handoff": (HANDOFF, *ANSWERS),
+    "smolagents": (
+        "Rome, then.\n<code>\nprint(weather('Rome'))\n</code><|im_end|>",
+        "<code>\nfinal_answer('Twelve.')\n</code><|im_end|>",
+        "Both:\n<code>\nprint(weather('Oslo'), weather('Bern'))\n</code><|im_end|>",
+        "<code>\nfinal_answer('Equal.')\n</code><|im_end|>",
+    ),
+    "smolagents-tools": (  # a call is forced: its opening is in the prompt
+        ANSWERS[0].partition("<tool_call>")[2],
+        FINAL % "Twelve.",
+        ANSWERS[2].partition("<tool_call>")[2],
+        FINAL % "Equal.",
+    ),
+    "instructor": (  # so is its name
+        OBJECT % REPORT % ("Rome", "warm"),
+        OBJECT % REPORT % ("Rome", "12 °C in Rome"),
+        OBJECT % f'{{"tasks": [{REPORT}, {REPORT}]}}' % ("Oslo", "12 °C in Oslo", "Bern", "12 °C in Bern"),
+    ),
+}
 """For workflows that ask the model for something else: what it says there."""
 RESULTS = ("12 °C in Rome", "12 °C in Oslo", "12 °C in Bern")
+OTHER_RESULTS = {"instructor": RESULTS[:1]}  # only a wrong report is sent back
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
 
 
@@ -73,7 +96,7 @@ async def test_with_the_openai_installed_here(open_agent: OpenAgent, ledger: Led
 
 async def play(name: str, python: Path, open_agent: OpenAgent, ledger: Ledger, tmp_path: Path) -> None:
     answers = OTHER_ANSWERS.get(name, ANSWERS)
-    agent = await open_agent(*answers, journal=ledger.own, max_context_tokens=8000)
+    agent = await open_agent(*answers, journal=ledger.own, max_context_tokens=32000)
     workflow = tmp_path / "workflow.py"
     workflow.write_text(PROGRAMS[name])
     process = await asyncio.create_subprocess_exec(
@@ -84,11 +107,12 @@ async def play(name: str, python: Path, open_agent: OpenAgent, ledger: Ledger, t
         stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await process.communicate()
-    assert (process.returncode, output.decode().splitlines()[-1:]) == (0, ["1.0"]), output.decode()
+    assert (process.returncode, output.decode().split()[-1:]) == (0, ["1.0"]), output.decode()
     await agent.reward(reward=1)
     await agent.end()
     prompts = [agent.world.renderer.detokenizer.text_of(one.input_ids) for one in agent.world.engine.requests]
-    assert [result for result in RESULTS if not any(result in prompt for prompt in prompts)] == []
+    results = OTHER_RESULTS.get(name, RESULTS)
+    assert [result for result in results if not any(result in prompt for prompt in prompts)] == []
     trajectory = await ledger.trajectory(agent.id)
     assert len(trajectory.turns) == len(answers)
     forks = [str(turn.fork_reason) for turn in trajectory.turns if turn.fork_reason is not None]
