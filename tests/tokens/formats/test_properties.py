@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, reject
+from hypothesis import assume, given, reject
 from hypothesis import strategies as st
 
 from areal_agent.tokens.canonical import MAX_DEPTH
@@ -265,7 +265,9 @@ def test_a_call_inside_a_broken_call_is_not_made(answer_format: AnswerFormat, ed
 @pytest.mark.parametrize("answer_format", FORMATS, ids=lambda one: one.tool_format)
 @given(data=st.data())
 def test_nothing_is_a_call_where_none_is_wanted(answer_format: AnswerFormat, data: st.DataObject) -> None:
-    text = written(answer_format, "", [data.draw(calls_of(answer_format))])
+    call = data.draw(calls_of(answer_format))
+    assume(answer_format.tool_format is not ToolFormat.HARMONY or "<|" not in str(call))  # there, a tag ends the text
+    text = written(answer_format, "", [call])
     assert answer_format.parse(text, may_call_tools=False) == ParsedAnswer(content=text)
 
 
