@@ -3,7 +3,7 @@
 - a config that works: every check is made, with engine and trainer started, and it ends with 0
 - one that is wrong in many ways: each fault is told, with the rest, and it ends with 1, without a traceback
 - a model that cannot be had, and one whose template is missing, leave out only what needs them
-- memory may be estimated for a machine that is planned
+- for a machine elsewhere a config.json is enough, and nothing is asked of this one; what was not described is said
 - online, what belongs to others is let be
 - faults of the command line and of the config file are one line, and 2
 """
@@ -17,7 +17,7 @@ import yaml
 
 from areal_agent.config import Config
 from areal_agent.doctor.examination import Examination
-from areal_agent.doctor.findings import GIB, Report, State
+from areal_agent.doctor.findings import GIB, Finding, Report, State
 from areal_agent.doctor.memory import Machine
 from tests.commands import run
 
@@ -39,13 +39,18 @@ def base(model: object, folder: Path, **more: object) -> dict[str, object]:
     }
 
 
-async def examine(values: dict[str, object], *, planned: Machine | None = None) -> dict[str, list[State]]:
-    """The states by check, of an examination that starts nothing."""
+async def examined(values: dict[str, object], *, elsewhere: Machine | None = None) -> list[Finding]:
+    """The findings of an examination that starts nothing."""
     report = Report(io.StringIO())
     config = Config.parse(values)
-    await Examination(config=config, name="x", report=report, starts_engine=False, planned=planned).run()
+    await Examination(config=config, name="x", report=report, starts_engine=False, elsewhere=elsewhere).run()
+    return report.findings
+
+
+async def examine(values: dict[str, object], *, elsewhere: Machine | None = None) -> dict[str, list[State]]:
+    """The states by check, of an examination that starts nothing."""
     found: dict[str, list[State]] = {}
-    for finding in report.findings:
+    for finding in await examined(values, elsewhere=elsewhere):
         found.setdefault(finding.check, []).append(finding.state)
     return found
 
@@ -89,7 +94,7 @@ async def test_each_fault_is_told(small_model: Path, tmp_path: Path) -> None:
         observe={"trackers": ["wandb"]},
         rollout={"gateway_port": 1},
     )
-    found = await examine(wrong, planned=Machine(memory_bytes=GIB, num_gpus=1, gpu_bytes=GIB))
+    found = await examine(wrong, elsewhere=Machine(memory_bytes=GIB, num_gpus=1, gpu_bytes=GIB))
     for check in ("workflow", "tasks", "algorithm", "model", "GPU 4"):
         assert State.FAIL in found[check], check
     assert found["tokenizer"] == [State.OK]
