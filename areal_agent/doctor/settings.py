@@ -3,6 +3,8 @@
 They call the functions of run/preflight.py, where a run stops at its first fault; here every fault is reported.
 """
 
+import importlib.metadata
+import importlib.util
 import os
 import shutil
 import sys
@@ -49,7 +51,13 @@ async def check_settings(config: Config, name: str, report: Report, *, is_here: 
 
     own: Mapping[str, Check] = {"workflow": _workflow, "tasks": _tasks, "engine.python": _engine_python}
     elsewhere: Mapping[str, Check] = {"gateway": _gateway}
-    both = {"algorithm": _algorithm, "ports": _ports, "trackers": _trackers, "run folder": folder}
+    both = {
+        "packages": _packages,
+        "algorithm": _algorithm,
+        "ports": _ports,
+        "trackers": _trackers,
+        "run folder": folder,
+    }
     for check, work in {**(elsewhere if config.is_online else own), **both}.items():
         if not is_here and check not in OF_CODE:
             continue
@@ -95,6 +103,30 @@ async def _engine_python(config: Config) -> str:
             f"engine.python = {config.engine.python!r} has no module {module!r}; install it into that environment"
         )
     return f"{config.engine.python} has {module}"
+
+
+SHIPPED = ("envs", "sandboxes")
+"""The packages beside areal_agent. Other distributions have such names, too."""
+DISTRIBUTION = "areal-agent"
+
+
+async def _packages(config: Config) -> str:
+    """Check that the packages beside areal_agent are its own, and that no distribution has written over them."""
+    for name in SHIPPED:
+        own, spec = Path(__file__).parents[2] / name, importlib.util.find_spec(name)
+        found = [] if spec is None else list(spec.submodule_search_locations or [str(spec.origin)])
+        if str(own) not in found:
+            raise ConfigError(
+                f"`import {name}` finds {', '.join(found) or 'nothing'}, which hides {own}; rename that, or start "
+                "python in another folder"
+            )
+    others = {*importlib.metadata.packages_distributions().get("sandboxes", ())} - {DISTRIBUTION}
+    if others:
+        raise ConfigError(
+            f"the distribution {', '.join(sorted(others))} has a package `sandboxes`, too, and wrote it over this one; "
+            f"uninstall it, then install {DISTRIBUTION} again"
+        )
+    return f"{', '.join(SHIPPED)}: those of areal_agent"
 
 
 async def _algorithm(config: Config) -> str:
