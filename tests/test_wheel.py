@@ -2,9 +2,9 @@
 
 1. Every package that is imported is declared, and the extra `all` has those that users may want. 2. The wheel has every
 file of the packages and nothing else, and `areal_agent.__version__` is its version. 3. From there, with nothing of the
-clone on the path: the packages are its own, beside a user's `envs`, and the doctor names one that hides them; a model trains; `areal_agent.new` makes an
-environment that trains. The environment borrows the dependencies of the one that runs the tests (slow), or pip installs
-them all (full).
+clone on the path: the packages are its own, beside a user's `envs`; a model trains; the doctor names an `envs` that
+hides ours; `areal_agent.new` makes an environment that trains. The environment borrows the dependencies of the one that
+runs the tests (slow), or pip installs them all (full).
 """
 
 import ast
