@@ -39,10 +39,10 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def imported() -> Iterator[tuple[str, Path]]:
-    """The packages that files import, but for those that run in containers."""
+    """The packages that files import, but for those that run in containers, and templates, which say what they need."""
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
-            if "folders" in path.parts:
+            if {"folders", "templates"} & set(path.parts):
                 continue
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Import):
@@ -183,6 +183,8 @@ def test_a_model_trains_beside_a_users_own_envs(elsewhere: Elsewhere, small_mode
 
 @pytest.mark.skipif(importlib.util.find_spec("areal_agent.new") is None, reason="there is no areal_agent.new yet")
 def test_a_new_environment_trains(elsewhere: Elsewhere, small_model: Path) -> None:
+    (elsewhere.folder / "envs").mkdir()
+    (elsewhere.folder / "envs" / "mine.py").write_text(WORKFLOW)
     elsewhere.run("-m", "areal_agent.new", "my_game")
     elsewhere.run("-m", "pytest", "-q", "my_game")
     sizes = [f"{name}={value}" for name, value in SMALL.items() if not isinstance(value, dict)]
