@@ -75,7 +75,19 @@ def test_a_config_that_works(small_model: Path, tmp_path: Path) -> None:
         line[6:20].strip(): line for line in done.stdout.splitlines() if line[:4] in ("ok  ", "warn", "fail", "skip")
     }
     checks = {
-        *("workflow", "tasks", "ports", "run folder", "machine", "model", "tokenizer", "template", "memory", "disk"),
+        *(
+            "workflow",
+            "tasks",
+            "packages",
+            "ports",
+            "run folder",
+            "machine",
+            "model",
+            "tokenizer",
+            "template",
+            "memory",
+            "disk",
+        ),
         *("transfer", "sandboxes", "engine", "interruption", "trainer", "parity", "push", "spans"),
     }
     assert (set(lines), done.returncode) == (checks, 0), done.stdout + done.stderr
