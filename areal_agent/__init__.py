@@ -22,6 +22,8 @@ from areal_agent.types import (
     WeightVersion,
 )
 
+__version__ = "0.1.0"
+
 __all__ = [
     "ArealAgentError",
     "Completion",

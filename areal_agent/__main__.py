@@ -2,6 +2,7 @@
 
 import sys
 
+from areal_agent import __version__
 from areal_agent.command import nearest, run_command
 from areal_agent.errors import ConfigError
 
@@ -13,8 +14,10 @@ COMMANDS = {
     "gateway": "serve agents that live elsewhere, and lease their rollouts to a trainer",
     "conformance": "prove that a gateway records the same, whichever protocol its agents speak",
     "engine": "serve a model with the embedded inference engine",
+    "engine.environment": "make the environment of SGLang or vLLM",
     "models.tiny": "build the quickstart's model",
     "config_reference": "print every key of a config",
+    "doctor.scaling": "print what models of 0.6B to 32B need",
 }
 """The commands that a person starts, with a line on each."""
 
@@ -33,7 +36,9 @@ def _list() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  python -m areal_agent.{name:<{width}}  {does}" for name, does in COMMANDS.items()]
     sandboxes = f"  python -m {'sandboxes':<{width + len('areal_agent.')}}  sandboxes alone: doctor, check, reap, image"
-    return "\n".join(["areal_agent trains agents by reinforcement learning. Each takes --help:", *lines, sandboxes])
+    return "\n".join(
+        [f"areal_agent {__version__} trains agents by reinforcement learning. Each takes --help:", *lines, sandboxes]
+    )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ complete; a folder is synced to disk before it gets the name by which readers fi
 The folder of a run::
 
     config.yaml  ledger.sqlite  metrics.jsonl  checkpoints/  logs/  curve.png  summary.json
+    model/         (the tiny model that it began with; a resume needs no other copy)
     engines_url  admin_key     (only while the run goes on)
 """
 
@@ -97,6 +98,7 @@ class RunFolder:
         self.config = path / "config.yaml"
         self.ledger = path / "ledger.sqlite"
         self.metrics = path / "metrics.jsonl"
+        self.model = path / "model"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.curve = path / "curve.png"

@@ -24,6 +24,8 @@ COMMANDS = [
     "areal_agent.ledger",
     "areal_agent.models.tiny",
     "areal_agent.config_reference",
+    "areal_agent.engine.environment",
+    "areal_agent.doctor.scaling",
 ]
 
 
@@ -68,6 +70,7 @@ def test_help_of_a_real_process() -> None:
         (["areal_agent.ledger", "verify", "none"], "none"),
         (["examples.minimal_loop", "--nope"], "unknown option '--nope'"),
         (["examples.minimal_loop", "stps=3"], "unknown key 'stps'; did you mean 'steps'?"),
+        (["areal_agent.engine.environment", "sgalng", "x"], "no engine 'sgalng'"),
         (["areal_agent", "trian"], "there is no command 'trian'; did you mean 'train'?"),
         (["areal_agent", "eval", "--config", "x"], "python -m areal_agent.eval --help"),
     ],

@@ -222,7 +222,7 @@ async def describe_model(model: str, seed: int) -> Path | None:
     None for a tiny model that is not built yet. Raises ConfigError when the hub does not have the model.
     """
     if (demonstrations := demonstrations_of(model)) is not None:
-        folder = model_folder(RECIPE, seed, demonstrations)
+        folder = await asyncio.to_thread(model_folder, RECIPE, seed, demonstrations)
         return folder if (folder / "config.json").is_file() else None
     if (Path(model) / "config.json").is_file():
         return Path(model)
@@ -255,7 +255,7 @@ async def _tiny(seed: int, demonstrations: str, logs: Path, progress: Progress) 
 
     It uses one thread: a small model gains little from a second, and loses much when another program wants that core.
     """
-    folder = model_folder(RECIPE, seed, demonstrations)
+    folder = await asyncio.to_thread(model_folder, RECIPE, seed, demonstrations)
     if (folder / "config.json").is_file():
         return folder
     progress.phase("building the tiny model")

@@ -15,35 +15,48 @@ def main() -> int:
     args = _parse()
     # imported here: it loads half of the project, and --help or a misspelt option need not wait for that
     from areal_agent.doctor.examination import check_up
+    from areal_agent.doctor.memory import described
 
-    return asyncio.run(
-        check_up(
-            args.config, args.overrides, starts_engine=not args.no_engine, num_gpus=args.gpus, memory_gib=args.memory
-        )
-    )
+    elsewhere = None
+    if args.gpus is not None:
+        elsewhere = described(args.gpus, *(getattr(args, name) for name in SIZES))
+    return asyncio.run(check_up(args.config, args.overrides, starts_engine=not args.no_engine, elsewhere=elsewhere))
+
+
+SIZES = {
+    "memory": "the memory of each of its GPUs",
+    "ram": "its own memory",
+    "shm": "its /dev/shm",
+    "disk": "what is free on the disk of its runs",
+}
+"""The options that describe a machine elsewhere, beside --gpus. All are in GiB."""
 
 
 def _parse() -> argparse.Namespace:
     parser = Parser(
         prog="python -m areal_agent.doctor",
         description="Examine a config on this machine: model, tokenizer, chat template, engine, trainer, push of "
-        "weights, sandboxes, memory, disk and ports. Engine and trainer are started for a moment; nothing stays.",
+        "weights, sandboxes, memory, disk and ports. Engine and trainer are started for a moment; nothing stays. "
+        "With --gpus: say whether it fits a machine that is elsewhere, and start nothing.",
     )
     parser.add_argument("--config", metavar="FILE", required=True, help="the YAML config of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key: engine.threads=2")
     parser.add_argument("--no-engine", action="store_true", help="start no engine and no trainer, and build no model")
-    parser.add_argument("--gpus", metavar="N", type=int, help="estimate memory for a machine with this many GPUs")
-    parser.add_argument(
-        "--memory", metavar="GIB", type=float, help="the memory of that machine: of each GPU, or with --gpus 0 its own"
+    elsewhere = parser.add_argument_group(
+        "a machine elsewhere", "What is not given is not compared. The model may be a config.json alone."
     )
+    elsewhere.add_argument("--gpus", metavar="N", type=int, help="examine for a machine with this many GPUs")
+    for name, what in SIZES.items():
+        elsewhere.add_argument(f"--{name}", metavar="GIB", type=float, help=f"{what}, in GiB")
     args = parser.parse_args()
-    if (args.gpus is None) != (args.memory is None):
-        parser.error("--gpus and --memory describe one machine together: give both")
-    if args.gpus is not None and (args.gpus < 0 or not 0 < args.memory < math.inf):
-        raise ConfigError(
-            f"--gpus {args.gpus} --memory {args.memory:g}: there is no such machine; give 0 or more GPUs, and more "
-            "than 0 GiB"
-        )
+    sizes = {name: size for name in SIZES if (size := getattr(args, name)) is not None}
+    if sizes and args.gpus is None:
+        parser.error(f"--{next(iter(sizes))} describes a machine elsewhere: give its --gpus as well, 0 for none")
+    if args.gpus is not None and (args.gpus < 0 or not all(0 < size < math.inf for size in sizes.values())):
+        given = " ".join(f"--{name} {size:g}" for name, size in {"gpus": args.gpus, **sizes}.items())
+        raise ConfigError(f"{given}: there is no such machine; give 0 or more GPUs, and more than 0 GiB")
+    if args.gpus is not None and (args.gpus > 0) != ("memory" in sizes):
+        parser.error("--memory is that of each GPU: give it with --gpus of 1 or more; a machine's own is --ram")
     return args
 
 

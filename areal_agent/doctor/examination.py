@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_agent.cluster.local import TOKENIZER
 from areal_agent.config import Config
-from areal_agent.doctor.findings import GIB, Finding, Report, State, attempt, examined
+from areal_agent.doctor.findings import Finding, Report, State, attempt, examined
 from areal_agent.doctor.memory import Machine, memory_findings, num_cores, this_machine, uses_gpu
 from areal_agent.doctor.model import (
     ModelShape,
@@ -30,18 +31,18 @@ from areal_agent.tokens.renderer import Renderer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examination:
-    """One examination. `planned` is the machine to estimate memory for, where it is not this one."""
+    """One examination. `elsewhere` is the machine of the run, where it is not this one: then nothing is started."""
 
     config: Config
     name: str  # of the run's default folder
     report: Report
     starts_engine: bool = True
-    planned: Machine | None = None
+    elsewhere: Machine | None = None
 
     async def run(self) -> None:
         """Run all checks and report them."""
-        await check_settings(self.config, self.name, self.report)
-        machine = self.planned or await this_machine()
+        await check_settings(self.config, self.name, self.report, is_here=self.elsewhere is None)
+        machine = self.elsewhere or await this_machine()
         self.report.add(self._machine_finding(machine))
         with tempfile.TemporaryDirectory(prefix="areal-agent-doctor-") as folder:
             logs = Path(folder)
@@ -51,13 +52,18 @@ class Examination:
             else:
                 await examined(self.report, "memory", memory_findings(shape, self.config, machine))
                 await examined(self.report, "disk", storage_findings(shape, self.config, machine))
-            await examined(self.report, "sandboxes", sandbox_findings(self.config.sandbox))
+            if self.elsewhere is None:
+                await examined(self.report, "sandboxes", sandbox_findings(self.config.sandbox))
             await self._try(model, renderer, logs)
 
     async def _model(self, logs: Path) -> tuple[Path | None, ModelShape | None, Renderer | None]:
         """Find the model's folder, sizes and tokenizer; None for each that could not be had."""
         config, report = self.config, self.report
-        found = await attempt(report, "model", find_model(config, logs, with_weights=self.starts_engine), limit_s=None)
+        with report.progress() as progress:
+            finding = find_model(
+                config, logs, progress, with_weights=self.starts_engine, is_here=self.elsewhere is None
+            )
+            found = await attempt(report, "model", finding, limit_s=None)
         if found is None:
             report.skip("tokenizer", "template", why="the model is not here")
             return None, None, None
@@ -67,6 +73,9 @@ class Examination:
             report.add(model_finding(config, folder, shape))
         if folder is None:
             report.skip("tokenizer", "template", why="the model is not built yet")
+            return None, shape, None
+        if self.elsewhere is not None and not (folder / TOKENIZER).is_file():
+            report.skip("tokenizer", "template", why=f"there is no {TOKENIZER} beside {folder}")
             return None, shape, None
         renderer = await attempt(report, "tokenizer", load_renderer(config, folder))
         if renderer is None:
@@ -78,7 +87,9 @@ class Examination:
 
     async def _try(self, model: Path | None, renderer: Renderer | None, logs: Path) -> None:
         checks = ("engine", "interruption", "trainer", "parity", "push", "spans")
-        if not self.starts_engine:
+        if self.elsewhere is not None:
+            self.report.skip("sandboxes", *checks, why="run the doctor on that machine")
+        elif not self.starts_engine:
             self.report.skip(*checks, why="--no-engine")
         elif model is None or renderer is None:
             self.report.skip(*checks, why="it needs a model and its tokenizer")
@@ -88,9 +99,8 @@ class Examination:
 
     def _machine_finding(self, machine: Machine) -> Finding:
         """Report what the machine has, and whether its cores are enough for the threads of engine and trainer."""
-        if self.planned is not None:
-            own = "memory, disk and /dev/shm" if machine.num_gpus else "disk and /dev/shm"
-            return Finding("machine", State.OK, f"planned: {machine}; {own} are this machine's")
+        if machine.is_elsewhere:
+            return Finding("machine", State.OK, f"elsewhere: {machine}")
         config, cores = self.config, num_cores()
         found = f"{machine}, {cores} cores"
         trainer = 0 if uses_gpu(config.trainer.device, machine) else config.trainer.threads * config.trainer.num_ranks
@@ -111,30 +121,17 @@ async def check_up(
     overrides: Sequence[str],
     *,
     starts_engine: bool,
-    num_gpus: int | None = None,
-    memory_gib: float | None = None,
+    elsewhere: Machine | None = None,
 ) -> int:
-    """Return 1 when a check failed, else 0. `num_gpus` and `memory_gib` describe a machine that is planned.
-
-    Raises ConfigError when the config cannot be read.
-    """
+    """Return 1 when a check failed, else 0. Raises ConfigError when the config cannot be read."""
     config = Config.load(file, overrides)
-    planned = None
-    if num_gpus is not None and memory_gib is not None:
-        planned = plan(await this_machine(), num_gpus, int(memory_gib * GIB))
     report = Report()
+    starts_engine = starts_engine and elsewhere is None
     try:
         await Examination(
-            config=config, name=Path(file).stem, report=report, starts_engine=starts_engine, planned=planned
+            config=config, name=Path(file).stem, report=report, starts_engine=starts_engine, elsewhere=elsewhere
         ).run()
     finally:
         report.close()
-    report.sum_up()
+    report.sum_up("here" if elsewhere is None else "there, as far as this can be said from here")
     return 1 if report.has_failed else 0
-
-
-def plan(here: Machine, num_gpus: int, memory_bytes: int) -> Machine:
-    """Return a machine with such GPUs and this one's memory; without GPUs, one with `memory_bytes` of memory."""
-    if num_gpus:
-        return Machine(memory_bytes=here.memory_bytes, num_gpus=num_gpus, gpu_bytes=memory_bytes)
-    return Machine(memory_bytes=memory_bytes)

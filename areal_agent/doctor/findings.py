@@ -8,7 +8,8 @@ import asyncio
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self, TextIO, TypeVar
@@ -18,6 +19,7 @@ from rich.status import Status
 from rich.text import Text
 
 from areal_agent.errors import ArealAgentError
+from areal_agent.observe.progress import Progress
 
 T = TypeVar("T")
 
@@ -82,13 +84,15 @@ class Report:
     """The table as it grows. In a terminal it has colours and shows what is being checked."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
-        self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
+        self._stream = stream or sys.stdout
+        self._console = Console(file=self._stream, highlight=False, soft_wrap=True)
         self._status: Status | None = None
+        self._is_lent = False
         self.findings: list[Finding] = []
 
     def begin(self, what: str) -> None:
         """Show that a check begins, which may take a while."""
-        if not self._console.is_terminal:
+        if not self._console.is_terminal or self._is_lent:
             return
         if self._status is None:
             self._status = self._console.status(what)
@@ -111,16 +115,27 @@ class Report:
         for check in checks:
             self.add(Finding(check, State.SKIP, f"not checked: {why}"))
 
+    @contextmanager
+    def progress(self) -> Generator[Progress]:
+        """Lend the terminal to work of minutes, which shows how far it is."""
+        self.close()
+        self._is_lent, progress = True, Progress(total_steps=0, stream=self._stream)
+        try:
+            yield progress
+        finally:
+            progress.close()
+            self._is_lent = False
+
     def close(self) -> None:
         """Give the terminal back."""
         if self._status is not None:
             self._status.stop()
             self._status = None
 
-    def sum_up(self) -> None:
+    def sum_up(self, place: str = "here") -> None:
         """Print the number of findings by state, and what a run would do."""
         counts = Counter(finding.state for finding in self.findings)
-        verdict = "this config runs here" + (", but see the warnings" if counts[State.WARN] else "")
+        verdict = f"this config runs {place}" + (", but see the warnings" if counts[State.WARN] else "")
         if self.has_failed:
             verdict = "a run of this config would fail; fix what failed, from the top"
         self._console.print(f"\n{', '.join(f'{counts[state]} {state}' for state in State if counts[state])}: {verdict}")

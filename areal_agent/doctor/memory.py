@@ -49,6 +49,7 @@ from areal_agent.config import Config
 from areal_agent.doctor.findings import GIB, MIB, Finding, State, gib, output_of
 from areal_agent.doctor.model import BFLOAT16_BYTES, FLOAT32_BYTES, ModelShape
 from areal_agent.engine.config import EnginePlan, default_kv_tokens
+from areal_agent.errors import ConfigError
 
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 ASKING_S = 20.0
@@ -59,12 +60,15 @@ CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """A machine, this one or one that is planned for. All GPUs count with the memory of the smallest."""
+    """This machine, or a description of one that is elsewhere. All GPUs count with the memory of the smallest."""
 
-    memory_bytes: int
+    memory_bytes: int | None  # None: not described
     available_bytes: int | None = None  # memory free for new use now; None: not known
     num_gpus: int = 0
     gpu_bytes: int = 0
+    is_elsewhere: bool = False  # then the next two describe it; here they are looked up
+    shared_memory_bytes: int | None = None  # /dev/shm
+    disk_bytes: int | None = None  # free on the disk of the runs
 
     def __str__(self) -> str:
         """The machine in a few words.
@@ -72,8 +76,10 @@ class Machine:
         >>> str(Machine(memory_bytes=16 * GIB, num_gpus=2, gpu_bytes=80 * GIB))
         '16.0 GiB of memory, 2 GPUs of 80.0 GiB'
         """
+        described = {"memory": self.memory_bytes, "/dev/shm": self.shared_memory_bytes, "disk": self.disk_bytes}
+        sizes = [f"{gib(size)} of {what}" for what, size in described.items() if size is not None]
         gpus = f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)} of {gib(self.gpu_bytes)}" if self.num_gpus else "no GPU"
-        return f"{gib(self.memory_bytes)} of memory, {gpus}"
+        return ", ".join([*sizes, gpus])
 
 
 async def this_machine() -> Machine:
@@ -89,6 +95,23 @@ async def this_machine() -> Machine:
         available_bytes=None if available is None else min(total, available),
         num_gpus=len(sizes),
         gpu_bytes=min(sizes, default=0),
+    )
+
+
+def described(
+    num_gpus: int, gpu_gib: float | None, memory_gib: float | None, shm_gib: float | None, disk_gib: float | None
+) -> Machine:
+    """Return a machine that is elsewhere, of which this is told."""
+    gpu, memory, shm, disk = (
+        None if size is None else int(size * GIB) for size in (gpu_gib, memory_gib, shm_gib, disk_gib)
+    )
+    return Machine(
+        memory_bytes=memory,
+        num_gpus=num_gpus,
+        gpu_bytes=gpu or 0,
+        is_elsewhere=True,
+        shared_memory_bytes=shm,
+        disk_bytes=disk,
     )
 
 
@@ -198,6 +221,8 @@ class EngineMemory:
         token = max(1, self._shape.kv_bytes(self._item_bytes) // num_shards)
         place = self._machine.gpu_bytes if self._is_gpu else self._machine.memory_bytes
         kv_tokens, leave_gib = self._engine.kv_tokens, self._engine.leave_gib
+        if place is None:
+            raise ConfigError("the engine computes on the CPU, and the memory of its machine is not known; give --ram")
         if self._is_embedded:
             kv_tokens = kv_tokens or default_kv_tokens(
                 is_gpu=self._is_gpu,
@@ -380,8 +405,11 @@ def _finding(gpu: int | None, parts: Parts, config: Config, machine: Machine) ->
     place = "memory" if gpu is None else f"GPU {gpu}"
     needed = parts.total()
     named = ", ".join(f"{what} {gib(num_bytes)}" for what, num_bytes in parts.most_common(NUM_NAMED))
-    found = f"about {gib(needed)} of {gib(has)}: {named}{', ...' * (len(parts) > NUM_NAMED)}"
+    named += ", ..." * (len(parts) > NUM_NAMED)
+    found = f"about {gib(needed)} of {gib(has or 0)}: {named}"
     free = machine.available_bytes if gpu is None else None
+    if has is None:
+        return Finding(place, State.SKIP, f"about {gib(needed)}: {named}; not compared with anything", "give --ram")
     if not has:
         missing = f"this machine has no such GPU; {found}"
         return Finding(place, State.FAIL, missing, "lower trainer.num_ranks, or add GPUs")

@@ -67,12 +67,14 @@ class ModelShape:
     dtype: str | None = None  # of its files
 
     @classmethod
-    def read(cls, folder: Path) -> Self:
-        """Read a Hugging Face folder. Raises ConfigError where its config.json lacks a size."""
+    def read(cls, path: Path) -> Self:
+        """Read a Hugging Face folder, or its config.json. Raises ConfigError where that lacks a size."""
         try:
-            fields = json.loads((folder / "config.json").read_bytes())
+            fields = json.loads((path if path.is_file() else path / "config.json").read_bytes())
         except (OSError, ValueError) as error:
-            raise ConfigError(f"the config.json in {str(folder)!r} cannot be read: {error}") from error
+            raise ConfigError(f"the config.json of {str(path)!r} cannot be read: {error}") from error
+        if not isinstance(fields, dict):
+            raise ConfigError(f"the config.json of {str(path)!r} is {type(fields).__name__}, not an object")
         return cls.of(fields)
 
     @classmethod
@@ -186,22 +188,30 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """The folder of a model; None for a tiny one that is not built yet and was not asked for."""
+    """The folder of a model, or its config.json alone; None for a tiny one that is not built and was not asked for."""
 
     folder: Path | None
 
 
-async def find_model(config: Config, logs: Path, *, with_weights: bool) -> Found:
+async def find_model(config: Config, logs: Path, progress: Progress, *, with_weights: bool, is_here: bool) -> Found:
     """Return the folder that a run would use, built or downloaded as a run does it; or only its small files.
 
-    Raises ConfigError and ProcessDied.
+    A run that is elsewhere (`is_here` is false) has its weights there: the config.json is enough. Raises ConfigError
+    and ProcessDied.
     """
+    if not is_here and (described := _described(Path(config.model))) is not None:
+        return Found(folder=described)
     check_model(config.model, config.engine)
     if not with_weights:
         return Found(folder=await describe_model(config.model, config.seed))
-    folder = await obtain_model(config.model, config.seed, logs, Progress(total_steps=0, mode="none"))
+    folder = await obtain_model(config.model, config.seed, logs, progress)
     require_trainable(folder, config.engine)
     return Found(folder=folder)
+
+
+def _described(path: Path) -> Path | None:
+    """Return a folder with a config.json, or that file under whatever name; None where there is neither."""
+    return path if path.is_file() or (path / "config.json").is_file() else None
 
 
 async def shape_of(config: Config, folder: Path | None) -> ModelShape:

@@ -3,6 +3,8 @@
 They call the functions of run/preflight.py, where a run stops at its first fault; here every fault is reported.
 """
 
+import importlib.metadata
+import importlib.util
 import os
 import shutil
 import sys
@@ -34,20 +36,31 @@ from areal_agent.section import is_import_path
 IMPORTING_S = 60.0
 ASKING_S = 120.0
 
+OF_CODE = ("workflow", "tasks", "algorithm")
+"""Checks that come out the same on every machine."""
+
 Check = Callable[[Config], Awaitable[str]]
 """Returns what was found, or nothing where there is nothing to check. Raises ConfigError."""
 
 
-async def check_settings(config: Config, name: str, report: Report) -> None:
-    """Run all checks of settings. `name` names the run's default folder."""
+async def check_settings(config: Config, name: str, report: Report, *, is_here: bool) -> None:
+    """Run all checks of settings; for a run elsewhere only those of its code. `name` names the run's default folder."""
 
     async def folder(config: Config) -> str:
         return f"{choose_folder(config, name, None).path} can be made"
 
     own: Mapping[str, Check] = {"workflow": _workflow, "tasks": _tasks, "engine.python": _engine_python}
     elsewhere: Mapping[str, Check] = {"gateway": _gateway}
-    both = {"algorithm": _algorithm, "ports": _ports, "trackers": _trackers, "run folder": folder}
+    both = {
+        "packages": _packages,
+        "algorithm": _algorithm,
+        "ports": _ports,
+        "trackers": _trackers,
+        "run folder": folder,
+    }
     for check, work in {**(elsewhere if config.is_online else own), **both}.items():
+        if not is_here and check not in OF_CODE:
+            continue
         if found := await attempt(report, check, work(config)):
             report.add(Finding(check, State.OK, found))
 
@@ -90,6 +103,30 @@ async def _engine_python(config: Config) -> str:
             f"engine.python = {config.engine.python!r} has no module {module!r}; install it into that environment"
         )
     return f"{config.engine.python} has {module}"
+
+
+SHIPPED = ("envs", "sandboxes")
+"""The packages beside areal_agent. Other distributions have such names, too."""
+DISTRIBUTION = "areal-agent"
+
+
+async def _packages(config: Config) -> str:
+    """Check that the packages beside areal_agent are its own, and that no distribution has written over them."""
+    for name in SHIPPED:
+        own, spec = Path(__file__).parents[2] / name, importlib.util.find_spec(name)
+        found = [] if spec is None else list(spec.submodule_search_locations or [str(spec.origin)])
+        if str(own) not in found:
+            raise ConfigError(
+                f"`import {name}` finds {', '.join(found) or 'nothing'}, which hides {own}; rename that, or start "
+                "python in another folder"
+            )
+    others = {*importlib.metadata.packages_distributions().get("sandboxes", ())} - {DISTRIBUTION}
+    if others:
+        raise ConfigError(
+            f"the distribution {', '.join(sorted(others))} has a package `sandboxes`, too, and wrote it over this one; "
+            f"uninstall it, then install {DISTRIBUTION} again"
+        )
+    return f"{', '.join(SHIPPED)}: those of areal_agent"
 
 
 async def _algorithm(config: Config) -> str:
@@ -190,42 +227,56 @@ FOLDERS_OF_DISK = 3
 async def storage_findings(shape: ModelShape, config: Config, machine: Machine) -> list[Finding]:
     """Return a finding for checkpoints, and one for weights on their way."""
     memory = TrainerMemory(shape=shape, config=config, is_gpu=uses_gpu(config.trainer.device, machine))
-    return [_checkpoints(memory, config), _weights(memory, config)]
+    return [_checkpoints(memory, config, machine), _weights(memory, config, machine)]
 
 
-def _checkpoints(memory: TrainerMemory, config: Config) -> Finding:
-    """Check the disk for checkpoints. The newest is complete before the oldest is deleted."""
-    number = config.trainer.keep_last + 1
-    needed = number * memory.checkpoint_bytes
+def checkpoints_bytes(memory: TrainerMemory, config: Config) -> int:
+    """Return the disk space of a run's checkpoints. The newest is complete before the oldest is deleted."""
+    return (config.trainer.keep_last + 1) * memory.checkpoint_bytes
+
+
+def num_copies(config: Config) -> int:
+    """Return the number of copies of new weights that are on their way at once, in files."""
+    is_in_memory = config.trainer.transfer == "shared_memory"
+    may_load_folders = config.engine.backend != "embedded" or config.engine.url is not None  # of any backend
+    return (NUM_SLOTS if is_in_memory else FOLDERS_OF_DISK) + FOLDERS_OF_SERVERS * (may_load_folders and is_in_memory)
+
+
+def _checkpoints(memory: TrainerMemory, config: Config, machine: Machine) -> Finding:
+    needed = checkpoints_bytes(memory, config)
     path = Path(config.run_dir or "runs").absolute()
-    place = next(one for one in (path, *path.parents) if one.is_dir())
-    free = shutil.disk_usage(place).free
+    place = str(next(one for one in (path, *path.parents) if one.is_dir()))
+    free = machine.disk_bytes if machine.is_elsewhere else shutil.disk_usage(place).free
     found = (
-        f"{number} checkpoints of {gib(memory.checkpoint_bytes)} (trainer.keep_last {config.trainer.keep_last}, and "
-        f"the next one) need {gib(needed)} of {gib(free)} free at {place}"
+        f"{config.trainer.keep_last + 1} checkpoints of {gib(memory.checkpoint_bytes)} (trainer.keep_last "
+        f"{config.trainer.keep_last}, and the next one) need {gib(needed)}"
     )
-    if needed > free:
-        change = "free disk space, set run_dir to another disk, or set trainer.keep_last=1"
-        return Finding("disk", State.FAIL, found, change)
-    return Finding("disk", State.OK, found)
+    remedy = "free disk space, set run_dir to another disk, or set trainer.keep_last=1"
+    return _compared("disk", found, needed, free, "there" if machine.is_elsewhere else f"at {place}", remedy, "--disk")
 
 
-def _weights(memory: TrainerMemory, config: Config) -> Finding:
+def _weights(memory: TrainerMemory, config: Config, machine: Machine) -> Finding:
     if config.trainer.transfer == "distributed":
         found = f"new weights go to the engine from {config.trainer.transfer_host}, without files"
         return Finding("transfer", State.OK, found)
-    in_memory = config.trainer.transfer == "shared_memory" and os.access(SHARED_MEMORY, os.W_OK)
+    has_memory = machine.is_elsewhere or os.access(SHARED_MEMORY, os.W_OK)
+    in_memory = config.trainer.transfer == "shared_memory" and has_memory
     place = SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
-    copies = NUM_SLOTS if config.trainer.transfer == "shared_memory" else FOLDERS_OF_DISK
-    may_load_folders = config.engine.backend != "embedded" or config.engine.url is not None  # of any backend
-    if may_load_folders and config.trainer.transfer == "shared_memory":
-        copies += FOLDERS_OF_SERVERS
-    needed, free = copies * memory.published_bytes, shutil.disk_usage(place).free
+    needed = num_copies(config) * memory.published_bytes
     found = (
-        f"new weights pass through {place}: {copies} copies of {gib(memory.published_bytes)} need {gib(needed)} of "
-        f"{gib(free)} free there"
+        f"new weights pass through {place}: {num_copies(config)} copies of {gib(memory.published_bytes)} need "
+        f"{gib(needed)}"
     )
-    if needed <= free:
-        return Finding("transfer", State.OK, found)
+    option, free = ("--shm", machine.shared_memory_bytes) if in_memory else ("--disk", machine.disk_bytes)
+    if not machine.is_elsewhere:
+        free = shutil.disk_usage(place).free
     remedy = "enlarge it (docker run --shm-size), or set trainer.transfer=disk" if in_memory else "free disk space"
-    return Finding("transfer", State.FAIL, found, remedy)
+    return _compared("transfer", found, needed, free, "there", remedy, option)
+
+
+def _compared(check: str, found: str, needed: int, free: int | None, where: str, remedy: str, option: str) -> Finding:
+    """Return the finding for `needed` of `free` bytes; None where a machine elsewhere was not described so far."""
+    if free is None:
+        return Finding(check, State.SKIP, f"{found}; not compared with anything", f"give {option}")
+    found = f"{found} of {gib(free)} free {where}"
+    return Finding(check, State.OK, found) if needed <= free else Finding(check, State.FAIL, found, remedy)

@@ -1,6 +1,7 @@
 """The tiny model's recipe and tokenizer, its demonstrations, and its folder in the cache. Imports no torch.
 
-A cached model is named by everything that determines it: the recipe, the demonstrations and the seed.
+A cached model is named by everything that determines it: the recipe, the seed, and what the demonstrations yield. It is
+not named by their source, so editing a file beside them, or moving them, builds no new model.
 
 The tokenizer is trained on conversations, with a chat template of ChatML and Hermes tool calls: a byte-level BPE. A
 digit is always a token of its own, and between digits the text is split only at line ends, so that what the
@@ -11,10 +12,10 @@ text of every continuation of it.
 
 import hashlib
 import importlib
-import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -60,6 +61,8 @@ class Recipe:
     check_every: int = 25  # steps between two measurements of how well it copies
     num_check_conversations: int = 128
     copy_gate: float = 0.9  # copying at least this well starts the decay of the learning rate
+    flat_share: float = 0.02  # so does a loss that falls by less than this share
+    num_flat_checks: int = 6  # in so many checks
     typical_gate_steps: int = 150  # for the progress bar
     max_gate_steps: int = 500  # the decay starts here at the latest
     num_decay_steps: int = 150
@@ -84,24 +87,53 @@ def demonstrations_of(model: str) -> str | None:
     return path if colon else DEMONSTRATIONS
 
 
+def model_name(recipe: Recipe, seed: int, demonstrations: str) -> str:
+    """Return the name of this model: the same name is the same model. It takes some tenths of a second.
+
+    Raises ConfigError when the demonstrations cannot be loaded, fail, end, or differ from one call to the next.
+    """
+    yielded = _digest(demonstrations, seed)
+    if _digest(demonstrations, seed) != yielded:
+        raise ConfigError(
+            f"demonstrations: {demonstrations!r} yielded other conversations when called again with seed {seed}, so "
+            "its model could not be found again; draw everything from random.Random(seed)"
+        )
+    digest = hashlib.sha256(orjson.dumps(asdict(recipe)) + yielded.encode()).hexdigest()
+    return f"tiny-{digest[:16]}-seed{seed}"
+
+
 def model_folder(recipe: Recipe, seed: int, demonstrations: str) -> Path:
     """Return the folder for this model, which need not exist, in the cache: `$AREAL_AGENT_CACHE`, else XDG's.
 
-    `demonstrations` is `package.module:name`; the source of the module's package is part of the folder's name.
+    Raises ConfigError as `model_name` does.
     """
-    parts = [orjson.dumps(asdict(recipe)), demonstrations.encode(), *_sources(demonstrations.partition(":")[0])]
-    digest = hashlib.sha256(b"\0".join(parts)).hexdigest()
     users = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = Path(os.environ.get("AREAL_AGENT_CACHE") or users / "areal_agent")
-    return root / f"tiny-{digest[:16]}-seed{seed}"
+    return root / model_name(recipe, seed, demonstrations)
 
 
-def _sources(module: str) -> list[bytes]:
-    """Read the sources in the module's package, which the demonstrations depend on."""
-    spec = importlib.util.find_spec(module)
-    if spec is None or spec.origin is None:
-        return []
-    return [path.read_bytes() for path in sorted(Path(spec.origin).parent.glob("*.py"))]
+NUM_HASHED = 1_000
+"""Conversations by which demonstrations are told apart: a habit of one in a hundred is among them."""
+
+
+def _digest(demonstrations: str, seed: int) -> str:
+    """Return the SHA-256 of the first conversations."""
+    digest, number = hashlib.sha256(), 0
+    function = load_demonstrations(demonstrations)
+    try:
+        for conversation in islice(function(seed), NUM_HASHED):
+            digest.update(orjson.dumps(conversation))
+            number += 1
+    except Exception as error:  # the user's code
+        raise ConfigError(
+            f"demonstrations: {demonstrations!r} failed after {number} conversations: {type(error).__name__}: {error}; "
+            "it must yield lists of messages in OpenAI's format"
+        ) from error
+    if number < NUM_HASHED:
+        raise ConfigError(
+            f"demonstrations: {demonstrations!r} ended after {number} conversations; it must yield them without end"
+        )
+    return digest.hexdigest()
 
 
 Demonstrations = Callable[[int], Iterator[Conversation]]
@@ -118,6 +150,10 @@ def load_demonstrations(path: str) -> Demonstrations:
     except ImportError as error:
         raise ConfigError(
             f"demonstrations: importing {module_name!r} failed: {error}; run it where that package can be imported"
+        ) from error
+    except Exception as error:  # the user's code
+        raise ConfigError(
+            f"demonstrations: importing {module_name!r} failed: {type(error).__name__}: {error}"
         ) from error
     if not callable(found):
         raise ConfigError(f"demonstrations: {module_name!r} has no function {name!r}")

@@ -2,21 +2,25 @@
 
 The warm start is supervised training on demonstrations until the model copies numbers. Reinforcement learning cannot
 teach that later: it strengthens habits, and a model that garbles every long number has no right answer to strengthen.
-So the learning rate stays up until digits are copied well, and only then decays. On one machine, the same seed gives
-the same model.
+So the learning rate stays up until digits are copied well, or nothing more is learnt, and only then decays. On one
+machine, the same seed gives the same model, also when its build was interrupted: a build goes on from its last check,
+which is in `.NAME.unfinished` beside the folder until that is there.
 
     python -m areal_agent.models.tiny --out DIR [--seed S] [--threads N] [--demonstrations MODULE:FUNCTION]
 """
 
 import contextlib
+import math
 import os
+import pickle
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import orjson
 import torch
@@ -37,6 +41,7 @@ from areal_agent.models.recipe import (
     Conversation,
     Recipe,
     load_demonstrations,
+    model_name,
     render,
     token_id,
     train_tokenizer,
@@ -56,7 +61,7 @@ class TinyReport:
     steps: int
     num_tokens: int
     loss: float
-    copy_accuracy: float  # probability that all numbers of a conversation are copied
+    copy_accuracy: float  # probability that all numbers of a conversation are copied; NaN without numbers
     wall_s: float
 
 
@@ -69,6 +74,10 @@ class WarmStartProgress:
     num_tokens: int
     loss: float
     copy_accuracy: float
+
+    def __str__(self) -> str:
+        copying = "" if math.isnan(self.copy_accuracy) else f", copies {self.copy_accuracy:.0%} of numbers"
+        return f"loss {self.loss:.2f}{copying}"
 
 
 def build(
@@ -87,12 +96,20 @@ def build(
     started_s = time.monotonic()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"out: {str(out)!r} exists already; remove it, or name another folder")
+    unfinished = Unfinished(path=out.with_name(f".{out.name}.unfinished"), of=model_name(recipe, seed, demonstrations))
     conversations = load_demonstrations(demonstrations)(seed)
     with _torch_settings(seed, threads):
         texts = map(render, islice(conversations, recipe.num_tokenizer_conversations))
         tokenizer = train_tokenizer(texts, vocab_size=recipe.vocab_size)
         model = make_model(tokenizer, recipe)
-        end = WarmStart(model, tokenizer, conversations, recipe, on_progress).run()
+        warm_start = WarmStart(model, tokenizer, conversations, recipe)
+        if (state := unfinished.load()) is not None:
+            warm_start.load_state(state)
+        for progress in warm_start.run():
+            unfinished.save(warm_start.state())
+            if on_progress:
+                on_progress(progress)
+        end = warm_start.progress()
     report = TinyReport(
         seed=seed,
         num_parameters=model.num_parameters(),
@@ -104,7 +121,35 @@ def build(
         wall_s=time.monotonic() - started_s,
     )
     _publish(out, model, tokenizer, report)
+    unfinished.path.unlink(missing_ok=True)
     return report
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unfinished:
+    """The file from which an interrupted build goes on. A file of another model, or a damaged one, counts as none."""
+
+    path: Path
+    of: str  # the model's name
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Replace the file in one move. Raises ConfigError when it cannot be written."""
+        new = self.path.with_name(f"{self.path.name}-{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"of": self.of, "state": dict(state)}, new)
+            os.replace(new, self.path)
+        except OSError as error:
+            raise ConfigError(f"out: cannot write {str(self.path)!r}: {error.strerror}") from error
+        finally:
+            new.unlink(missing_ok=True)
+
+    def load(self) -> Mapping[str, Any] | None:
+        try:
+            saved = torch.load(self.path, weights_only=True)
+            return saved["state"] if saved["of"] == self.of else None
+        except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError):
+            return None
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Qwen3ForCausalLM:
@@ -206,6 +251,19 @@ class ConversationEncoder:
         return marks
 
 
+@dataclass(kw_only=True, slots=True)
+class _Place:
+    """How far a warm start is, with what its last check found."""
+
+    decay_starts: int  # earlier when the gate opens
+    step: int = 0
+    num_tokens: int = 0
+    loss: float = math.nan  # per spoken token, of the check's conversations
+    copy_accuracy: float = math.nan
+    best_loss: float = math.inf
+    num_flat_checks: int = 0  # in which the loss has not fallen
+
+
 class WarmStart:
     """One warm start of one model."""
 
@@ -215,43 +273,71 @@ class WarmStart:
         tokenizer: PreTrainedTokenizerFast,
         demonstrations: Iterator[Conversation],
         recipe: Recipe,
-        on_progress: Callable[[WarmStartProgress], None] | None = None,
     ) -> None:
         self._model = model
         self._encoder = ConversationEncoder(tokenizer)
         self._demonstrations = demonstrations
         self._recipe = recipe
-        self._on_progress = on_progress
         self._optimizer = torch.optim.AdamW(
             model.parameters(), lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
         )
         self._check = self._draw(recipe.num_check_conversations)
-        self._decay_starts = recipe.max_gate_steps  # earlier when the gate opens
-        self._num_tokens = 0
+        self._place = _Place(decay_starts=recipe.max_gate_steps)
 
-    def run(self) -> WarmStartProgress:
-        """Train at full learning rate until the gate opens, then through the decay."""
-        recipe = self._recipe
-        step, loss = 0, float("nan")
-        while step < self._decay_starts + recipe.num_decay_steps:
-            loss = self._train(self._rate(step))
-            step += 1
-            if step % recipe.check_every == 0:
-                copying = self.copy_accuracy()
-                if copying >= recipe.copy_gate:
-                    self._decay_starts = min(self._decay_starts, step)
-                if self._on_progress:
-                    self._on_progress(self._progress(step, loss, copying))
-        return self._progress(step, loss, self.copy_accuracy())
+    def run(self) -> Iterator[WarmStartProgress]:
+        """Train at full learning rate until the gate opens, then through the decay; yield the progress at checks."""
+        recipe, place = self._recipe, self._place
+        while place.step < place.decay_starts + recipe.num_decay_steps:
+            self._train(self._rate(place.step))
+            place.step += 1
+            if place.step % recipe.check_every == 0:
+                self._look()
+                yield self.progress()
+
+    def state(self) -> Mapping[str, Any]:
+        """Return what `load_state` needs to go on from here, with demonstrations that begin anew."""
+        return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict(), **asdict(self._place)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state: the demonstrations that it has seen are skipped."""
+        self._model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._place = _Place(**{field.name: state[field.name] for field in fields(_Place)})
+        num_seen = self._place.step * self._recipe.batch_size
+        next(islice(self._demonstrations, num_seen, num_seen), None)
+
+    def progress(self) -> WarmStartProgress:
+        """Return the progress at the last check."""
+        place, recipe = self._place, self._recipe
+        is_decaying = place.step >= place.decay_starts
+        full_rate_steps = place.decay_starts if is_decaying else max(place.step, recipe.typical_gate_steps)
+        return WarmStartProgress(
+            fraction=min(1.0, place.step / (full_rate_steps + recipe.num_decay_steps)),
+            step=place.step,
+            num_tokens=place.num_tokens,
+            loss=place.loss,
+            copy_accuracy=place.copy_accuracy,
+        )
 
     @torch.no_grad()
-    def copy_accuracy(self) -> float:
-        """Return the probability that all digits of a conversation are copied, averaged over conversations."""
-        logprobs = -self._losses(self._check)  # [B, T]
-        by_conversation = torch.where(self._check.is_digit, logprobs, 0.0).sum(dim=1).exp()
-        return by_conversation[self._check.is_digit.any(dim=1)].mean().item()
+    def _look(self) -> None:
+        """Measure on conversations that are not trained on; the decay starts when it copies well or learns no more.
 
-    def _train(self, rate: float) -> float:
+        Copying: the probability that all digits of a conversation are copied, averaged over those with digits (NaN
+        where there are none).
+        """
+        check, place, recipe = self._check, self._place, self._recipe
+        losses = self._losses(check)  # [B, T]
+        place.loss = (losses.sum() / (check.targets != -100).sum()).item()
+        by_conversation = torch.where(check.is_digit, -losses, 0.0).sum(dim=1).exp()
+        place.copy_accuracy = by_conversation[check.is_digit.any(dim=1)].mean().item()
+        place.num_flat_checks += 1
+        if place.loss < (1 - recipe.flat_share) * place.best_loss:
+            place.best_loss, place.num_flat_checks = place.loss, 0
+        if place.copy_accuracy >= recipe.copy_gate or place.num_flat_checks >= recipe.num_flat_checks:
+            place.decay_starts = min(place.decay_starts, place.step)
+
+    def _train(self, rate: float) -> None:
         batch = self._draw(self._recipe.batch_size)
         loss = self._losses(batch).sum() / (batch.targets != -100).sum()
         self._optimizer.zero_grad()
@@ -260,8 +346,7 @@ class WarmStart:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
-        self._num_tokens += batch.num_tokens
-        return loss.item()
+        self._place.num_tokens += batch.num_tokens
 
     def _losses(self, batch: _Batch) -> Tensor:
         """Return the negative log-likelihood of each spoken token, 0 elsewhere, [B, T]."""
@@ -273,22 +358,11 @@ class WarmStart:
         """Return the learning rate: linear warm-up, constant, linear decay to a fiftieth."""
         recipe = self._recipe
         warmup = min(1.0, (step + 1) / recipe.num_warmup_steps)
-        decay = max(0.02, 1.0 - max(0, step - self._decay_starts) / recipe.num_decay_steps)
+        decay = max(0.02, 1.0 - max(0, step - self._place.decay_starts) / recipe.num_decay_steps)
         return recipe.learning_rate * warmup * decay
 
     def _draw(self, num: int) -> _Batch:
         return self._encoder.batch([next(self._demonstrations) for _ in range(num)])
-
-    def _progress(self, step: int, loss: float, copying: float) -> WarmStartProgress:
-        is_decaying = step >= self._decay_starts
-        full_rate_steps = self._decay_starts if is_decaying else max(step, self._recipe.typical_gate_steps)
-        return WarmStartProgress(
-            fraction=min(1.0, step / (full_rate_steps + self._recipe.num_decay_steps)),
-            step=step,
-            num_tokens=self._num_tokens,
-            loss=loss,
-            copy_accuracy=copying,
-        )
 
 
 def main() -> int:
@@ -312,19 +386,12 @@ def main() -> int:
         threads=options.threads,
         on_progress=_print_progress,
     )
-    print(
-        f"{options.out}: {report.num_parameters:,} parameters, {report.steps} steps on {report.num_tokens:,} tokens, "
-        f"copies {report.copy_accuracy:.1%} of numbers, {report.wall_s:.0f} s"
-    )
+    print(f"{options.out}: {report.num_parameters:,} parameters, {report.wall_s:.0f} s")
     return 0
 
 
 def _print_progress(progress: WarmStartProgress) -> None:
-    print(
-        f"{progress.fraction:.0%} warm start, step {progress.step}: copies {progress.copy_accuracy:.0%} of numbers",
-        file=sys.stderr,
-        flush=True,
-    )
+    print(f"{progress.fraction:.0%} warm start, step {progress.step}: {progress}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def check_engine(config: Config) -> None:
     if python is not None and shutil.which(python) is None:
         raise ConfigError(
             f"engine.python = {python!r}: there is no such program; give the Python of an environment with "
-            f"{config.engine.backend} (for CPUs: areal_agent/engine/{config.engine.backend}/make_environment.sh)"
+            f"{config.engine.backend} (for CPUs: python -m areal_agent.engine.environment {config.engine.backend} DIR)"
         )
 
 

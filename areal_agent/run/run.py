@@ -23,6 +23,7 @@ evaluation beside training, and watchers that end the run when its engine, rollo
 import asyncio
 import contextlib
 import secrets
+import shutil
 from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -34,8 +35,10 @@ from areal_agent.cluster.local import obtain_model, require_same_tokenizer, star
 from areal_agent.config import Config
 from areal_agent.engine.config import may_be_on
 from areal_agent.errors import ArealAgentError, ConfigError, EngineError, ProcessDied, TrainerError
+from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.models.recipe import demonstrations_of
 from areal_agent.observe.progress import Progress
 from areal_agent.observe.trackers import TrackedRun, Trackers, require_installed, start_trackers
 from areal_agent.process import uninterrupted
@@ -216,13 +219,13 @@ class Run:
     # ------------------------------------------------------------------ building
 
     async def _start(self) -> None:
-        config, folder, progress = self.config, self.folder, self.progress
+        config, folder = self.config, self.folder
         folder.make()
         self.ledger = await Ledger.open(folder.ledger, create=not self.preflight.is_resumed)
         self._stack.push_async_callback(self.ledger.aclose)  # the lock is ours: now the folder may be changed
         if not self.preflight.is_resumed:
             folder.config.write_text(config.to_yaml())
-        model = await obtain_model(config.model, config.seed, folder.logs, progress)
+        model = await model_of_run(config.model, config.seed, folder, self.progress)
         require_trainable(model, config.engine)
         beginning = await begin(self.ledger, folder.checkpoints)
         if beginning.checkpoint is not None:
@@ -349,3 +352,19 @@ def _cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 async def _raise(failure: Awaitable[ArealAgentError]) -> None:
     raise await failure
+
+
+async def model_of_run(model: str, seed: int, folder: RunFolder, progress: Progress) -> Path:
+    """Return the model's folder. A tiny model is copied into the run's folder, so a resume never builds another.
+
+    Raises ConfigError and ProcessDied as `obtain_model` does.
+    """
+    is_tiny = demonstrations_of(model) is not None
+    if is_tiny and folder.model.is_dir():
+        return folder.model
+    found = await obtain_model(model, seed, folder.logs, progress)
+    if not is_tiny:
+        return found
+    half = folder.path / ".model"
+    await asyncio.to_thread(shutil.copytree, found, half, dirs_exist_ok=True)
+    return half.rename(folder.model)

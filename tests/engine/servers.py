@@ -31,7 +31,7 @@ def python_of(kind: str) -> str:
     variable = f"AREAL_AGENT_{kind.upper()}_PYTHON"
     python = os.environ.get(variable)
     if not python:
-        pytest.skip(f"{variable} is not set: make it with areal_agent/engine/{kind}/make_environment.sh DIR")
+        pytest.skip(f"{variable} is not set: make it with python -m areal_agent.engine.environment {kind} DIR")
     if not Path(python).is_file():
         pytest.skip(f"{variable} is {python!r}, and there is no such file")
     return python

@@ -3,13 +3,18 @@
 - transformers loads it, weights tied; the report in the folder says what was done
 - the folder appears whole or not at all, and nothing is left beside it
 - what stands at the place is refused, unless it is the same model, built meanwhile
-- its place in the cache depends on seed, recipe, demonstrations and the environment
+- its place in the cache depends on seed, recipe and what the demonstrations yield, wherever they are written
+- demonstrations that end, fail, or differ from call to call are refused
+- an interrupted build goes on, and ends with the same weights; a damaged state, or another model's, is left aside
+- a run keeps a copy, which its resume takes whatever has become of the demonstrations and the cache
 - torch's random state and threads are left as they were
 - demonstrations that cannot be loaded are refused; the command says what is wrong in one line, with exit code 2
 - slow: the recipe teaches copying
 """
 
 import json
+import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,8 +27,12 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from areal_agent.command import run_command
 from areal_agent.errors import ConfigError
+from areal_agent.files import RunFolder
 from areal_agent.models.recipe import DEMONSTRATIONS, RECIPE, Conversation, Recipe, model_folder
 from areal_agent.models.tiny import REPORT_NAME, TinyReport, WarmStartProgress, build, main
+from areal_agent.observe.progress import Progress
+from areal_agent.run.run import model_of_run
+from envs.calculator.demonstrations import demonstrations
 
 
 def weights_of(folder: Path) -> torch.Tensor:
@@ -38,6 +47,24 @@ def run(*args: str) -> subprocess.CompletedProcess[str]:
 
 def broken_demonstrations(seed: int) -> Iterator[Conversation]:
     raise RuntimeError("no demonstrations today")
+
+
+def few_demonstrations(seed: int) -> Iterator[Conversation]:
+    yield [{"role": "user", "content": "one"}]
+
+
+def unseeded_demonstrations(seed: int) -> Iterator[Conversation]:
+    while True:
+        yield [{"role": "user", "content": str(random.random())}]
+
+
+def moved_demonstrations(seed: int) -> Iterator[Conversation]:
+    """Those of the calculator, from another module."""
+    return demonstrations(seed)
+
+
+def other_demonstrations(seed: int) -> Iterator[Conversation]:
+    return demonstrations(seed + 1)
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +103,47 @@ def test_the_same_seed_builds_the_same_model(small_recipe: Recipe, tmp_path: Pat
 
 
 def test_a_failure_leaves_nothing(small_recipe: Recipe, tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError):
+    with pytest.raises(ConfigError, match="after 0 conversations: RuntimeError: no demonstrations today"):
         build(tmp_path / "model", seed=0, recipe=small_recipe, demonstrations=f"{__name__}:broken_demonstrations")
     assert list(tmp_path.iterdir()) == []
+
+
+class Interrupted(Exception):
+    """Raised by a test in the middle of a build."""
+
+
+def build_half(out: Path, recipe: Recipe, *, seed: int = 1) -> Path:
+    """Begin a build that is interrupted after its first check; return the file that it leaves."""
+
+    def interrupt(progress: WarmStartProgress) -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        build(out, seed=seed, recipe=recipe, threads=1, on_progress=interrupt)
+    (left,) = out.parent.iterdir()
+    return left
+
+
+def test_an_interrupted_build_goes_on_to_the_same_weights(small_recipe: Recipe, tmp_path: Path) -> None:
+    whole, halved = tmp_path / "whole", tmp_path / "again" / "model"
+    report = build(whole, seed=1, recipe=small_recipe, threads=1)
+    build_half(halved, small_recipe)
+    steps: list[int] = []
+    again = build(halved, seed=1, recipe=small_recipe, threads=1, on_progress=lambda one: steps.append(one.step))
+    assert steps == [4, 6], "step 2 was not made again"
+    assert replace(again, wall_s=0) == replace(report, wall_s=0)
+    assert torch.equal(weights_of(whole), weights_of(halved))
+    assert [path.name for path in halved.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("kind", ["damaged", "of another model"])
+def test_a_state_that_does_not_fit_is_left_aside(small_recipe: Recipe, tmp_path: Path, kind: str) -> None:
+    left = build_half(tmp_path / "model", small_recipe, seed=2 if kind == "of another model" else 1)
+    if kind == "damaged":
+        left.write_bytes(left.read_bytes()[:1000])
+    steps: list[int] = []
+    build(tmp_path / "model", seed=1, recipe=small_recipe, threads=1, on_progress=lambda one: steps.append(one.step))
+    assert steps == [2, 4, 6]
 
 
 def test_an_empty_folder_is_taken(small_recipe: Recipe, tmp_path: Path) -> None:
@@ -120,7 +185,8 @@ def test_something_else_that_appeared_meanwhile_is_not_overwritten(small_recipe:
 
     with pytest.raises(ConfigError, match="cannot write"):
         build(out, seed=0, recipe=small_recipe, threads=1, on_progress=stranger)
-    assert [path.name for path in tmp_path.rglob("*")] == ["model", "mine.txt"]
+    assert (out / "mine.txt").read_text() == "mine"
+    assert {path.name for path in tmp_path.iterdir()} == {"model", ".model.unfinished"}, "the work is not lost"
 
 
 def test_the_place_depends_on_what_decides_the_model() -> None:
@@ -128,15 +194,36 @@ def test_the_place_depends_on_what_decides_the_model() -> None:
         model_folder(RECIPE, 0, DEMONSTRATIONS),
         model_folder(RECIPE, 1, DEMONSTRATIONS),
         model_folder(replace(RECIPE, batch_size=RECIPE.batch_size + 1), 0, DEMONSTRATIONS),
-        model_folder(RECIPE, 0, f"{__name__}:broken_demonstrations"),
+        model_folder(RECIPE, 0, f"{__name__}:other_demonstrations"),
     }
     assert len(places) == 4
+    assert model_folder(RECIPE, 0, f"{__name__}:moved_demonstrations") in places
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("few_demonstrations", "ended after 1 conv"), ("unseeded_demonstrations", "called again")]
+)
+def test_demonstrations_that_could_not_be_found_again_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        model_folder(RECIPE, 0, f"{__name__}:{name}")
 
 
 def test_the_cache_is_in_the_users_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AREAL_AGENT_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert model_folder(RECIPE, 0, DEMONSTRATIONS).parent == tmp_path / "areal_agent"
+
+
+async def test_a_resume_takes_the_copy_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AREAL_AGENT_CACHE", str(tmp_path / "cache"))
+    cached = model_folder(RECIPE, 0, f"{__name__}:moved_demonstrations")
+    cached.mkdir(parents=True)
+    (cached / "config.json").write_text("{}")
+    folder, progress = RunFolder(tmp_path / "run"), Progress(total_steps=1, mode="none")
+    began_with = await model_of_run(f"tiny:{__name__}:moved_demonstrations", 0, folder, progress)
+    assert (began_with, (folder.model / "config.json").read_text()) == (folder.model, "{}")
+    shutil.rmtree(tmp_path / "cache")
+    assert await model_of_run(f"tiny:{__name__}:broken_demonstrations", 0, folder, progress) == folder.model
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 - the loss is on what the assistant says, its end token included, and on nothing else
 - what a conversation is batched with, and its padding, change nothing
-- the decay of the learning rate starts when copying passes the gate, and at the latest at its cap
+- the decay of the learning rate starts when copying passes the gate or the loss is flat, and at the latest at its cap
+- conversations without numbers have no copying to wait for
 - progress rises to 1
 - it learns: the loss falls
 """
@@ -31,9 +32,8 @@ def train(
 ) -> tuple[WarmStartProgress, list[WarmStartProgress]]:
     torch.manual_seed(0)
     model = make_model(tokenizer, recipe)
-    reports: list[WarmStartProgress] = []
-    result = WarmStart(model, tokenizer, cycle(conversations), recipe, reports.append).run()
-    return result, reports
+    reports = [*WarmStart(model, tokenizer, cycle(conversations), recipe).run()]
+    return reports[-1], reports
 
 
 def test_the_loss_is_on_what_the_assistant_says(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -68,6 +68,21 @@ def test_the_gate_starts_the_decay(
     recipe = replace(small_recipe, copy_gate=gate, check_every=2, max_gate_steps=10, num_decay_steps=6)
     result, _ = train(tokenizer, conversations, recipe)
     assert result.step == steps
+
+
+def test_a_flat_loss_starts_the_decay(tokenizer: PreTrainedTokenizerFast, small_recipe: Recipe) -> None:
+    """A model that learns nothing: its loss is flat from the first check on."""
+    recipe = replace(
+        small_recipe, learning_rate=0.0, copy_gate=2.0, num_flat_checks=3, max_gate_steps=100, num_decay_steps=6
+    )
+    result, _ = train(tokenizer, [CONVERSATION], recipe)
+    assert result.step == 2 + 3 * 2 + 6
+
+
+def test_without_numbers_there_is_no_copying(tokenizer: PreTrainedTokenizerFast, small_recipe: Recipe) -> None:
+    silent: Conversation = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "I cannot do that."}]
+    result, _ = train(tokenizer, [silent], replace(small_recipe, copy_gate=0.0))
+    assert (result.step, str(result)) == (4 + 2, f"loss {result.loss:.2f}")
 
 
 @pytest.mark.parametrize("gate", [0.0, 2.0])

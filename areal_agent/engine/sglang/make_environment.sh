@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Makes an environment with SGLang 0.5.23 that runs on a CPU, for the slow tests of tests/engine/sglang: 3.5 GB, several
-# minutes. Usage: make_environment.sh DIR; then AREAL_AGENT_SGLANG_PYTHON=DIR/bin/python. A finished one is left as it is.
+# Makes an environment with SGLang 0.5.23 for CPUs: 3.5 GB, several minutes. The command for it is
+# `python -m areal_agent.engine.environment sglang DIR`; slow tests take AREAL_AGENT_SGLANG_PYTHON=DIR/bin/python.
 set -euo pipefail
 dir=${1:?usage: make_environment.sh DIR}
 [ -e "$dir/.made" ] && exit 0
-[ -x "$dir/bin/python" ] || python3 -m venv "$dir"
+[ -x "$dir/bin/python" ] || "${PYTHON:-python3}" -m venv "$dir"
 pip=("$dir/bin/python" -m pip install -q --disable-pip-version-check)
 "${pip[@]}" -U pip wheel setuptools
 "${pip[@]}" torch==2.13.0
