@@ -55,9 +55,7 @@ def show_group(
     tasks = list(dict.fromkeys(one.task_id for one in siblings))
     task = f"task {tasks[0]}" if len(tasks) == 1 else f"{len(tasks)} tasks"
     screen.line()
-    screen.line(
-        (group_id, "bold cyan"), f"  {task}  {len(siblings)} rollouts{of_open}, {mean}"
-    )
+    screen.line((group_id, "bold cyan"), f"  {task}  {len(siblings)} rollouts{of_open}, {mean}")
     width = max((len(one.session_id) for one in shown), default=0)
     for one in shown:
         reward, style = reward_of(one)
