@@ -85,7 +85,7 @@ def test_a_key_that_is_given_twice_is_named(tmp_path: Path) -> None:
         ("tasks: a:b\nengine:\n  theads: 2\n", (), r"c\.yaml:3: unknown key 'engine\.theads'"),
         ("tasks: a:b\nengine:\n  backend: vllm\n", (), r"c\.yaml:2: engine\.backend is 'vllm'"),
         ("tasks: a:b\nsteps: 3\n", ("steps=0",), r"override 'steps=0': steps is 0"),
-        ("tasks: [x\nsteps: 3\n", (), r"c\.yaml:2:6: not a YAML config: mapping values"),
+        ("tasks: [x\nsteps: 3\n", (), r"c\.yaml:2:6: not a YAML config: while parsing a flow"),
         ("tasks: a:b\nrollout: {max_tokens: 2048}\n", (), r"c\.yaml: rollout\.max_tokens is 2048, and engine\.max_con"),
     ],
 )

@@ -69,7 +69,8 @@ class SessionView:
     ) -> None:
         line, rewards = self._screen.line, one.rewards
         line((one.session_id, "bold cyan"), f"  group {one.group_id}  task {one.task_id}")
-        line(f"{one.status or 'open'}, reward ", reward_of(one), "  ", fate_of(one))
+        reward = ("none", "red") if one.rewards.is_missing else reward_of(one)
+        line(f"{one.status or 'open'}, reward ", reward, "  ", fate_of(one))
         for what, values in (("by answer", rewards.by_completion), ("parts, not in the reward", rewards.parts)):
             if values:
                 line(f"{what}: ", ", ".join(f"{name} {value:g}" for name, value in values.items()))

@@ -233,6 +233,8 @@ async def test_the_place_of_an_error_is_told(play) -> None:
 
     assert "KeyError: 'answer' (test_runner.py:" in (await play(broken))[1].error
 
+
+async def test_the_place_is_the_workflows_own(play) -> None:
     async def deep(task, rollout):
         await ask(rollout)
         return json.loads("no number")  # raised in a library, whose line helps nobody

@@ -1,7 +1,7 @@
 """No key of a run is in anything that it leaves or prints, though its workflow tells its key to everybody.
 
-Its folder is searched (ledger, logs, config, metrics, checkpoints), its output, its export, and what `view` shows. While
-it goes on, one file holds a key, the one that the file is for: `admin_key`, which only its owner may read.
+Its folder is searched (ledger, logs, config, metrics, checkpoints), its output, its export, and what `view` shows.
+While it goes on, one file holds a key, the one that it is for: `admin_key`, which only its owner may read.
 """
 
 import json

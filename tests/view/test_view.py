@@ -236,7 +236,8 @@ def test_a_terminal_gets_colours_unless_it_wants_none(run: Path, show) -> None:
 
 def test_reading_changes_nothing(run: Path, show) -> None:
     before = (run / "ledger.sqlite").read_bytes(), (run / "ledger.sqlite-wal").read_bytes()
-    show(), show("--text", "g0-0")
+    show()
+    show("--text", "g0-0")
     assert ((run / "ledger.sqlite").read_bytes(), (run / "ledger.sqlite-wal").read_bytes()) == before
 
 
