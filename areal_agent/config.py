@@ -251,8 +251,8 @@ def require_room(config: Config) -> None:
 
 
 def require_answers_fit(config: Config) -> None:
-    """Require that the context has room for an answer of `rollout.max_tokens` and a prompt."""
-    if config.rollout.max_tokens >= config.engine.max_context_tokens:
+    """Require that an answer of `rollout.max_tokens` is not longer than the context."""
+    if config.rollout.max_tokens > config.engine.max_context_tokens:
         raise ValueError(
             f"rollout.max_tokens is {config.rollout.max_tokens}, and engine.max_context_tokens is "
             f"{config.engine.max_context_tokens}, which prompt and answer share; lower the first, or raise the second"
