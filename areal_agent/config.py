@@ -104,6 +104,7 @@ class Config(Section):
             require_online(self)
             return self
         require_room(self)
+        require_answers_fit(self)
         require_one_client(self)
         if self.engine.url is not None:
             raise ValueError(
@@ -135,11 +136,16 @@ class Config(Section):
     @classmethod
     def load(cls, path: Path | str, overrides: Sequence[str] = ()) -> Self:
         """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values). Raises ConfigError."""
-        values = _read_yaml(Path(path))
+        root, values = _read_yaml(Path(path))
         # a preset first, then the keys that override it
         for override in sorted(overrides, key=lambda one: not one.startswith(f"{_PRESET}=")):
             _apply(values, override)
-        return cls.parse(values, where=str(path))
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            where = _origin([str(part) for part in fault["loc"]], root, path, overrides)
+            raise ConfigError(f"{where}: {_explain(fault)}") from None
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str = "config") -> Self:
@@ -244,6 +250,15 @@ def require_room(config: Config) -> None:
         )
 
 
+def require_answers_fit(config: Config) -> None:
+    """Require that an answer of `rollout.max_tokens` is not longer than the context."""
+    if config.rollout.max_tokens > config.engine.max_context_tokens:
+        raise ValueError(
+            f"rollout.max_tokens is {config.rollout.max_tokens}, and engine.max_context_tokens is "
+            f"{config.engine.max_context_tokens}, which prompt and answer share; lower the first, or raise the second"
+        )
+
+
 class _UniqueKeysLoader(yaml.SafeLoader):
     """YAML forbids a key that is given twice; PyYAML silently lets the last one win."""
 
@@ -251,22 +266,46 @@ class _UniqueKeysLoader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
+                second = [given for given, _ in node.value][len(keys) - 1 - keys[::-1].index(key)]
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is given twice; keep one", node.start_mark
+                    None, None, f"the key {key!r} is given twice; keep one", second.start_mark
                 )
         return super().construct_mapping(node, deep)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: Path) -> tuple[yaml.Node | None, dict[str, Any]]:
+    """Return the tree of a file's nodes, which know their lines, and its values."""
     try:
-        values = yaml.load(path.read_text(), _UniqueKeysLoader)
+        text = path.read_text()
+        root, values = yaml.compose(text, yaml.SafeLoader), yaml.load(text, _UniqueKeysLoader)
     except OSError as error:
         raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        what = ", ".join(text for text in (error.context, error.problem) if text)
+        raise ConfigError(f"{path}{place}: not a YAML config: {what}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path}: not a YAML config: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a config is a mapping of keys to values, got {type(values).__name__}")
-    return cast(dict[str, Any], values)
+    return root, cast(dict[str, Any], values)
+
+
+def _origin(location: Sequence[str], root: yaml.Node | None, path: Path | str, overrides: Sequence[str]) -> str:
+    """Return where a value was given: an override, or the file and the line of its key or of the section around it."""
+    for override in overrides:
+        key = override.partition("=")[0].split(".")
+        if key == list(location[: len(key)]):
+            return f"override {override!r}"
+    line, node = None, root
+    for name in location:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else ()
+        key, node = next(((key, value) for key, value in pairs if key.value == name), (None, None))
+        if key is None:
+            break
+        line = key.start_mark.line + 1
+    return str(path) if line is None else f"{path}:{line}"
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -308,7 +347,9 @@ def _explain(details: ErrorDetails) -> str:
             return f"{key!r} is missing; give it a value"
         case "value_error":
             message = details["msg"].removeprefix("Value error, ")
-            return f"{key} {message}" if message.startswith("is ") else f"{key}: {message}" if key else message
+            if message.startswith("is "):
+                return f"{key} {message}"
+            return f"{key}: {message}" if key and not message.startswith(f"{key}.") else message
         case _:
             message = details["msg"][0].lower() + details["msg"][1:]
             return f"{key} is {value!r}; {message}"

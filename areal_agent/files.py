@@ -115,14 +115,14 @@ class RunFolder:
         if run_dir is None:
             number = 1
             path = Path("runs") / name
-            while path.exists():
+            while not is_free(path):
                 number += 1
                 path = Path("runs") / f"{name}-{number}"
             return cls(path)
         path = Path(run_dir)
         if not run_dir or (path.exists() and not path.is_dir()):
             raise ConfigError(f"run_dir {run_dir!r} is not a folder; name one that does not exist yet")
-        if path.exists() and any(path.iterdir()):
+        if not is_free(path):
             raise ConfigError(
                 f"run_dir {run_dir!r} exists and is not empty; resume it with --resume {run_dir}, or name another"
             )
@@ -138,9 +138,18 @@ class RunFolder:
                 raise ConfigError(f"--resume {run_dir!r} is not a run folder: it has no {needed.name}")
         return folder
 
-    def remove(self) -> None:
-        """Delete the folder of a run that could not be started."""
-        shutil.rmtree(self.path, ignore_errors=True)
+    def give_up(self, *, keep_logs: bool) -> None:
+        """Delete the folder of a run that could not be started, so that the next one gets its name.
+
+        Its logs may be kept: they have the cause, and a folder with nothing else counts as free.
+        """
+        if not keep_logs:
+            shutil.rmtree(self.path, ignore_errors=True)
+        for path in self.path.glob("*"):
+            if path.is_dir() and path != self.logs:
+                shutil.rmtree(path, ignore_errors=True)
+            elif path != self.logs:
+                path.unlink(missing_ok=True)
 
     def make(self) -> None:
         try:
@@ -159,6 +168,13 @@ class RunFolder:
         except (OSError, ValueError):
             return False
         return isinstance(summary, dict) and cast(dict[str, object], summary).get("status") == "completed"
+
+
+def is_free(path: Path) -> bool:
+    """Return whether a new run may have this folder: nothing is there but the logs of a run that did not start."""
+    if not path.exists():
+        return True
+    return path.is_dir() and {one.name for one in path.iterdir()} <= {RunFolder(path).logs.name}
 
 
 def require_room(path: Path) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import logging
 import os
+import re
 import resource
 import signal
 import threading
@@ -27,6 +28,26 @@ LIFELINE_VARIABLE = "AREAL_AGENT_LIFELINE_FD"
 NEW_OBJECTS_A_COLLECTION = 50_000
 
 
+_LIKE_A_KEY = re.compile(r"sk-[\w-]{12,}")
+"""What every key of a gateway looks like, and those of OpenAI and Anthropic."""
+
+
+def hide_keys(text: str) -> str:
+    """Return a text for a log, a record or an answer, without anything that looks like a key.
+
+    >>> hide_keys("Bearer sk-0123456789abcdef is refused")
+    'Bearer sk-*** is refused'
+    """
+    return _LIKE_A_KEY.sub("sk-***", text)
+
+
+class _KeylessFormatter(logging.Formatter):
+    """Writes records and tracebacks without keys: errors of libraries, and of users, may name them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide_keys(super().format(record))
+
+
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 CHATTY = ("aiohttp.access", "httpcore", "httpx", "openai")
@@ -41,7 +62,7 @@ class _Shown(logging.Handler):
         self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._show(f"{record.levelname.lower()}: {record.getMessage()}")
+        self._show(hide_keys(f"{record.levelname.lower()}: {record.getMessage()}"))
 
 
 def start_logging(path: Path | None = None, show: Callable[[str], None] | None = None) -> None:
@@ -49,7 +70,9 @@ def start_logging(path: Path | None = None, show: Callable[[str], None] | None =
 
     Every warning and error is also passed to `show`, as one text.
     """
-    logging.basicConfig(filename=path, level=logging.INFO, format=FORMAT, encoding="utf-8", force=True)
+    logging.basicConfig(filename=path, level=logging.INFO, encoding="utf-8", force=True)
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(_KeylessFormatter(FORMAT))
     logging.captureWarnings(True)
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -6,6 +6,10 @@ them together.
 
 import importlib
 import re
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, field_validator
@@ -54,12 +58,41 @@ def import_object(path: str, key: str) -> Any:
     if not (colon and module_name and name):
         raise ConfigError(f"{key}: {path!r} is not of the form 'package.module:name'")
     try:
-        return getattr(importlib.import_module(module_name), name)
+        module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way at import
+        remedy = _remedy(error, module_name)
+        raise ConfigError(f"{key}: {path!r} cannot be imported ({one_line(error)}); {remedy}") from error
+    try:
+        return getattr(module, name)
+    except AttributeError as error:
         raise ConfigError(
-            f"{key}: {path!r} cannot be imported ({one_line(error)}); check the name, and that it can be imported from "
-            "the folder in which the run is started"
+            f"{key}: {path!r} cannot be imported ({one_line(error)}); it is in {module.__file__}: check the name"
         ) from error
+
+
+def _remedy(error: BaseException, module_name: str) -> str:
+    """Return what would help a module that cannot be imported: another name, a package, or a change of its code."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and f"{module_name}.".startswith(f"{missing}."):
+        return "check the name, and that it can be imported from the folder in which the run is started"
+    place = last_line(error)
+    if missing:
+        return f"{place} needs the package {missing.partition('.')[0]!r}, which is not installed in {sys.prefix}"
+    return f"the fault is at {place}"
+
+
+LIBRARIES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib"))
+OWN = str(Path(__file__).resolve().parent)
+
+
+def last_line(error: BaseException) -> str:
+    """Return `my_agent.py:12`: the last place of a traceback in a user's code, else in any; or the error's type."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
+    own = [frame for frame in frames if not str(Path(frame.filename).resolve()).startswith((*LIBRARIES, OWN))]
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    last = (own or frames)[-1:]
+    return f"{Path(last[0].filename).name}:{last[0].lineno}" if last else type(error).__name__
 
 
 def one_line(error: BaseException) -> str:

@@ -74,8 +74,25 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_a_key_that_is_given_twice_is_named(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("tasks: a:b\nsteps: 3\nsteps: 4\n")
-    with pytest.raises(ConfigError, match="the key 'steps' is given twice"):
+    with pytest.raises(ConfigError, match=r"c\.yaml:3:1: not a YAML config: the key 'steps' is given twice"):
         Config.load(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "place"),
+    [
+        ("tasks: a:b\nengine:\n  threads: two\n", (), r"c\.yaml:3: engine\.threads is 'two'"),
+        ("tasks: a:b\nengine:\n  theads: 2\n", (), r"c\.yaml:3: unknown key 'engine\.theads'"),
+        ("tasks: a:b\nengine:\n  backend: vllm\n", (), r"c\.yaml:2: engine\.backend is 'vllm'"),
+        ("tasks: a:b\nsteps: 3\n", ("steps=0",), r"override 'steps=0': steps is 0"),
+        ("tasks: [x\nsteps: 3\n", (), r"c\.yaml:2:6: not a YAML config: while parsing a flow"),
+        ("tasks: a:b\nrollout: {max_tokens: 2048}\n", (), r"c\.yaml: rollout\.max_tokens is 2048, and engine\.max_con"),
+    ],
+)
+def test_a_fault_has_its_line(tmp_path: Path, text: str, overrides: tuple[str, ...], place: str) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=place):
+        Config.load(tmp_path / "c.yaml", overrides)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "just text"])

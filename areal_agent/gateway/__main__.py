@@ -33,8 +33,8 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.process import collect_garbage_rarely, exit_with_parent
 from areal_agent.tokens.formats.answer_format import ToolFormat
 from areal_agent.tokens.formats.thinking import ReasoningFormat
-from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import HistoryThinking
+from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, TranscriptSettings
 
 DEFAULT_LEDGER = Path("runs/gateway")
 LEDGER_FILE = "ledger.sqlite"
@@ -206,13 +206,13 @@ async def open_standalone(options: Namespace, admin_key: str) -> AsyncGenerator[
     if options.max_staleness is not None:
         bound = Bound(batch_answers=options.batch_answers, max_staleness=options.max_staleness)
     async with AsyncExitStack() as stack:
-        renderer = await asyncio.to_thread(
-            Renderer.load,
-            options.tokenizer,
+        reading = TranscriptSettings(
+            tokenizer=str(options.tokenizer.absolute()),
             history_thinking=HistoryThinking(options.history_thinking),
             tool_format=options.tool_format and ToolFormat(options.tool_format),
             reasoning_format=options.reasoning_format and ReasoningFormat(options.reasoning_format),
         )
+        renderer = await asyncio.to_thread(reading.load_renderer)
         try:
             address = await (await EngineAddress.of_server(options.engine)).where_others_push()
             engine = address.connect()
@@ -224,6 +224,7 @@ async def open_standalone(options: Namespace, admin_key: str) -> AsyncGenerator[
             ledger = await Ledger.open(ledger_file(options), create=True)
             stack.push_async_callback(ledger.aclose)
             incarnation = await ledger.begin_incarnation(None)
+            await ledger.set_note(TRANSCRIPT_NOTE, reading.note())
             consumer = await Consumer.open(ledger, bound=bound, group_wait_s=options.group_wait)
         except LedgerError as error:
             raise ConfigError(f"--ledger: {error}") from error

@@ -19,7 +19,7 @@ from areal_agent.gateway.metrics import Counters
 from areal_agent.gateway.order import MAX_SEED
 from areal_agent.protocols import Sampler
 from areal_agent.tokens.forest import Reply
-from areal_agent.tokens.formats.base import ParsedAnswer, ToolCall
+from areal_agent.tokens.formats.base import ParsedAnswer, call_id
 from areal_agent.tokens.renderer import Detokenizer
 from areal_agent.types import (
     Completion,
@@ -30,9 +30,6 @@ from areal_agent.types import (
     SamplingParams,
     TokenChunk,
 )
-
-CALL_ID_LENGTH = 9
-"""Mistral's chat templates only accept tool call ids of nine letters and digits."""
 
 NOTHING = GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
 """The result of a request that was ended before it sampled anything."""
@@ -89,17 +86,6 @@ class Choice:
             has_thinking=self.parsed.reasoning is not None,
             stop_text=self.stop_text,
         )
-
-
-def call_id(call: ToolCall, completion_id: str, index: int) -> str:
-    """Return the id that the model gave a call, or derive one, so that it is the same in a stream and in the record.
-
-    >>> call_id(ToolCall(name="f", arguments={}), "chatcmpl-7", 0)
-    '3dac58382'
-    """
-    return (
-        call.id or blake2b(f"{completion_id}/{index}".encode(), digest_size=CALL_ID_LENGTH).hexdigest()[:CALL_ID_LENGTH]
-    )
 
 
 def completion_ids(answer_id: str, num_choices: int) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ dictionary; the timing reveals nothing, because nobody can choose the hash of a 
 `Origin` or, if the page's name was made to resolve to this machine (DNS rebinding), has that name in `Host`.
 """
 
-import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from aiohttp import web
 
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.files import create_private
+from areal_agent.process import hide_keys
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -29,8 +29,6 @@ KEY_FILE = "admin_key"
 
 MIN_HIDDEN_CHARS = 8
 """A shorter caller's key is not hidden in texts: it is no secret, and may be part of any word."""
-
-_LIKE_A_KEY = re.compile(r"sk-[\w-]{12,}")
 
 
 def new_key() -> str:
@@ -64,7 +62,7 @@ def without_keys(text: str, headers: Mapping[str, str]) -> str:
     key = _key_in(headers)
     if len(key) >= MIN_HIDDEN_CHARS:
         text = text.replace(key, "***")
-    return _LIKE_A_KEY.sub("sk-***", text)
+    return hide_keys(text)
 
 
 def _key_in(headers: Mapping[str, str]) -> str:

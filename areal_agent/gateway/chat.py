@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 from pydantic import Discriminator, Field, PlainValidator, Tag, model_validator
 
-from areal_agent.gateway.answers import Answer, Choice, call_id, chat_logprobs, completion_ids
+from areal_agent.gateway.answers import Answer, Choice, chat_logprobs, completion_ids
 from areal_agent.gateway.bodies import Body, Name, PositiveCount, ShallowObject, Unsupported, json_kind, refuse
 from areal_agent.gateway.conversation import (
     NO_TOOLS,
@@ -31,7 +31,7 @@ from areal_agent.gateway.draft import Gain, Piece, TokenRow
 from areal_agent.gateway.order import DEFAULT_MODEL, MAX_TOP_LOGPROBS, Order, OrderBody
 from areal_agent.gateway.server import DONE, error_object
 from areal_agent.gateway.turn import Exchange
-from areal_agent.tokens.formats.base import AnswerDelta, ToolCall
+from areal_agent.tokens.formats.base import AnswerDelta, answer_message, call_form, call_id
 from areal_agent.tokens.renderer import Detokenizer
 from areal_agent.types import JsonObject
 
@@ -271,7 +271,7 @@ class ChatBody:
     def _choice(self, choice: Choice) -> JsonObject:
         body: dict[str, Any] = {
             "index": choice.index,
-            "message": _message(choice),
+            "message": answer_message(choice.parsed, choice.content, choice.completion.id),
             "logprobs": self._logprobs(choice.rows),
             "finish_reason": choice.finish_reason,
         }
@@ -326,23 +326,6 @@ class ChatBody:
         return None if num_top is None else chat_logprobs(rows, num_top, self._detokenizer)
 
 
-def _message(choice: Choice) -> JsonObject:
-    parsed = choice.parsed
-    message: dict[str, Any] = {"role": "assistant", "content": choice.content}
-    if parsed.reasoning is not None:
-        message["reasoning_content"] = parsed.reasoning
-    if parsed.tool_calls:
-        message["content"] = choice.content or None
-        message["tool_calls"] = [
-            _call(call, call_id(call, choice.completion.id, index)) for index, call in enumerate(parsed.tool_calls)
-        ]
-    return message
-
-
-def _call(call: ToolCall, id_: str) -> JsonObject:
-    return {"id": id_, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
-
-
 def _delta(delta: AnswerDelta, completion_id: str) -> JsonObject:
     body: dict[str, Any] = {}
     if delta.reasoning:
@@ -350,6 +333,6 @@ def _delta(delta: AnswerDelta, completion_id: str) -> JsonObject:
     if delta.content:
         body["content"] = delta.content
     if delta.call is not None:
-        call = _call(delta.call, call_id(delta.call, completion_id, delta.call_index))
+        call = call_form(delta.call, call_id(delta.call, completion_id, delta.call_index))
         body["tool_calls"] = [{"index": delta.call_index, **call}]
     return body

@@ -21,7 +21,7 @@ from pydantic import Discriminator, Field, PlainValidator, Tag, TypeAdapter, Val
 from pydantic_core import PydanticCustomError
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.answers import Answer, Choice, call_id
+from areal_agent.gateway.answers import Answer, Choice
 from areal_agent.gateway.bodies import (
     Body,
     Count,
@@ -56,6 +56,7 @@ from areal_agent.gateway.order import MAX_STOPS, Order, SamplingWishes
 from areal_agent.gateway.server import anthropic_error
 from areal_agent.gateway.turn import Exchange
 from areal_agent.tokens.canonical import format_json
+from areal_agent.tokens.formats.base import call_id
 from areal_agent.types import JsonObject
 
 NOT_FOR_THE_MODEL = "x-anthropic-billing-header:"

@@ -18,7 +18,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.answers import Answer, Choice, call_id, chat_logprobs
+from areal_agent.gateway.answers import Answer, Choice, chat_logprobs
 from areal_agent.gateway.bodies import refuse
 from areal_agent.gateway.draft import Piece, TokenRow
 from areal_agent.gateway.order import Order
@@ -27,7 +27,7 @@ from areal_agent.gateway.server import as_request_error, json_reply
 from areal_agent.gateway.session import Session
 from areal_agent.gateway.sessions import Traffic
 from areal_agent.gateway.turn import Exchange
-from areal_agent.tokens.formats.base import ToolCall
+from areal_agent.tokens.formats.base import ToolCall, call_id
 from areal_agent.tokens.renderer import Detokenizer
 from areal_agent.types import JsonObject
 

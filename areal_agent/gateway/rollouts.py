@@ -188,7 +188,7 @@ class RolloutCalls:
         if not isinstance(session, Session):
             return _ended(session)
         with self.traffic.call(session.record.id):
-            end = EndRequest.read(await self.bodies.control(request))
+            end = EndRequest.read(await self.bodies.control(request)).without_keys()
             is_open = session.state is SessionState.OPEN
             return _ended(await session.end(end) if is_open else await session.ended())
 

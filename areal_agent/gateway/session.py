@@ -17,6 +17,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Annotated, Any, Self
 
+import orjson
 from pydantic import Field, PlainValidator, model_validator
 
 from areal_agent.errors import EngineUnreachable, RequestError
@@ -26,6 +27,7 @@ from areal_agent.gateway.conversation import Conversation, Translated
 from areal_agent.gateway.draft import Outlet
 from areal_agent.gateway.order import MAX_SEED, Order, Question, SamplingWishes
 from areal_agent.gateway.turn import Exchange, PendingTurn, RunnableTurn, Services, TruncatedTurn, TurnLog, TurnPlan
+from areal_agent.process import hide_keys
 from areal_agent.tokens.forest import Prompt
 from areal_agent.types import (
     MAX_REWARD,
@@ -112,6 +114,12 @@ class EndRequest(Body):
     status: Annotated[Status, Field(strict=False)] = Status.COMPLETED
     error: str | None = None
     logged: ShallowObject = Field(default_factory=dict[str, Any])
+
+    def without_keys(self) -> Self:
+        """Return the same without keys: what a workflow raised or logged goes into the ledger."""
+        logged = orjson.loads(hide_keys(orjson.dumps(self.logged).decode()))
+        error = None if self.error is None else hide_keys(self.error)
+        return self.model_copy(update={"error": error, "logged": logged})
 
 
 class ExportRequest(Body):

@@ -9,17 +9,17 @@ or the export cannot be written there.
 
 import sys
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 from areal_agent.command import Parser, run_command
 from areal_agent.errors import ConfigError
-from areal_agent.ledger.files import LedgerFiles
+from areal_agent.ledger import questions
+from areal_agent.ledger.files import ledger_in, reading
 from areal_agent.ledger.questions import LedgerCounts
 from areal_agent.ledger.verify import Invariant, VerifyReport, verify
 from areal_agent.observe.progress import Progress
+from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, Transcript, find_settings
 
-FILE_NAME = "ledger.sqlite"
 MAX_SHOWN = 10  # violations printed per invariant
 UNPROVED = "cannot be proved for {:,} sessions of ledger version 2, which kept no digest of rewards"
 
@@ -35,29 +35,21 @@ def main() -> int:
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder of a run, or its ledger.sqlite")
     parser.add_argument("--parquet", metavar="FILE", type=Path, help="export: the file to write, a row a completion")
     parser.add_argument("--force", action="store_true", help="export: replace FILE when it is there")
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", type=Path, help="export: the tokenizer (default: the one that the run used)"
+    )
     args = parser.parse_args()
-    path = _ledger_in(args.run_dir)
+    path = ledger_in(args.run_dir)
     if args.command == "export":
-        return _export(path, args.parquet, is_forced=args.force)
-    if args.parquet or args.force:
-        raise ConfigError("--parquet and --force belong to `export`; verify writes nothing")
+        return _export(path, args.parquet, args.tokenizer, is_forced=args.force)
+    if args.parquet or args.force or args.tokenizer:
+        raise ConfigError("--parquet, --force and --tokenizer belong to `export`; verify writes nothing")
     report = _verify(path)
     print("\n".join(_lines(path, report)))
     return 0 if report.is_ok else 1
 
 
-def _ledger_in(run_dir: Path) -> Path:
-    if run_dir.is_file():
-        return run_dir
-    if not run_dir.is_dir():
-        raise ConfigError(f"there is no run folder {str(run_dir)!r}; name the folder that the run printed at its end")
-    path = run_dir / FILE_NAME
-    if not path.is_file():
-        raise ConfigError(f"{str(run_dir)!r} has no {FILE_NAME}, so it is not a run folder; name the folder of a run")
-    return path
-
-
-def _export(ledger: Path, target: Path | None, *, is_forced: bool) -> int:
+def _export(ledger: Path, target: Path | None, tokenizer: Path | None, *, is_forced: bool) -> int:
     if target is None:
         raise ConfigError("export needs a file to write: --parquet FILE")
     if target.is_dir() or not target.parent.is_dir():
@@ -68,9 +60,13 @@ def _export(ledger: Path, target: Path | None, *, is_forced: bool) -> int:
         from areal_agent.ledger import export  # imported here because `verify` works without the extra
     except ImportError as error:
         raise ConfigError(f"export needs pyarrow ({error}); install it: pip install 'areal-agent[parquet]'") from None
-    with closing(LedgerFiles(ledger)) as files, files.snapshot() as snapshot:
-        num_rows = export.write_parquet(target, export.completions(snapshot))
+    with reading(ledger) as snapshot:
+        settings = find_settings(questions.note(snapshot, TRANSCRIPT_NOTE), ledger.parent, tokenizer)
+        transcript = Transcript(settings.load_renderer()) if settings.tokenizer else None
+        num_rows = export.write_parquet(target, export.completions(snapshot, transcript))
     print(f"{num_rows:,} completions in {target}")
+    if transcript is None:
+        print("without their text: no tokenizer was found; name its folder with --tokenizer", file=sys.stderr)
     return 0
 
 

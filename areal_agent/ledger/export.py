@@ -6,7 +6,7 @@ Needs the extra `parquet`. A Parquet file is written completely or not at all.
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import orjson
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import Snapshot
-from areal_agent.types import Completion, Trajectory, Turn
+from areal_agent.types import Completion, JsonObject, Trajectory, Turn
 
 MAX_BATCH_TOKENS = 2_000_000
 """A row group is written once it holds this many tokens, which bounds the memory for a ledger of any size."""
@@ -49,7 +49,8 @@ SCHEMA = pa.schema(
         pa.field("reward", pa.float64()),  # of this completion
         pa.field("final_reward", pa.float64()),  # of its session
         pa.field("reward_parts", pa.map_(pa.string(), pa.float64())),
-        pa.field("messages", pa.string(), nullable=False),  # JSON: what the request added to its parent's conversation
+        pa.field("messages", pa.string(), nullable=False),  # JSON: the whole conversation that the completion answers
+        pa.field("text", pa.string()),  # of the completion, with special tokens
         pa.field("started_s", pa.float64(), nullable=False),
         pa.field("ended_s", pa.float64(), nullable=False),
     ]
@@ -60,10 +61,29 @@ Row = dict[str, Any]
 """A completion by the columns of `SCHEMA`."""
 
 
-def completions(snapshot: Snapshot) -> Iterator[Row]:
+class AnswerReading(Protocol):
+    """Reads sampled ids with the tokenizer of a ledger."""
+
+    def text_of(self, token_ids: Sequence[int]) -> str | None: ...
+
+    def message(self, turn: Turn, completion: Completion) -> JsonObject: ...
+
+
+class _Unread:
+    """Stands in where there is no tokenizer: the text of answers is unknown."""
+
+    def text_of(self, token_ids: Sequence[int]) -> None:
+        del token_ids
+
+    def message(self, turn: Turn, completion: Completion) -> JsonObject:
+        del turn, completion
+        return {"role": "assistant", "content": None}
+
+
+def completions(snapshot: Snapshot, answers: AnswerReading | None = None) -> Iterator[Row]:
     """Yield every completion: file by file, and within a file by session in the order of opening.
 
-    Only one session is in memory at a time.
+    Only one session is in memory at a time. Without `answers`, the text of answers is null.
     """
     for connection in snapshot:
         for number, session_id, group_id, task_id, purpose, is_closed in connection.execute(
@@ -73,18 +93,20 @@ def completions(snapshot: Snapshot) -> Iterator[Row]:
             ending = questions.trajectory_in(connection, session_id) if is_closed else None
             turns = questions.turns_in(connection, number) if ending is None else ending.turns
             of_session = {"session_id": session_id, "group_id": group_id, "task_id": task_id, "purpose": purpose}
-            for row in _completions_of(turns, ending):
+            for row in _completions_of(turns, ending, answers or _Unread()):
                 yield of_session | row
 
 
-def _completions_of(turns: tuple[Turn, ...], ending: Trajectory | None) -> Iterator[Row]:
+def _completions_of(turns: tuple[Turn, ...], ending: Trajectory | None, answers: AnswerReading) -> Iterator[Row]:
     of_ending = _of_ending(ending)
+    messages = questions.conversations(turns, answers.message)
     paths: dict[str | None, NDArray[np.int32]] = {None: np.empty(0, dtype=np.int32)}  # by completion id: all tokens
     for turn_index, turn in enumerate(turns):
         prompt = np.concatenate([paths[turn.parent][: turn.fork_at], np.asarray(turn.new_prompt_ids, dtype=np.int32)])
-        of_turn = _of_turn(turn_index, turn, prompt)
+        of_turn = _of_turn(turn_index, turn, prompt) | {"messages": orjson.dumps(messages[turn.id]).decode()}
         for completion in turn.completions:
             row = of_ending | of_turn | _of_completion(completion, ending)
+            row["text"] = answers.text_of(completion.token_ids)
             paths[completion.id] = np.concatenate([prompt, row["token_ids"]])
             yield row
 
@@ -108,7 +130,6 @@ def _of_turn(index: int, turn: Turn, prompt: NDArray[np.int32]) -> dict[str, Any
         "parent": turn.parent,
         "fork_reason": turn.fork_reason,
         "prompt_token_ids": prompt,
-        "messages": orjson.dumps(turn.request_delta).decode(),
         "started_s": turn.started_s,
         "ended_s": turn.ended_s,
     }

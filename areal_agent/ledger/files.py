@@ -26,8 +26,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Self
 
-from areal_agent.errors import LedgerError
+from areal_agent.errors import ConfigError, LedgerError
 
+FILE_NAME = "ledger.sqlite"
 VERSION = 3
 """The version of the tables, kept by SQLite as `user_version`. Raise it with every change and add to UPGRADES."""
 
@@ -266,9 +267,7 @@ def _connected(path: Path, mode: str) -> Generator[sqlite3.Connection]:
         if connection is not None:
             connection.close()
         if isinstance(error, sqlite3.Error):
-            raise LedgerError(
-                f"the ledger {path} cannot be opened: {error}; restore it from a copy, or start a new run"
-            ) from error
+            raise LedgerError(_cannot(path, "opened", error)) from error
         raise
 
 
@@ -314,6 +313,39 @@ def _is_empty(connection: sqlite3.Connection) -> bool:
 
 def _pragma(connection: sqlite3.Connection, name: str) -> int:
     return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def ledger_in(run_dir: Path) -> Path:
+    """Return the path of a run's ledger, given its folder or the file. Raises ConfigError when there is none."""
+    if run_dir.is_file():
+        return run_dir
+    if not run_dir.is_dir():
+        raise ConfigError(f"there is no run folder {str(run_dir)!r}; name the folder that the run printed at its end")
+    path = run_dir / FILE_NAME
+    if not path.is_file():
+        raise ConfigError(f"{str(run_dir)!r} has no {FILE_NAME}, so it is not a run folder; name the folder of a run")
+    return path
+
+
+@contextmanager
+def reading(path: Path) -> Generator["Snapshot"]:
+    """Read one state of a whole ledger, also of a live run. Errors of SQLite inside become LedgerErrors."""
+    with closing(LedgerFiles(path)) as files:
+        try:
+            with files.snapshot() as snapshot:
+                yield snapshot
+        except sqlite3.Error as error:
+            raise LedgerError(_cannot(path, "read", error)) from error
+
+
+def _cannot(path: Path, what: str, error: sqlite3.Error) -> str:
+    is_locked = error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    remedy = (
+        "another program holds it; wait until that has ended"
+        if is_locked
+        else "restore it from a copy, or start a new run"
+    )
+    return f"the ledger {path} cannot be {what}: {error}; {remedy}"
 
 
 Snapshot = Sequence[sqlite3.Connection]

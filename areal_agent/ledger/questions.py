@@ -7,7 +7,7 @@ import heapq
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
@@ -28,7 +28,17 @@ from areal_agent.ledger.encoding import (
     row_digest,
 )
 from areal_agent.ledger.files import NO_DIGEST, Snapshot
-from areal_agent.types import Drop, Fate, SessionPurpose, Status, Trajectory, Turn
+from areal_agent.types import (
+    Completion,
+    Drop,
+    Fate,
+    JsonObject,
+    Rewards,
+    SessionPurpose,
+    Status,
+    Trajectory,
+    Turn,
+)
 
 Result = TypeVar("Result")
 
@@ -261,6 +271,151 @@ def _count_by(connection: sqlite3.Connection, column: str, table: str) -> Mappin
     )
 
 
+# ------------------------------------------------------------------------------- what a person asks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutSummary:
+    """One session in a list: how it ended, what it earned and what became of it."""
+
+    session_id: str
+    group_id: str
+    task_id: str
+    purpose: str  # of `SessionPurpose`
+    status: str | None  # of `Status`; None: it is open
+    error: str | None
+    rewards: Rewards
+    fate: Fate | None
+    leased_step: int | None  # of the train step that has it, or will have it
+    num_loss_tokens: int | None  # of a session that was leased
+    num_turns: int
+    num_sampled_tokens: int
+    started_s: float
+    ended_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFilter:
+    """The groups that a person wants to see: those with a session to which all of this applies."""
+
+    purpose: SessionPurpose = SessionPurpose.TRAIN
+    step: int | None = None  # leased or trained for this step
+    is_failed: bool = False  # it ended in any other way than `completed`
+
+    @property
+    def condition(self) -> str:
+        """The SQL of the filter, for a session `s`, its ending `e` and its lease `l`."""
+        parts = ["s.purpose = :purpose"]
+        parts += ["l.step = :step"] * (self.step is not None)
+        parts += [f"e.status != '{Status.COMPLETED}'"] * self.is_failed
+        return " AND ".join(parts)
+
+
+_OF_ROLLOUTS = (
+    "FROM sessions s LEFT JOIN endings e ON e.session = s.number LEFT JOIN leases l ON l.session = s.id "
+    "LEFT JOIN fates f ON f.session = s.id WHERE"
+)
+_TOTAL = (
+    f"CASE WHEN e.status = '{Status.COMPLETED}' THEN "
+    "coalesce(e.final_reward, 0) + (SELECT coalesce(sum(value), 0) FROM json_each(e.rewards)) END"
+)
+"""The SQL of `Rewards.total`; NULL for a session that did not complete."""
+
+
+def group_ids(snapshot: Snapshot, wanted: GroupFilter, *, lowest_first: bool = False) -> Sequence[str]:
+    """The groups that a filter finds: the newest first, or those of the lowest mean reward. Scans all sessions."""
+    newest: dict[str, float] = {}
+    rewards: dict[str, list[float]] = {}
+    given = {"purpose": wanted.purpose, "step": wanted.step}
+    columns = f"s.group_id, max(s.started_s), {f'total({_TOTAL}), count({_TOTAL})' if lowest_first else '0, 0'}"
+    for connection in snapshot:
+        for group_id, started_s, total, num_rewards in connection.execute(
+            f"SELECT {columns} {_OF_ROLLOUTS} {wanted.condition} GROUP BY s.group_id", given
+        ):
+            newest[group_id] = max(started_s, newest.get(group_id, 0.0))
+            before = rewards.setdefault(group_id, [0.0, 0])
+            rewards[group_id] = [before[0] + total, before[1] + num_rewards]
+    if lowest_first:
+        means = {group_id: total / number for group_id, (total, number) in rewards.items() if number}
+        return sorted(means, key=lambda group_id: (means[group_id], -newest[group_id]))
+    return sorted(newest, key=lambda group_id: newest[group_id], reverse=True)
+
+
+def rollouts_of(snapshot: Snapshot, groups: Iterable[str]) -> Mapping[str, Sequence[RolloutSummary]]:
+    """The sessions of these groups by group, each group in the order of session ids. Scans all sessions."""
+    found: dict[str, list[RolloutSummary]] = {group_id: [] for group_id in groups}
+    for connection in snapshot:
+        for one in _summaries(connection, "s.group_id IN (SELECT value FROM json_each(?))", json.dumps(list(found))):
+            found[one.group_id].append(one)
+    return {group_id: sorted(ones, key=lambda one: one.session_id) for group_id, ones in found.items()}
+
+
+def rollout(snapshot: Snapshot, session_id: str) -> tuple[RolloutSummary, tuple[Turn, ...], Trajectory | None] | None:
+    """A session that may still be open: its summary, its turns, and its trajectory once it has ended; None if unknown.
+
+    Raises LedgerError when it is damaged.
+    """
+    for connection in snapshot:
+        for one in _summaries(connection, "s.id = ?", session_id):
+            if one.status is not None:
+                ended = trajectory(snapshot, session_id)
+                return one, ended.turns, ended
+            number = number_in(connection, "number FROM sessions WHERE id = ?", session_id)
+            return one, turns_in(connection, number), None
+    return None
+
+
+def session_ids(snapshot: Snapshot, limit: int) -> Sequence[str]:
+    """The newest `limit` sessions of each file."""
+    query = "SELECT id FROM sessions ORDER BY number DESC LIMIT ?"
+    return [session_id for connection in snapshot for (session_id,) in connection.execute(query, (limit,))]
+
+
+def _summaries(connection: sqlite3.Connection, condition: str, given: str) -> Iterator[RolloutSummary]:
+    for row in connection.execute(
+        "SELECT e.final_reward, e.rewards, e.parts, f.trained_step, f.dropped, s.id, s.group_id, s.task_id, s.purpose, "
+        "e.status, e.error, l.step, l.num_loss_tokens, s.started_s, e.ended_s, "
+        "(SELECT count(*) FROM turns t WHERE t.session = s.number), "
+        "(SELECT coalesce(sum(length(c.token_ids)), 0) / 4 FROM turns t JOIN completions c ON c.turn = t.number "
+        f"WHERE t.session = s.number) {_OF_ROLLOUTS} {condition}",
+        (given,),
+    ):
+        final, by_completion, parts, trained_step, dropped, session_id, group_id, task_id, purpose, status, *rest = row
+        error, leased_step, num_loss_tokens, started_s, ended_s, num_turns, num_tokens = rest
+        is_dropped_orphan = status == Status.ORPHAN and purpose == SessionPurpose.TRAIN
+        yield RolloutSummary(
+            session_id=session_id,
+            group_id=group_id,
+            task_id=task_id,
+            purpose=purpose,
+            status=status,
+            error=error,
+            rewards=Rewards(
+                final=final, by_completion=decode_object(by_completion or "{}"), parts=decode_object(parts or "{}")
+            ),
+            fate=Fate(dropped=Drop.ORPHAN) if is_dropped_orphan else decode_fate(trained_step, dropped),
+            leased_step=leased_step,
+            num_loss_tokens=num_loss_tokens,
+            num_turns=num_turns,
+            num_sampled_tokens=num_tokens,
+            started_s=started_s,
+            ended_s=ended_s,
+        )
+
+
+def conversations(
+    turns: Iterable[Turn], message_of: Callable[[Turn, Completion], JsonObject]
+) -> Mapping[str, tuple[JsonObject, ...]]:
+    """The whole messages of each request, by turn: those recorded with it, after those of the answer it continues."""
+    after: dict[str | None, tuple[JsonObject, ...]] = {None: ()}  # by completion: the conversation up to it
+    whole: dict[str, tuple[JsonObject, ...]] = {}
+    for turn in turns:
+        whole[turn.id] = (*after[turn.parent], *turn.request_delta)
+        for completion in turn.completions:
+            after[completion.id] = (*whole[turn.id], message_of(turn, completion))
+    return whole
+
+
 # ---------------------------------------------------------------------------------------- one file
 
 
@@ -347,6 +502,6 @@ def turns_in(connection: sqlite3.Connection, session: int) -> tuple[Turn, ...]:
     return tuple(decode_turn(TurnRow(*columns), completions.get(number, ())) for number, *columns in turn_rows)
 
 
-def number_in(connection: sqlite3.Connection, query: str) -> int:
+def number_in(connection: sqlite3.Connection, query: str, *given: str) -> int:
     """The single number that `SELECT query` returns."""
-    return connection.execute(f"SELECT {query}").fetchone()[0]
+    return connection.execute(f"SELECT {query}", given).fetchone()[0]

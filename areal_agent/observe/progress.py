@@ -381,11 +381,19 @@ def _column(title: str, shares: Mapping[str, float]) -> list[str]:
     return [title, *(f"{share:4.0%}  {words(name)}" for share, name in longest if share >= LEAST_SHARE)]
 
 
-def advice(steps: Spent, *, engine_threads: int = 1) -> str:
+SATURATED = 1.0
+SATURATED_REMEDY = (
+    "every core of this machine is busy, so more threads or rollouts would not help; try more cores, or smaller work "
+    "(fewer rollout tokens, a smaller model)"
+)
+
+
+def advice(steps: Spent, *, engine_threads: int = 1, is_online: bool = False, load: float = 0.0) -> str:
     """Return the first thing to change, judged by where the time of the train steps went.
 
     When the trainer waits for rollouts, the cause is on the engine's side; when it hardly waits, the trainer is the
-    limit.
+    limit. Online the agents and the engine are somebody else's. `load`: runnable tasks of this machine for each of its
+    cores; from 1 on, more threads or rollouts at once would only take time from each other.
     """
     if steps.wall_s <= 0:
         return ""
@@ -394,25 +402,35 @@ def advice(steps: Spent, *, engine_threads: int = 1) -> str:
     if trainer.get("saving", 0.0) >= WORTH_ADVICE:
         return f"saving took {trainer['saving']:.0%} of the time of the steps: try a larger trainer.checkpoint_every"
     if waited >= WORTH_ADVICE:
-        return f"in the steps the trainer waited {waited:.0%} of the time for rollouts, {_cause_of_waiting(engine)}"
+        cause, remedy = _cause_of_waiting(engine, is_online=is_online)
+        if load >= SATURATED and not is_online:
+            remedy = SATURATED_REMEDY
+        return f"in the steps the trainer waited {waited:.0%} of the time for rollouts, {cause}: {remedy}"
     if engine.get("waiting_for_admission", 0.0) >= WORTH_ADVICE:
-        return (
-            f"in the steps the engine waited {engine['waiting_for_admission']:.0%} of the time for the trainer: "
+        return f"in the steps the engine waited {engine['waiting_for_admission']:.0%} of the time for the trainer: " + (
             f"try more trainer.threads{', or fewer engine.threads' if engine_threads > 1 else ''}"
+            if load < SATURATED
+            else SATURATED_REMEDY
         )
     return "in the steps neither side waited much for the other"
 
 
-def _cause_of_waiting(engine: Mapping[str, float]) -> str:
+def _cause_of_waiting(engine: Mapping[str, float], *, is_online: bool) -> tuple[str, str]:
     """Return what most of the engine's time went to, and what would help."""
     causes = {
-        "generating": "while the engine generated: try a faster engine, or a larger max_staleness",
-        "evaluating": "while the engine evaluated: try a larger eval.every",
-        "waiting_for_agents": "while the engine waited for agents and their tools: try more rollouts at once "
-        "(rollout.max_concurrent; with rollout.gateway_url more agents), or a larger max_staleness",
-        "waiting_for_admission": "while the staleness bound let none run: try a larger max_staleness",
-        "waiting_for_gateway": "while requests were on their way: try more rollout.workers",
-        "paused_for_push": "while a push held the engine: try larger steps (batch_size)",
+        "generating": ("while the engine generated", "try a faster engine, or a larger max_staleness"),
+        "evaluating": ("while the engine evaluated", "try a larger eval.every"),
+        "waiting_for_agents": (
+            "while the engine waited for agents and their tools",
+            "try more agents at once, or a larger max_staleness"
+            if is_online
+            else "try more rollouts at once (rollout.max_concurrent), or a larger max_staleness",
+        ),
+        "waiting_for_admission": ("while the staleness bound let none run", "try a larger max_staleness"),
+        "waiting_for_gateway": (
+            "while requests were on their way",
+            "try agents nearer to the gateway" if is_online else "try more rollout.workers",
+        ),
+        "paused_for_push": ("while a push held the engine", "try larger steps (batch_size)"),
     }
-    main = max(causes, key=lambda name: engine.get(name, 0.0))
-    return causes[main]
+    return causes[max(causes, key=lambda name: engine.get(name, 0.0))]

@@ -249,7 +249,8 @@ class SandboxConfig(Section):
     backend: Literal["auto", "embedded", "docker", "jail", "subprocess", "bubblewrap", "namespaces"] = "embedded"
     """`docker` runs containers, `jail` namespaces; `subprocess` limits time, memory and output and does not isolate
     (see sandboxes/README.md). `auto` takes the strongest that works on this machine, `embedded` a jail. `bubblewrap`
-    and `namespaces` are old names of `jail`.
+    and `namespaces` are old names of `jail`. A workflow's module may name those that it can work with,
+    `SANDBOX_BACKENDS = ("docker",)`: a run with another one is refused before it starts.
     """
     min_isolation: Literal["none", "process", "namespaces", "container", "vm"] | None = None
     """Sandboxes that isolate less than this are an error. `none` and `process` let `auto` and `embedded` fall back on

@@ -7,7 +7,6 @@ A watchdog beside the event loop finds workflows that block it.
 """
 
 import asyncio
-import secrets
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Protocol
 
 from areal_agent.errors import ArealAgentError
 from areal_agent.gateway.app import Gateway
+from areal_agent.gateway.auth import new_key
 from areal_agent.gateway.metrics import GatewayStats
 from areal_agent.protocols import Journal, Sampler
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
@@ -104,7 +104,7 @@ async def open_local(
     """Serve a gateway in front of `engine`, and run rollouts of this process against it."""
     config = settings.rollout
     async with AsyncExitStack() as stack:
-        admin_key = secrets.token_urlsafe(32)  # nobody else has it: every session of this gateway is ours
+        admin_key = new_key()  # nobody else has it: every session of this gateway is ours
         gateway = Gateway(
             sampler=engine,
             renderer=await asyncio.to_thread(

@@ -10,11 +10,9 @@ environment's proxies: a gateway is on this machine.
 import asyncio
 import contextlib
 import logging
-import traceback
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
@@ -29,6 +27,7 @@ from areal_agent.process import uninterrupted
 from areal_agent.rollout.context import Rollout, SharedResources, as_reward
 from areal_agent.rollout.watchdog import ROLLOUT_TASK
 from areal_agent.rollout.workflow import Workflow
+from areal_agent.section import last_line
 from areal_agent.types import SessionPurpose, Status, Task
 
 logger = logging.getLogger(__name__)
@@ -297,12 +296,10 @@ def _outcome_of(returned: object, rollout: Rollout) -> _Outcome:
 
 
 def _describe(error: BaseException) -> str:
-    """Return `KeyError: 'answer' (my_agent.py:12)`: the error, and the last place that is not in a library."""
+    """Return `KeyError: 'answer' (my_agent.py:12)`: the error, and the last place in the workflow's own code."""
     if isinstance(error, _Exited):
         return str(error)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "site-packages" not in frame.filename]
-    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return _short(f"{type(error).__name__}: {error}") + place
+    return _short(f"{type(error).__name__}: {error}") + (f" ({last_line(error)})" if error.__traceback__ else "")
 
 
 def _short(text: str) -> str:

@@ -122,7 +122,11 @@ def evaluate(file: str, overrides: Sequence[str]) -> int:
     preflight = Preflight.check(config, name=f"{Path(file).stem}-eval")
     if not preflight.eval_tasks:
         raise ConfigError("eval.num_tasks is 0: there is nothing to evaluate")
-    report = asyncio.run(_evaluate(preflight))
+    try:
+        report = asyncio.run(_evaluate(preflight))
+    except ConfigError:  # it did not start
+        preflight.folder.give_up(keep_logs=False)
+        raise
     summary = {
         "status": "failed" if report.num_failed == report.num_tasks else "completed",
         "model": config.model,

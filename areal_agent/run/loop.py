@@ -18,13 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from areal_agent.config import Config
-from areal_agent.errors import ArealAgentError
+from areal_agent.errors import ArealAgentError, RolloutsFailing
 from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.observe.progress import Progress
 from areal_agent.process import start_logging
-from areal_agent.run.preflight import import_own_functions
+from areal_agent.run.preflight import check_device, check_engine_module, import_own_functions, require_trainable
 from areal_agent.run.results import Outcome, RunStatus, closing_lines, write_report
 from areal_agent.run.run import Run
 
@@ -41,6 +41,11 @@ def train(config_file: Path, overrides: Sequence[str], *, resume: str | None, is
     run = Run(config, name=config_file.stem, resume=resume, progress=progress)
     if is_dry:
         import_own_functions(config.algorithm)
+        if not config.is_online:
+            check_engine_module(config.engine)
+            check_device(config.engine)
+        if (Path(config.model) / "config.json").is_file():
+            require_trainable(Path(config.model), config.engine)
         print(run.preflight.summary())
         print("dry run: nothing was started and no file was made")
         return 0
@@ -103,7 +108,11 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
     task = asyncio.current_task()
     assert task is not None  # asyncio.run made one
     interruption = Interruption(run.progress.note)
-    outcome = Outcome(num_eval_tasks=len(run.preflight.eval_tasks), engine_threads=run.config.engine.threads)
+    outcome = Outcome(
+        num_eval_tasks=len(run.preflight.eval_tasks),
+        engine_threads=run.config.engine.threads,
+        is_online=run.config.is_online,
+    )
     has_started = False
     try:
         with interruption.cancels(task):
@@ -126,25 +135,29 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
     except asyncio.CancelledError:
         if not interruption.happened:
             raise
-        can_resume = run.folder.ledger.is_file()
-        hint = f"; go on with: python -m areal_agent.train --resume {run.folder.path}" if can_resume else ""
-        when = "" if has_started else " before training started"
-        return INTERRUPTED_CODE, f"interrupted{when}{hint}"
+        if not has_started:  # a new run left no folder behind
+            return INTERRUPTED_CODE, "interrupted before training started"
+        return INTERRUPTED_CODE, f"interrupted; go on with: python -m areal_agent.train --resume {run.folder.path}"
     except ArealAgentError as error:
         if has_started:
             outcome.error = str(error)
-            report_failure(run.folder, outcome, error)
+            report_failure(run.folder, outcome, error, run.step)
         raise
     return 0 if outcome.status is RunStatus.COMPLETED else INTERRUPTED_CODE, closing_lines(run.folder, summary)
 
 
-def report_failure(folder: RunFolder, outcome: Outcome, error: ArealAgentError) -> None:
+def report_failure(folder: RunFolder, outcome: Outcome, error: ArealAgentError, num_steps: int) -> None:
     """Write the report of a failed run and note how to go on; a full disk must not hide the error."""
     try:
         write_report(folder, outcome)
     except OSError as fault:
         error.add_note(f"and the run's report could not be written: {fault}")
-    error.add_note(f"go on with: python -m areal_agent.train --resume {folder.path}")
+    hint = f"python -m areal_agent.train --resume {folder.path}"
+    if isinstance(error, RolloutsFailing):
+        error.add_note(f"every failure, with its traceback, is in {folder.logs / '*.log'}")
+        hint = f"once the cause is mended, {hint}" if num_steps else ""  # without a step a new run loses nothing
+    if hint:
+        error.add_note(f"go on with: {hint}")
 
 
 async def _learn(run: Run, outcome: Outcome) -> None:

@@ -7,6 +7,9 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, cast
@@ -26,6 +29,7 @@ from areal_agent.trainer.checkpoint import latest_checkpoint, newest_step
 from areal_agent.types import Task
 
 EMBEDDED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+PROGRAM_S = 60.0
 LENGTH_DEPENDENT = ("longrope", "su", "dynamic")
 """Rotary embeddings that change for all tokens once a context is long: transformers does it by the batch, vLLM by the
 context that it is started with."""
@@ -65,8 +69,9 @@ class Preflight:
             if source is None:
                 raise ConfigError("'workflow' is missing; give it as 'package.module:name'")
             check_ports(config)
-            check_engine(config)
+            check_engine(config.engine)
             tasks, eval_tasks = load_all_tasks(config)
+            check_sandbox(source, config.sandbox.backend)
         return cls(
             config=config,
             folder=choose_folder(config, name, resume),
@@ -140,14 +145,53 @@ def check_ports(config: Config) -> None:
             raise ConfigError(f"engine.port and rollout.gateway_port are both {port}; they must differ")
 
 
-def check_engine(config: Config) -> None:
+def check_engine(engine: EngineConfig) -> None:
     """Raise ConfigError when there is no program at `engine.python`, which starts the servers."""
-    python = config.engine.python
+    python = engine.python
     if python is not None and shutil.which(python) is None:
         raise ConfigError(
             f"engine.python = {python!r}: there is no such program; give the Python of an environment with "
-            f"{config.engine.backend} (for CPUs: python -m areal_agent.engine.environment {config.engine.backend} DIR)"
+            f"{engine.backend} (for CPUs: python -m areal_agent.engine.environment {engine.backend} DIR)"
         )
+
+
+def check_sandbox(workflow: object, backend: str) -> None:
+    """Raise ConfigError for a backend with which the workflow cannot work: its module may name those that suit it."""
+    name = workflow.partition(":")[0] if isinstance(workflow, str) else getattr(workflow, "__module__", "")
+    if isinstance(workflow, str):
+        load_workflow(workflow)  # imports its module
+    suitable: Sequence[str] = getattr(sys.modules.get(name), "SANDBOX_BACKENDS", ())
+    if suitable and backend not in ("auto", *suitable):
+        raise ConfigError(
+            f"sandbox.backend is {backend!r}, and the workflow in {name} needs {' or '.join(map(repr, suitable))}; set "
+            f"it to {suitable[0]!r}"
+        )
+
+
+def check_engine_module(engine: EngineConfig) -> None:
+    """Raise ConfigError when the environment of `engine.python` lacks the engine, which is not imported."""
+    check_engine(engine)
+    find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({engine.backend!r}) is None)"
+    if engine.python is not None and not _succeeds(engine.python, find):
+        raise ConfigError(
+            f"engine.python = {engine.python!r} has no module {engine.backend!r}; install it into that environment"
+        )
+
+
+def check_device(engine: EngineConfig) -> None:
+    """Raise ConfigError when a GPU is asked for and the engine's torch finds none. It takes seconds to ask it."""
+    python = engine.python or sys.executable
+    if engine.device == "cuda" and not _succeeds(python, "import sys, torch; sys.exit(not torch.cuda.is_available())"):
+        raise ConfigError(
+            f"engine.device is 'cuda', and the torch of {python} finds no GPU here; set it to 'auto' or 'cpu'"
+        )
+
+
+def _succeeds(python: str, program: str) -> bool:
+    try:
+        return subprocess.run([python, "-c", program], capture_output=True, timeout=PROGRAM_S).returncode == 0
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"{python} gave no answer within {PROGRAM_S:g} s; try it alone") from None
 
 
 def import_own_functions(algorithm: AlgorithmConfig) -> None:

@@ -82,6 +82,7 @@ class Outcome:
     checkpoint: Path | None = None
     tokens: tuple[int, int] | None = None  # sampled and trained, by the ledger; None: not known
     ledger: str | None = None  # of the gateway elsewhere that has the rollouts; None: they are in the run's own
+    is_online: bool = False  # agents and engine are elsewhere
     engine_threads: int = 1  # threads of an engine that the run starts itself
     error: str | None = None
     earlier_wall_s: float = 0.0  # of the incarnations before this one
@@ -114,7 +115,12 @@ def write_report(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
             "engine": {activity: round(seconds, 2) for activity, seconds in spent.engine.items()},
             "trainer": {activity: round(seconds, 2) for activity, seconds in spent.trainer.items()},
         },
-        "advice": advice(Spent.of(rows), engine_threads=outcome.engine_threads),
+        "advice": advice(
+            Spent.of(rows),
+            engine_threads=outcome.engine_threads,
+            is_online=outcome.is_online,
+            load=os.getloadavg()[0] / (os.cpu_count() or 1),
+        ),
         "checkpoint": None if outcome.checkpoint is None else str(outcome.checkpoint),
         "ledger": outcome.ledger or str(folder.ledger),
     }

@@ -107,8 +107,8 @@ class Run:
                 await self._start()
         except BaseException as error:
             await self.__aexit__(type(error), error, error.__traceback__)
-            if isinstance(error, ConfigError) and not self.preflight.is_resumed:
-                self.folder.remove()
+            if not self.preflight.is_resumed:
+                self.folder.give_up(keep_logs=not isinstance(error, ConfigError | asyncio.CancelledError))
             raise
         return self
 

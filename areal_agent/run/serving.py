@@ -22,6 +22,7 @@ from areal_agent.rollout.producer import rollout_seed, run_all, sibling_specs
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.rollout.worker_client import WorkerSettings
 from areal_agent.rollout.workflow import Workflow
+from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, TranscriptSettings
 from areal_agent.types import SessionPurpose, Status, Task, Trajectory, TrajectoryGroup, WeightVersion
 
 
@@ -143,6 +144,7 @@ async def open_serving(
 
     `workflow_path` is the path by which workers import the workflow; needed with `rollout.workers`.
     """
+    await ledger.set_note(TRANSCRIPT_NOTE, _transcript_settings(config, tokenizer).note())
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(open_engine(config.engine, weights, version, logs))
         rollouts = await stack.enter_async_context(
@@ -151,6 +153,17 @@ async def open_serving(
             else _open_here(config, workflow, ledger, engine, tokenizer)
         )
         yield Serving(config=config, ledger=ledger, engine=engine, rollouts=rollouts)
+
+
+def _transcript_settings(config: Config, tokenizer: Path) -> TranscriptSettings:
+    return TranscriptSettings(
+        tokenizer=str(tokenizer.absolute()),
+        history_thinking=config.rollout.history_thinking,
+        tool_format=config.rollout.tool_format,
+        reasoning_format=config.rollout.reasoning_format,
+        trains_altered=config.rollout.train_altered,
+        train_roots=config.rollout.train_roots,
+    )
 
 
 @asynccontextmanager

@@ -16,6 +16,8 @@ from sandboxes import Pool, open_pool
 from sandboxes.tasks.harbor import HarborTask
 from sandboxes.tools import BASH, Toolbox
 
+SANDBOX_BACKENDS = ("docker",)
+"""A task is a folder with an image; a run with another sandbox is refused before it starts."""
 MAX_TURNS = 6
 
 

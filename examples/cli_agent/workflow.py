@@ -8,6 +8,7 @@ from typing import Any
 from areal_agent import Rollout, SandboxError
 from envs.terminal.workflow import open_bench
 
+SANDBOX_BACKENDS = ("docker",)
 COMMAND = ("codex", "exec", "--ephemeral", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 """Codex asks nobody and makes no sandbox of its own: it is in one."""
 PROVIDER = (

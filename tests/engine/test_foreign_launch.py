@@ -244,4 +244,4 @@ async def test_a_run_that_is_killed_leaves_no_server(stand_in, tmp_path, backend
 def test_a_python_that_is_not_there():
     values = {"workflow": "m:f", "tasks": "m:f", "engine": {"backend": "sglang", "python": "/nowhere/python"}}
     with pytest.raises(ConfigError, match=r"engine.python = '/nowhere/python': there is no such program"):
-        check_engine(Config.parse(values))
+        check_engine(Config.parse(values).engine)

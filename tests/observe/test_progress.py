@@ -60,6 +60,15 @@ def test_there_is_none_without_a_step() -> None:
     assert advice(Spent.of([])) == ""
 
 
+def test_the_advice_suits_the_run_and_the_machine() -> None:
+    waiting = spent({"waiting_for_agents": 80.0}, {"waiting_for_rollouts": 60.0})
+    assert "more agents at once" in advice(waiting, is_online=True)
+    assert "max_concurrent" not in advice(waiting, is_online=True)
+    for steps in (waiting, spent({"waiting_for_admission": 70.0}, {"training": 90.0})):
+        assert "every core of this machine is busy" in advice(steps, load=1.3)
+        assert "every core" not in advice(steps, load=0.7)
+
+
 @pytest.mark.parametrize(("engine_threads", "is_told"), [(1, False), (2, True)])
 def test_fewer_threads_are_advised_where_there_are_some(engine_threads: int, is_told: bool) -> None:
     steps = spent({"waiting_for_admission": 70.0}, {"training": 90.0})

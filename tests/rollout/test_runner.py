@@ -7,6 +7,7 @@
 """
 
 import asyncio
+import json
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
@@ -243,3 +244,11 @@ async def test_the_place_of_an_error_is_told(play) -> None:
         return task["answer"]
 
     assert "KeyError: 'answer' (test_runner.py:" in (await play(broken))[1].error
+
+
+async def test_the_place_is_the_workflows_own(play) -> None:
+    async def deep(task, rollout):
+        await ask(rollout)
+        return json.loads("no number")  # raised in a library, whose line helps nobody
+
+    assert "(char 0) (test_runner.py:" in (await play(deep))[1].error

@@ -13,6 +13,7 @@ import asyncio
 import contextvars
 import re
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -160,3 +161,10 @@ async def test_a_cancelled_caller_leaves_the_thread_behind() -> None:
     assert not done.is_set()
     release.set()
     await asyncio.to_thread(done.wait)
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needs_more.py").write_text("import json\nimport no_such_package.inner\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"needs_more\.py:2 needs the package 'no_such_package', which is"):
+        load_workflow("needs_more:solve")

@@ -3,6 +3,7 @@
 - The first signal cancels the work, once; in the closing phase it is only noted.
 - Two that come at once, as `timeout` sends them to a process and its group, count as one.
 - A report that cannot be written is added to the error as a note and does not replace it.
+- Where rollouts failed, the logs are named; a resume is offered only after a step, and once the cause is mended.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_agent.errors import ArealAgentError
+from areal_agent.errors import ArealAgentError, RolloutsFailing
 from areal_agent.files import RunFolder
 from areal_agent.run.loop import Interruption, report_failure
 from areal_agent.run.results import Outcome
@@ -70,7 +71,18 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path)
     folder.metrics.touch()
     folder.summary.mkdir()  # no file can be written there
     error = ArealAgentError("the disk is full")
-    report_failure(folder, Outcome(), error)
+    report_failure(folder, Outcome(), error, num_steps=3)
     report, hint = error.__notes__
     assert "report could not be written" in report
     assert hint == f"go on with: python -m areal_agent.train --resume {tmp_path}"
+
+
+@pytest.mark.parametrize(("num_steps", "is_offered"), [(0, False), (3, True)])
+def test_a_resume_is_offered_where_it_helps(tmp_path: Path, num_steps: int, is_offered: bool) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.touch()
+    error = RolloutsFailing("8 groups in a row failed")
+    report_failure(folder, Outcome(), error, num_steps)
+    logs, *hints = error.__notes__
+    assert str(folder.logs) in logs
+    assert [hint.startswith("go on with: once the cause is mended, ") for hint in hints] == [True] * is_offered

@@ -1,7 +1,7 @@
 """What is checked before a run starts.
 
 - A model that is no folder here is said to be taken for one on the hub; a local or built one is not.
-- A dry run finds an advantage or a loss that is not there.
+- A dry run finds an advantage or a loss that is not there, a GPU, an engine, and a sandbox that a workflow cannot use.
 - `tiny:module:function` takes demonstrations that can be found; others are refused with what would do.
 - A type that the embedded engine does not serve is refused where it serves; a context at which a model computes
   positions in another way is refused for training.
@@ -42,6 +42,22 @@ def test_a_dry_run_accepts_functions_that_are_there(tmp_path: Path, capsys: pyte
     overrides = [f"run_dir={tmp_path / 'run'}", "algorithm.loss=examples.custom_loss.loss:smooth_clip"]
     assert train(QUICKSTART, overrides, resume=None, is_dry=True) == 0
     assert "nothing was started" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["engine.device=cuda"], "engine.device is 'cuda', and the torch of .* finds no GPU here"),
+        (["engine.backend=vllm", "engine.python=/bin/false"], "has no module 'vllm'; install it"),
+        (["workflow=envs.terminal.workflow:solve", "sandbox.backend=jail"], "needs 'docker'; set it to 'docker'"),
+    ],
+)
+def test_a_dry_run_finds_what_is_not_there(
+    overrides: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match=message):
+        train(QUICKSTART, [f"run_dir={tmp_path / 'run'}", *overrides], resume=None, is_dry=True)
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny:envs.code.tiny.demonstrations:demonstrations"])

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from areal_agent.tokens.canonical import format_json, is_deeper
@@ -47,6 +48,39 @@ class ParsedAnswer:
     reasoning: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
     num_malformed: int = 0
+
+
+CALL_ID_LENGTH = 9
+"""Mistral's chat templates only accept tool call ids of nine letters and digits."""
+
+
+def call_id(call: ToolCall, completion_id: str, index: int) -> str:
+    """Return the id that the model gave a call, or derive one, so that it is the same in a stream and in the record.
+
+    >>> call_id(ToolCall(name="f", arguments={}), "chatcmpl-7", 0)
+    '3dac58382'
+    """
+    return (
+        call.id or blake2b(f"{completion_id}/{index}".encode(), digest_size=CALL_ID_LENGTH).hexdigest()[:CALL_ID_LENGTH]
+    )
+
+
+def call_form(call: ToolCall, id_: str) -> JsonObject:
+    """Return a call as OpenAI writes it."""
+    return {"id": id_, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+
+
+def answer_message(parsed: ParsedAnswer, content: str, completion_id: str) -> JsonObject:
+    """Return an answer as OpenAI writes it, with this content."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if parsed.reasoning is not None:
+        message["reasoning_content"] = parsed.reasoning
+    if parsed.tool_calls:
+        message["content"] = content or None
+        message["tool_calls"] = [
+            call_form(call, call_id(call, completion_id, index)) for index, call in enumerate(parsed.tool_calls)
+        ]
+    return message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,0 +1,328 @@
+"""`python -m areal_agent.view` shows what a run recorded, and changes nothing.
+
+1. groups are listed with their siblings, rewards and fates, and can be chosen; 2. a session is shown as a conversation:
+text, reasoning, calls, results, branches with their reasons, versions, what is in the loss and why the rest is not;
+3. hostile text reaches a terminal as escapes, and cannot pass for a heading; 4. only a terminal gets colours, and
+NO_COLOR is heeded; 5. a run that goes on is shown as far as it is, and no file changes; 6. a name that does not exist
+gets near ones; what is no readable ledger gets one line; 7. without a tokenizer the tokens are counted; 8. an export
+has the text of answers and whole conversations.
+"""
+
+import os
+import pty
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow.parquet as pq
+import pytest
+from tokenizers import Tokenizer
+
+from areal_agent.command import run_command
+from areal_agent.ledger.encoding import Lease
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, TranscriptSettings
+from areal_agent.types import (
+    Completion,
+    Distribution,
+    Drop,
+    ForkReason,
+    Rewards,
+    SessionPurpose,
+    Status,
+    Turn,
+)
+from areal_agent.view.__main__ import main
+from areal_agent.view.terminal import visible
+from tests import histories
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202ereversed\u2066\r\x08\nturn 9\n\u200b\ud7ff\u00e9 \u05d0"
+CALL = '<tool_call>{"name": "python", "arguments": {"code": "a = 2\\nprint(a + 2)"}}</tool_call>'
+QUESTION = {"role": "user", "content": "What is 2 + 2?"}
+
+
+class Recorder:
+    """Records sessions of text in a ledger, as a gateway with the small model's tokenizer does."""
+
+    def __init__(self, ledger: Ledger, model: Path) -> None:
+        self.ledger = ledger
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def turn(self, name: str, role: str, content: str, answer: str, parent: str | None = None, **changes: Any) -> Turn:
+        token_ids = self.ids(f"{answer}<|im_end|>")
+        versions = (0,) * (len(token_ids) - 1) + (1,)
+        made: Completion = histories.completion(
+            f"{name}-c", versions, token_ids=token_ids, **changes.pop("completion", {})
+        )
+        prompt = self.ids(f"\n<|im_start|>{role}\n{content}<|im_end|>\n<|im_start|>assistant\n")
+        fields = {"parent": parent, "new_prompt_ids": prompt, "request_delta": ({"role": role, "content": content},)}
+        return histories.turn(name, made, **(fields | changes))
+
+    async def session(self, name: str, *turns: Turn, ends: bool = True, **changes: Any) -> None:
+        started = {key: changes.pop(key) for key in ("group_id", "purpose", "started_s", "task_id") if key in changes}
+        await self.ledger.own.open_session(histories.session(name, **started))
+        for turn in turns:
+            await self.ledger.own.append_turn(name, turn)
+        if ends:
+            fields = {key: started[key] for key in started if key != "purpose"} | {"ended_s": 9.0}
+            await self.ledger.own.close_session(histories.trajectory(name, (), 1.0, **(fields | changes)))
+
+
+@pytest.fixture
+async def run(tmp_path: Path, small_model: Path) -> Path:
+    """A run of three groups and an evaluation, which still goes on: its ledger is open while it is read."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    ledger = await Ledger.open(folder / "ledger.sqlite", create=True)
+    await ledger.begin_incarnation(0)
+    await ledger.set_note(TRANSCRIPT_NOTE, TranscriptSettings(tokenizer=str(small_model)).note())
+    recorder = Recorder(ledger, small_model)
+    await talk(recorder)
+    await recorder.session("g1-0", group_id="g1", started_s=3.0, status=Status.ERROR, error="KeyError: 'x' (a.py:3)")
+    hostile = recorder.turn("g2-0-1", "user", HOSTILE, HOSTILE)
+    await recorder.session("g2-0", hostile, ends=False, group_id="g2", started_s=4.0, task_id=HOSTILE)
+    graded = recorder.turn("e-0-1", "user", "Is it so?", "Yes")
+    await recorder.session("e-0", graded, group_id="e", purpose=SessionPurpose.EVAL)
+    await ledger.drop({"g0-1": Drop.STALE, "g1-0": Drop.ERROR})
+    yield folder
+    await ledger.aclose()
+
+
+async def talk(recorder: Recorder) -> None:
+    """Record the group g0: a rollout with a call, a branch and a new conversation, and one whose reward is 0."""
+    first = recorder.turn("t1", "user", "What is 2 + 2?", f"Let me see. {CALL}")
+    second = recorder.turn(
+        "t2", "tool", "4", "<think>\nIt is 4.\n</think>\n\nThe answer is 4.", "t1-c", fork_at=7,
+        completion={"distribution": Distribution.ALTERED},
+    )  # fmt: skip
+    edited = recorder.turn("t3", "tool", "5", "It is 5.", "t1-c", fork_at=7, fork_reason=ForkReason.EDITED)
+    again = recorder.turn(
+        "t4", "user", "", "It is 6.",
+        request_delta=(QUESTION, {"role": "user", "content": "Really?"}), fork_reason=ForkReason.NEW_CONVERSATION,
+    )  # fmt: skip
+    rewards = Rewards(final=0.5, by_completion={"t2-c": 0.25}, parts={"format": 1.0})
+    await recorder.session("g0-0", first, second, edited, again, group_id="g0", rewards=rewards, logged={"tries": 2})
+    await recorder.session("g0-1", recorder.turn("t5", "user", "What is 2 + 2?", "5"), group_id="g0",
+                           rewards=Rewards(final=0.0))  # fmt: skip
+    await recorder.ledger.lease(1, [Lease.of(await recorder.ledger.trajectory("g0-0"), 30)])
+    await recorder.ledger.commit_checkpoint(1, "checkpoints/1")
+
+
+@pytest.fixture
+def show(run: Path, capsys: pytest.CaptureFixture[str]):
+    def shown(*arguments: str) -> str:
+        assert main([str(run), *arguments]) == 0
+        return capsys.readouterr().out
+
+    return shown
+
+
+def test_groups_are_listed_with_siblings_rewards_and_fates(show) -> None:
+    lines = show().splitlines()
+    assert "1 rollouts trained, 2 dropped (1 error, 1 stale), 0 leased, 0 waiting, 1 open; 1 for evaluation" in lines
+    heads = [line.split()[0] for line in lines if "rollouts," in line and not line[0].isdigit()]
+    assert heads == ["g2", "g1", "g0"]
+    rows = {line.split()[0]: line.split()[1:3] for line in lines if line.startswith("  ")}
+    assert rows["g0-0"] == ["0.75", "trained(1)"]
+    assert rows["g0-1"] == ["0", "dropped(stale)"]
+    assert rows["g1-0"][1] == "dropped(error)"
+    assert rows["g2-0"][0] == "open"
+    assert any(line.endswith("KeyError: 'x' (a.py:3)") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "groups"),
+    [
+        (["--step", "1"], ["g0"]),
+        (["--failed"], ["g1"]),
+        (["--lowest"], ["g0"]),
+        (["--eval"], ["e"]),
+        (["--limit", "1"], ["g2"]),
+        (["--step", "7"], []),
+        (["--text", "g1"], ["g1"]),
+    ],
+)
+def test_groups_are_chosen(show, options: list[str], groups: list[str]) -> None:
+    shown = [line.split()[0] for line in show(*options).splitlines() if " rollouts, " in line and "task" in line]
+    assert shown == groups
+
+
+def test_a_session_is_a_conversation(show) -> None:
+    text = show("--text", "g0-0")
+    for line in (
+        "completed, reward 0.75  trained(1)",
+        "by answer: t2-c 0.25",
+        "parts, not in the reward: format 1",
+        'logged: {"tries":2}',
+        "siblings:  g0-0 0.75  g0-1 0",
+        "user       │ What is 2 + 2?",
+        "answer     │ Let me see.",
+        "call       │ python",
+        "  code     │ a = 2",
+        "           │ print(a + 2)",
+        "tool       │ 4",
+        "turn 3  branch: edited; it keeps 7 tokens up to turn 1",
+        "turn 4  branch: new_conversation",
+        "its first 1 messages are those of turn 1",
+        "user       │ Really?",
+    ):
+        assert line in text.splitlines(), line
+    assert text.count("What is 2 + 2?") == 1
+    facts = [line for line in text.splitlines() if " └ " in line]
+    assert [line.rpartition("; ")[2] for line in facts] == ["in the loss", "reward 0.25", "in the loss", "in the loss"]
+    assert "not in the loss: altered" in facts[1]
+    assert "1 by 0:1" in facts[0]
+
+
+def test_what_was_left_out_of_the_loss_is_counted(show) -> None:
+    assert "in the loss of step 1: 30 tokens; " in show("--text", "g0-0")
+    assert "not in the loss: dropped(stale)" in show("--text", "g0-1")
+    assert "not in the loss: for evaluation" in show("--text", "e-0")
+
+
+def test_hostile_text_reaches_no_terminal(show) -> None:
+    for text in (show(), show("--text", "g2-0")):
+        assert not set(text) & set("\x1b\x07\x9b\u202e\u2066\r\x08\u200b")
+        assert "\\x1b]0;owned\\x07" in text
+    lines = show("--text", "g2-0").splitlines()
+    assert "           │ turn 9" in lines and "turn 9" not in lines
+    assert visible("שלום \u200d é\t") == "שלום \u200d é\t"
+
+
+def test_long_texts_are_cut_unless_all_is_asked_for(show, run: Path) -> None:
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
+        big = orjson.dumps([{"role": "user", "content": "a" * 3000 + "b" * 3000}]).decode()
+        connection.execute("UPDATE turns SET request_delta = ? WHERE id = 'e-0-1'", (big,))
+    text = show("--text", "e-0")
+    assert "[2,000 characters are left out: --full shows them]" in text
+    assert text.count("a" * 2000) == 1 and "b" * 3000 not in text
+    assert "a" * 3000 + "b" * 3000 in show("--text", "e-0", "--full")
+
+
+def in_terminal(run: Path, **environment: str) -> str:
+    """Return what the command writes to a terminal of 60 columns."""
+    ours, theirs = pty.openpty()
+    settings = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "areal_agent.view", str(run), "--text", "g0-0"],
+        stdout=theirs,
+        env=settings | {"TERM": "xterm-256color", "COLUMNS": "60"} | environment,
+    ) as process:
+        os.close(theirs)
+        written = b""
+        try:
+            while chunk := os.read(ours, 65536):
+                written += chunk
+        except OSError:  # the terminal was closed
+            pass
+    os.close(ours)
+    assert process.returncode == 0
+    return written.decode()
+
+
+def test_a_terminal_gets_colours_unless_it_wants_none(run: Path, show) -> None:
+    assert "\x1b[32m" in in_terminal(run)
+    assert "\x1b[3" not in in_terminal(run, NO_COLOR="1").replace("\x1b[3m", "")  # italics are no colour
+    assert "\x1b" not in show("--text", "g0-0")
+
+
+def test_reading_changes_nothing(run: Path, show) -> None:
+    before = (run / "ledger.sqlite").read_bytes(), (run / "ledger.sqlite-wal").read_bytes()
+    show()
+    show("--text", "g0-0")
+    assert ((run / "ledger.sqlite").read_bytes(), (run / "ledger.sqlite-wal").read_bytes()) == before
+
+
+def test_an_unknown_name_gets_near_ones(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(run, "--text", "g00-1", capsys=capsys) == (
+        2,
+        "error: the ledger has no session or group 'g00-1'; did you mean g0-1, g0-0?\n",
+    )
+
+
+def refused(*arguments: object, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        run_command(lambda: main(list(map(str, arguments))))
+    return int(str(ended.value.code)), capsys.readouterr().err
+
+
+def damage(folder: Path, name: str) -> Iterator[None]:
+    """Make something of that kind of a folder; go on where the folder is to be read."""
+    file = folder / "ledger.sqlite"
+    match name:
+        case "no ledger":
+            file.unlink()
+        case "no database":
+            file.write_bytes(b"not a database at all" * 100)
+        case "torn":
+            file.write_bytes(file.read_bytes()[: 3 * 4096])
+        case "newer":
+            with closing(sqlite3.connect(file)) as connection:
+                connection.execute("PRAGMA user_version = 99")
+        case "locked":
+            with closing(sqlite3.connect(file)) as connection:
+                connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+                connection.execute("BEGIN EXCLUSIVE")
+                yield
+                return
+    yield
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "message"),
+    [
+        ("no ledger", 2, "has no ledger.sqlite, so it is not a run folder"),
+        ("no database", 1, "file is not a database; restore it from a copy"),
+        ("torn", 1, "malformed; restore it from a copy"),
+        ("newer", 1, "by a newer areal_agent"),
+        ("locked", 1, "database is locked; another program holds it; wait until that has ended"),
+    ],
+)
+async def test_what_cannot_be_read_gets_one_line(
+    tmp_path: Path, small_model: Path, capsys: pytest.CaptureFixture[str], kind: str, code: int, message: str
+) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
+    await talk(Recorder(ledger, small_model))
+    await ledger.aclose()
+    for _ in damage(tmp_path, kind):
+        got, error = refused(tmp_path, capsys=capsys)
+        assert (got, error.count("\n")) == (code, 1)
+        assert message in error
+    assert "there is no run folder" in refused(tmp_path / "elsewhere", capsys=capsys)[1]
+
+
+async def test_without_a_tokenizer_tokens_are_counted(
+    tmp_path: Path, small_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
+    await talk(Recorder(ledger, small_model))
+    await ledger.aclose()
+    main([str(tmp_path), "--text", "g0-1"])
+    assert "tokens; --tokenizer FOLDER shows their text" in capsys.readouterr().out
+    main([str(tmp_path), "--text", "g0-1", "--tokenizer", str(small_model)])
+    assert "answer     │ 5" in capsys.readouterr().out
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step_000001").symlink_to(small_model)
+    main([str(tmp_path), "--text", "g0-1"])
+    assert "answer     │ 5" in capsys.readouterr().out
+
+
+def test_an_export_has_texts_and_whole_conversations(run: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.parquet"
+    command = [sys.executable, "-m", "areal_agent.ledger", "export", str(run), "--parquet", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    row = next(row for row in pq.read_table(target).to_pylist() if row["completion_id"] == "t2-c")
+    assert row["text"] == "<think>\nIt is 4.\n</think>\n\nThe answer is 4.<|im_end|>"
+    question, answer, result = orjson.loads(row["messages"])
+    assert (question, result) == (QUESTION, {"role": "tool", "content": "4"})
+    assert (answer["role"], answer["content"]) == ("assistant", "Let me see.")
+    assert orjson.loads(answer["tool_calls"][0]["function"]["arguments"]) == {"code": "a = 2\nprint(a + 2)"}
