@@ -54,7 +54,7 @@ def test_the_config_passes_every_check(parent: Path, template: str, monkeypatch:
 
 
 def test_the_tests_pass(parent: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"my_{name}" for name in usable())]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(f"my_{name}" for name in usable())]
     done = subprocess.run(
         command,
         cwd=parent,
