@@ -1,6 +1,6 @@
 """`python -m areal_agent.new NAME` makes an environment that runs at once: a folder of a user's own, to be rewritten.
 
-A template is one or more folders of `envs`, whose files are copied in order; where two have the same name, the last one
+A template is one or more packages of `envs`, whose files are copied in order; where two have the same name, the last one
 stays. Modules of a template import each other relatively, so only `*.md` and `*.yaml` hold the name, as `{name}`.
 """
 
@@ -16,32 +16,29 @@ from pathlib import Path
 from areal_agent.command import Parser, nearest, run_command
 from areal_agent.errors import ConfigError
 
-PACKAGE = "envs"
-"""The package that holds the templates: a name, so that no environment is imported."""
-
 
 @dataclass(frozen=True, slots=True)
 class Template:
     """A kind of environment."""
 
     does: str
-    folders: tuple[str, ...]
+    packages: tuple[str, ...]  # import paths, so that no environment is imported
     needs: str = ""  # packages to install
 
 
 TEMPLATES = {
-    "single": Template("one question, one answer", ("templates/single", "templates/common")),
-    "tools": Template("a tool, which is a function of the workflow", ("templates/tools", "templates/common")),
-    "multi_turn": Template("a game of several turns (the tutorial's)", ("number_game", "templates/common")),
-    "code": Template("programs, judged in sandboxes", ("templates/code", "templates/common")),
+    "single": Template("one question, one answer", ("envs.templates.single", "envs.templates.common")),
+    "tools": Template("a tool, which is a function of the workflow", ("envs.templates.tools", "envs.templates.common")),
+    "multi_turn": Template("a game of several turns (the tutorial's)", ("envs.number_game", "envs.templates.common")),
+    "code": Template("programs, judged in sandboxes", ("envs.templates.code", "envs.templates.common")),
     "openai_agents": Template(
         "the tool in OpenAI's Agents SDK",
-        ("templates/tools", "templates/openai_agents", "templates/common"),
+        ("envs.templates.tools", "envs.templates.openai_agents", "envs.templates.common"),
         "openai-agents",
     ),
     "langgraph": Template(
         "the tool in LangGraph",
-        ("templates/tools", "templates/langgraph", "templates/common"),
+        ("envs.templates.tools", "envs.templates.langgraph", "envs.templates.common"),
         "langgraph langchain-openai",
     ),
 }
@@ -61,8 +58,8 @@ def make(name: str, template: str, parent: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=parent, prefix=f".{name}-") as temporary:
             made = Path(temporary) / name
             made.mkdir()
-            for folder in TEMPLATES[template].folders:
-                copy(importlib.resources.files(PACKAGE) / folder, made, name)
+            for package in TEMPLATES[template].packages:
+                copy(importlib.resources.files(package), made, name)
             shutil.move(made, target)
     except OSError as error:
         raise ConfigError(f"cannot make {str(target)!r}: {error.strerror}; make it in another folder") from error
