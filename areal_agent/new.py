@@ -1,6 +1,6 @@
 """`python -m areal_agent.new NAME` makes an environment that runs at once: a folder of a user's own, to be rewritten.
 
-A template is one or more packages of `envs`, whose files are copied in order; where two have the same name, the last one
+A template is one or more packages of `envs`, whose files are copied in order; of two with the same name the last one
 stays. Modules of a template import each other relatively, so only `*.md` and `*.yaml` hold the name, as `{name}`.
 """
 

@@ -37,10 +37,10 @@ def demonstrations(seed: int) -> Iterator[list[Message]]:
     rng = random.Random(f"number_game/{seed}")
     while True:
         (player,) = rng.choices(list(PLAYERS), list(PLAYERS.values()))
-        yield play(player, rng.randint(LOWEST, HIGHEST))
+        yield game(player, rng.randint(LOWEST, HIGHEST))
 
 
-def play(player: Callable[[int, int, int], int], secret: int) -> list[Message]:
+def game(player: Callable[[int, int, int], int], secret: int) -> list[Message]:
     """Return one game. It begins in the middle, whoever plays."""
     messages = [{"role": "user", "content": RULES}]
     low, high = LOWEST, HIGHEST

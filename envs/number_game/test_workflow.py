@@ -6,14 +6,13 @@ import pytest
 
 from areal_agent.testing import play
 
-from .demonstrations import demonstrations, halves
-from .demonstrations import play as played
+from .demonstrations import demonstrations, game, halves
 from .workflow import MAX_TURNS, RULES, solve
 
 
 @pytest.mark.parametrize("secret", [1, 40, 64])
 def test_halving_wins(secret: int) -> None:
-    guesses = [message["content"] for message in played(halves, secret) if message["role"] == "assistant"]
+    guesses = [message["content"] for message in game(halves, secret) if message["role"] == "assistant"]
     trajectory = play(solve, {"secret": secret}, *guesses)
     assert (trajectory.rewards.final, trajectory.error, len(trajectory.turns)) == (1.0, None, len(guesses))
 
@@ -25,6 +24,6 @@ def test_eight_wrong_turns_lose(guess: str) -> None:
 
 
 def test_demonstrations_are_games() -> None:
-    for game in islice(demonstrations(0), 50):
-        assert game[0] == {"role": "user", "content": RULES}
-        assert {message["role"] for message in game[1::2]} == {"assistant"}
+    for one in islice(demonstrations(0), 50):
+        assert one[0] == {"role": "user", "content": RULES}
+        assert {message["role"] for message in one[1::2]} == {"assistant"}

@@ -25,7 +25,7 @@ def test_what_is_told_earns_the_reward(said: tuple[str, ...], reward: float) -> 
 def test_a_malformed_call_is_answered() -> None:
     trajectory = play(solve, TASK, tool_call("stock", thing="1234"), RIGHT)
     assert (trajectory.rewards.final, trajectory.error) == (1.0, None)
-    assert "Error" in str(trajectory.turns[1].request_delta)
+    assert "error" in str(trajectory.turns[1].request_delta).lower()
 
 
 def test_no_item_is_in_both_splits() -> None:
