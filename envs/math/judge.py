@@ -32,15 +32,18 @@ async def open_judge(cpu_s: float = CPU_S) -> AsyncGenerator["Judge"]:
 
     An answer that takes longer than `cpu_s` is wrong.
     """
-    if importlib.util.find_spec("math_verify") is None:
-        raise ConfigError(
-            "the package 'math-verify' is missing; install the extra: pip install -c constraints.txt -e '.[math]'"
-        )
+    require_math_verify()
     judge = Judge(cpu_s)
     try:
         yield judge
     finally:
         await judge.close()
+
+
+def require_math_verify() -> None:
+    """Raise ConfigError where math-verify is not installed."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError("the package 'math-verify' is missing; install the extra: pip install 'areal-agent[math]'")
 
 
 class Judge:

@@ -8,8 +8,10 @@ from openai.types.chat import ChatCompletionMessageParam
 from areal_agent import Rollout
 from envs.code.conversation import take_turn
 from envs.code.judging import open_sandboxes
-from envs.math.judge import Judge, open_judge
+from envs.math.judge import Judge, open_judge, require_math_verify
 from sandboxes.tools import PYTHON, Toolbox
+
+require_math_verify()  # now, so that a dry run finds it missing
 
 MAX_TURNS = 6
 HOW = r"Put the final answer in \boxed{}. You may run programs with the tool."

@@ -15,9 +15,10 @@ import pytest_asyncio
 from areal_agent.testing import play, tool_call
 from envs.math.judge import Judge, open_judge
 from envs.math.tasks import KINDS, load
-from envs.math.workflow import MAX_TURNS, solve
 
 pytest.importorskip("math_verify", reason="the extra `math` is not installed")
+
+from envs.math.workflow import MAX_TURNS, solve
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
