@@ -19,7 +19,14 @@ from tests.commands import ROOT
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 COMMANDS = re.findall(r"```bash\n(.*?)\n```", PAGE, re.DOTALL)
 CODE = re.findall(r"```(?:python|yaml)\n(.*?)\n```", PAGE, re.DOTALL)
-SHORT = ["steps=2", "rollout.max_tokens=4", "batch_size=2", "group_size=2", "eval.num_tasks=4"]
+SHORT = [
+    "steps=2",
+    "rollout.max_tokens=4",
+    "engine.max_context_tokens=256",
+    "batch_size=2",
+    "group_size=2",
+    "eval.num_tasks=4",
+]
 
 
 @pytest.fixture(scope="module")
