@@ -7,6 +7,7 @@ from areal_agent.command import nearest, run_command
 from areal_agent.errors import ConfigError
 
 COMMANDS = {
+    "new": "make an environment of your own that runs at once, in a new folder",
     "train": "train a model with an agent workflow: the main job",
     "eval": "grade a model on the held-out tasks of a config",
     "doctor": "examine a config on this machine: what of it works, and what to change",

@@ -16,6 +16,7 @@ from areal_agent.command import nearest
 
 COMMANDS = [
     "areal_agent",
+    "areal_agent.new",
     "areal_agent.train",
     "areal_agent.eval",
     "areal_agent.doctor",
@@ -71,6 +72,11 @@ def test_help_of_a_real_process() -> None:
         (["examples.minimal_loop", "--nope"], "unknown option '--nope'"),
         (["examples.minimal_loop", "stps=3"], "unknown key 'stps'; did you mean 'steps'?"),
         (["areal_agent.engine.environment", "sgalng", "x"], "no engine 'sgalng'"),
+        (["areal_agent.new", "my-game"], "NAME is 'my-game', not a Python identifier"),
+        (["areal_agent.new", "class"], "NAME is 'class', a word of the language"),
+        (["areal_agent.new", "configs"], "'configs' exists already; remove it, or choose another name"),
+        (["areal_agent.new", "json"], "'json' belongs to a module that is installed here; choose another name"),
+        (["areal_agent.new", "my_game", "--template", "tool"], "no such template; did you mean 'tools'?"),
         (["areal_agent", "trian"], "there is no command 'trian'; did you mean 'train'?"),
         (["areal_agent", "eval", "--config", "x"], "python -m areal_agent.eval --help"),
     ],

@@ -21,9 +21,9 @@ LAYERS = [
     ["ledger", "engine", "tokens", "algorithms", "models"],
     ["gateway", "weights"],
     ["rollout", "trainer"],
-    ["config", "cluster"],
+    ["config", "cluster", "testing"],
     ["run", "config_reference"],
-    ["__main__", "train", "eval", "view", "doctor", "conformance"],
+    ["__main__", "new", "train", "eval", "view", "doctor", "conformance"],
 ]
 FACADE = "areal_agent"  # __init__.py: the public names, from wherever they live
 COMMANDS = {

@@ -1,43 +1,20 @@
-"""One rollout as in training, of any workflow: a served gateway, the runner, the `openai` client, real sandboxes.
-
-What the model says is scripted.
-"""
+"""One rollout as in training, of any workflow (`areal_agent.testing`), with an environment's own tokenizer."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from areal_agent.engine.fake import FakeEngine
-from areal_agent.gateway.app import Gateway
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.models.recipe import render, train_tokenizer
-from areal_agent.rollout.context import SharedResources
-from areal_agent.rollout.runner import RolloutRunner, RolloutSpec, open_clients
+from areal_agent.models.recipe import END, render, train_tokenizer
+from areal_agent.testing import SESSION_ID, MemoryJournal, run_scripted
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import JsonObject, SessionPurpose, SessionRecord, Task, Trajectory, Turn
+from areal_agent.types import JsonObject, Trajectory
 
-ADMIN_KEY = "sk-admin"
-END = "<|im_end|>"
+__all__ = ["END", "Play", "open_stage", "renderer_of", "told"]
 
 Play = Callable[..., Awaitable[Trajectory]]
-
-
-class MemoryJournal:
-    """Keeps what the ledger would."""
-
-    def __init__(self) -> None:
-        self.closed: list[Trajectory] = []
-
-    async def open_session(self, session: SessionRecord) -> None:
-        pass
-
-    async def append_turn(self, session_id: str, turn: Turn) -> None:
-        pass
-
-    async def close_session(self, trajectory: Trajectory) -> None:
-        self.closed.append(trajectory)
 
 
 def renderer_of(demonstrations: Iterable[Any], folder: Path) -> Renderer:
@@ -51,48 +28,23 @@ async def open_stage(
     renderer: Renderer, task: JsonObject, *, ledger: Ledger | None = None, max_context_tokens: int = 2000
 ) -> AsyncIterator[Play]:
     """`await play(workflow, *texts)`: one rollout in which the model says these texts; returns its trajectory."""
-    stack = AsyncExitStack()
 
     async def play(
-        workflow: Any,
-        *texts: str,
-        backend: str = "subprocess",
-        wall_s: float = 20.0,
-        timeout_s: float = 60.0,
-        max_tokens: int = 400,
+        workflow: Any, *texts: str, backend: str = "subprocess", wall_s: float = 20.0, **options: Any
     ) -> Trajectory:
         journal = MemoryJournal()
-        gateway = Gateway(
-            sampler=FakeEngine([renderer.ids_of(text) for text in texts]),
+        await run_scripted(
+            workflow,
+            task,
+            texts,
             renderer=renderer,
             journal=ledger.own if ledger else journal,
-            model_name="model",
-            admin_key=ADMIN_KEY,
-            max_context_tokens=max_context_tokens,
-            vocab_size=renderer.vocab_size,
-        )
-        served = await gateway.serve()
-        stack.push_async_callback(served.aclose)
-        runner = RolloutRunner(
-            workflow,
-            gateway_url=served.base_url,
-            admin_key=ADMIN_KEY,
-            model="model",
-            clients=await stack.enter_async_context(open_clients()),
-            shared=await stack.enter_async_context(SharedResources()),
-            max_concurrent=1,
-            timeout_s=timeout_s,
-            session={"sampling": {"max_tokens": max_tokens}},
             sandbox={"backend": backend, "wall_s": wall_s},
+            **{"max_tokens": 400, "max_context_tokens": max_context_tokens, **options},
         )
-        rollout_task = Task(id="t", data=task)
-        await runner.run(
-            RolloutSpec(session_id="s", group_id="g", task=rollout_task, seed=0, purpose=SessionPurpose.TRAIN)
-        )
-        return await ledger.trajectory("s") if ledger else journal.closed[0]
+        return await ledger.trajectory(SESSION_ID) if ledger else journal.closed[0]
 
-    async with stack:
-        yield play
+    yield play
 
 
 def told(trajectory: Trajectory) -> list[str]:

@@ -3,7 +3,7 @@
 1. The quickstart learns, and says so in summary.json. 2. The exported checkpoint, graded again, gives the same figure,
 and loads with transformers. 3. The ledger proves the run. 4. Ctrl-C leaves no process, a checkpoint, and the line that
 resumes, which works. 5. Another preset lifts it too, by its name alone (full). 6. The configs of code rewards learn, in
-jails and in Docker containers.
+jails and in Docker containers. 7. So does the number game (full).
 """
 
 import asyncio
@@ -120,5 +120,15 @@ def test_code_rewards_are_learnt(config: str, backend: str, tmp_path: Path) -> N
     summary = summary_of(folder)
     assert summary["status"] == "completed"
     assert summary["success_before"] <= 0.5
+    assert summary["success_after"] >= summary["success_before"] + 0.25
+    assert run("areal_agent.ledger", "verify", str(folder)).returncode == 0
+
+
+@pytest.mark.full
+def test_the_number_game_is_learnt(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = run("areal_agent.train", "--config", "configs/number_game.yaml", f"run_dir={folder}")
+    assert done.returncode == 0, done.stderr
+    summary = summary_of(folder)
     assert summary["success_after"] >= summary["success_before"] + 0.25
     assert run("areal_agent.ledger", "verify", str(folder)).returncode == 0

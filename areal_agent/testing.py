@@ -1,0 +1,123 @@
+"""Tests of workflows: `play` runs one rollout as in training, with a model whose answers are scripted.
+
+Gateway, socket, client and sandboxes are the real ones. A user's test needs no more than pytest::
+
+    def test_a_right_answer() -> None:
+        trajectory = play(solve, {"question": "What is 2 + 2?", "answer": "4"}, "It is 4.")
+        assert (trajectory.rewards.final, trajectory.error) == (1.0, None)
+"""
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from areal_agent.engine.fake import FakeEngine
+from areal_agent.gateway.app import Gateway
+from areal_agent.models.recipe import END, train_tokenizer
+from areal_agent.protocols import Journal
+from areal_agent.rollout.context import SharedResources
+from areal_agent.rollout.runner import RolloutRunner, RolloutSpec, open_clients
+from areal_agent.rollout.workflow import load_workflow
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.types import SessionPurpose, SessionRecord, Task, Trajectory, Turn
+
+ADMIN_KEY = "sk-admin"
+SANDBOX: Mapping[str, Any] = {"backend": "embedded", "min_isolation": "none"}
+SESSION_ID = "s"
+
+
+def play(workflow: object, task: Mapping[str, Any], *answers: str, sandbox: Mapping[str, Any] = SANDBOX) -> Trajectory:
+    """Run `workflow` on `task` with a model that gives these answers in turn; return what the ledger would keep.
+
+    `workflow` is anything that a config may name. What it raises is the trajectory's `status` and `error`. An answer
+    may be made by `tool_call`. A model that is asked more often than it has answers fails.
+    """
+
+    async def played() -> Trajectory:
+        journal = MemoryJournal()
+        texts = [answer + END for answer in answers]
+        await run_scripted(workflow, task, texts, renderer=plain_renderer(), journal=journal, sandbox=sandbox)
+        return journal.closed[0]
+
+    return asyncio.run(played())
+
+
+def tool_call(name: str, **arguments: object) -> str:
+    """Return a tool call as the tiny model writes it.
+
+    >>> tool_call("python", code="print(1)")
+    '<tool_call>{"name": "python", "arguments": {"code": "print(1)"}}</tool_call>'
+    """
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+class MemoryJournal:
+    """Keeps in memory what the ledger would keep."""
+
+    def __init__(self) -> None:
+        self.closed: list[Trajectory] = []
+
+    async def open_session(self, session: SessionRecord) -> None:
+        pass
+
+    async def append_turn(self, session_id: str, turn: Turn) -> None:
+        pass
+
+    async def close_session(self, trajectory: Trajectory) -> None:
+        self.closed.append(trajectory)
+
+
+@cache
+def plain_renderer() -> Renderer:
+    """Return the tiny model's chat template with a tokenizer of single bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        train_tokenizer([], vocab_size=512).save_pretrained(folder)
+        return Renderer.load(Path(folder))
+
+
+async def run_scripted(
+    workflow: object,
+    task: Mapping[str, Any],
+    texts: Sequence[str],
+    *,
+    renderer: Renderer,
+    journal: Journal,
+    sandbox: Mapping[str, Any],
+    timeout_s: float = 60.0,
+    max_tokens: int = 10_000,
+    max_context_tokens: int = 100_000,
+) -> None:
+    """Run one rollout, in which the model samples `texts`; it is in `journal` as `SESSION_ID` when this returns."""
+    gateway = Gateway(
+        sampler=FakeEngine([renderer.ids_of(text) for text in texts]),
+        renderer=renderer,
+        journal=journal,
+        model_name="model",
+        admin_key=ADMIN_KEY,
+        max_context_tokens=max_context_tokens,
+        vocab_size=renderer.vocab_size,
+    )
+    served = await gateway.serve()
+    try:
+        async with open_clients() as clients, SharedResources() as shared:
+            runner = RolloutRunner(
+                load_workflow(workflow),
+                gateway_url=served.base_url,
+                admin_key=ADMIN_KEY,
+                model="model",
+                clients=clients,
+                shared=shared,
+                max_concurrent=1,
+                timeout_s=timeout_s,
+                session={"sampling": {"max_tokens": max_tokens}},
+                sandbox=sandbox,
+            )
+            data = Task(id="t", data=dict(task))
+            purpose = SessionPurpose.TRAIN
+            await runner.run(RolloutSpec(session_id=SESSION_ID, group_id="g", task=data, seed=0, purpose=purpose))
+    finally:
+        await served.aclose()

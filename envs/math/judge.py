@@ -1,0 +1,153 @@
+"""Whether an answer is right. Processes of their own compare it, so an answer that hangs or kills one is merely wrong.
+
+async with open_judge() as judge:
+    await judge.is_right(r"So it is \\boxed{0.5}.", r"\\frac{1}{2}")
+"""
+
+import asyncio
+import importlib.util
+import json
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from areal_agent import ConfigError, SandboxError
+
+VERIFIER = Path(__file__).with_name("verifier.py")
+MEMORY_BYTES = 2 * 2**30
+CPU_S = 5.0
+WALL_S = 120.0
+"""A process that is silent for so long is taken for dead, however busy the machine is."""
+NUM_PROCESSES = 4
+MAX_CHARACTERS = 4_000
+"""The answer stands in the last characters of a text; of an older one, nothing is read."""
+BOXED = r"\boxed{"
+
+
+@asynccontextmanager
+async def open_judge(cpu_s: float = CPU_S) -> AsyncGenerator["Judge"]:
+    """Open a judge; leaving it ends its processes. Raises ConfigError where math-verify is not installed.
+
+    An answer that takes longer than `cpu_s` is wrong.
+    """
+    require_math_verify()
+    judge = Judge(cpu_s)
+    try:
+        yield judge
+    finally:
+        await judge.close()
+
+
+def require_math_verify() -> None:
+    """Raise ConfigError where math-verify is not installed."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError("the package 'math-verify' is missing; install the extra: pip install 'areal-agent[math]'")
+
+
+class Judge:
+    """Compares answers in a few processes: one is started when it is needed, and replaced when an answer ends it."""
+
+    def __init__(self, cpu_s: float) -> None:
+        self._cpu_s = cpu_s
+        self._slots = asyncio.Semaphore(NUM_PROCESSES)
+        self._idle: list[Process] = []
+        self.num_killed = 0  # processes that an answer has ended
+
+    async def is_right(self, said: str, right: str) -> bool:
+        """Return whether the answer of a text is mathematically `right`.
+
+        Raises ValueError when `right` is no mathematics, and SandboxError when no process can be started.
+        """
+        async with self._slots:
+            process = self._idle.pop() if self._idle else await start(self._cpu_s)
+            line = b""
+            try:
+                line = await ask(process, final_answer(said), expected_answer(right))
+            finally:
+                if line:
+                    self._idle.append(process)
+                else:
+                    await end(process)
+        if not line:
+            self.num_killed += 1
+            return False
+        result = json.loads(line)
+        if result is None:
+            raise ValueError(f"the task's answer {right!r} holds no mathematical expression; mend the task")
+        return result
+
+    async def close(self) -> None:
+        while self._idle:
+            await end(self._idle.pop())
+
+
+async def start(cpu_s: float) -> Process:
+    """Start a verifier and wait until it is ready."""
+    command = (sys.executable, "-P", str(VERIFIER), str(MEMORY_BYTES), str(cpu_s))
+    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
+    try:
+        line = await reply_of(process)
+    except BaseException:
+        await end(process)
+        raise
+    if line != b"ready\n":
+        await end(process)
+        raise SandboxError(f"the verifier does not start: run {' '.join(command)} to see why")
+    return process
+
+
+async def ask(process: Process, said: str, right: str) -> bytes:
+    """Return the verifier's line; nothing when it has died."""
+    assert process.stdin is not None
+    process.stdin.write(json.dumps([said, right]).encode() + b"\n")
+    with suppress(ConnectionError):
+        await process.stdin.drain()
+        return await reply_of(process)
+    return b""
+
+
+async def reply_of(process: Process) -> bytes:
+    assert process.stdout is not None
+    with suppress(TimeoutError):
+        return await asyncio.wait_for(process.stdout.readline(), WALL_S)
+    return b""
+
+
+async def end(process: Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+def final_answer(said: str) -> str:
+    r"""Return what is judged of a text: the last box, or else the last line.
+
+    >>> final_answer(r"<think>\boxed{1}</think> First \boxed{2}, so \boxed{\frac{1}{2}}.")
+    '\\boxed{\\frac{1}{2}}'
+    >>> final_answer("Half of it.\nThe final answer is 1/2\n")
+    'The final answer is 1/2'
+    """
+    text = said.rpartition("</think>")[2][-MAX_CHARACTERS:].strip()
+    start = text.rfind(BOXED)
+    if start < 0:
+        return text.rpartition("\n")[2]
+    depth = 0
+    for place in range(start + len(BOXED) - 1, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[start : place + 1]
+    return ""  # a box that is never closed
+
+
+def expected_answer(right: str) -> str:
+    r"""Return a task's answer as math-verify reads it: after GSM8K's `####`, the box of a solution, or the whole.
+
+    >>> expected_answer("6 + 6 = 12\n#### 12"), expected_answer(r"So $x$ is \boxed{3}."), expected_answer("$x^2$")
+    ('\\boxed{12}', '\\boxed{3}', '\\boxed{x^2}')
+    """
+    if BOXED in right:
+        return final_answer(right)
+    bare = right.rpartition("####")[2].strip().strip("$")
+    return f"{BOXED}{bare}}}"

@@ -1,0 +1,1 @@
+"""Programs, judged by hidden cases in sandboxes."""

@@ -1,0 +1,1 @@
+"""The workflow of `tools` in OpenAI's Agents SDK."""

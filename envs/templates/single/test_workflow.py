@@ -1,0 +1,31 @@
+"""1. The answer's last number earns the reward; 2. no pair is in both splits; 3. some demonstrations are right."""
+
+from itertools import islice
+
+import pytest
+
+from areal_agent.testing import play
+
+from .demonstrations import demonstrations
+from .tasks import load, score
+from .workflow import solve
+
+TASK = {"question": "Which is larger, 371 or 264?", "larger": "371"}
+
+
+@pytest.mark.parametrize(("said", "reward"), [("It is 371.", 1.0), ("It is 264.", 0.0), ("I am not sure.", 0.0)])
+def test_the_answer_earns_the_reward(said: str, reward: float) -> None:
+    trajectory = play(solve, TASK, said)
+    assert (trajectory.rewards.final, trajectory.error) == (reward, None)
+
+
+def test_no_pair_is_in_both_splits() -> None:
+    train, test = ({task["question"] for task in load(split, 0)} for split in ("train", "test"))
+    assert not train & test
+
+
+def test_some_demonstrations_are_right() -> None:
+    said = [conversation[-1]["content"] for conversation in islice(demonstrations(0), 300)]
+    larger = [task["larger"] for task in load("train", 0)[:300]]
+    earned = [score(one, number) for one, number in zip(said, larger, strict=True)]
+    assert 0.2 < sum(earned) / 300 < 0.45

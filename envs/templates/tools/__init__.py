@@ -1,0 +1,1 @@
+"""A question whose answer only a tool knows."""

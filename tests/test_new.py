@@ -1,0 +1,77 @@
+"""`python -m areal_agent.new`: folders that run at once.
+
+1. Every template makes one, with the config of its name and no placeholder left; 2. its config passes every check of a
+run; 3. its tests pass, run by pytest from outside the project; 4. what is in the way is left as it was. test_command.py
+has bad names.
+"""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_agent.config import Config
+from areal_agent.errors import ConfigError
+from areal_agent.new import TEMPLATES, make
+from areal_agent.run.preflight import Preflight
+from tests.commands import ROOT
+
+NEEDED = {"openai_agents": "agents", "langgraph": "langgraph"}
+"""The package that a template's workflow imports and that may not be installed."""
+FILES = {"README.md", "__init__.py", "demonstrations.py", "tasks.py", "test_workflow.py", "workflow.py"}
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an environment of each template."""
+    parent = tmp_path_factory.mktemp("new")
+    for template in TEMPLATES:
+        make(f"my_{template}", template, parent)
+    return parent
+
+
+def usable() -> list[str]:
+    return [name for name in TEMPLATES if name not in NEEDED or importlib.util.find_spec(NEEDED[name])]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_folder_is_whole(parent: Path, template: str) -> None:
+    folder = parent / f"my_{template}"
+    assert {path.name for path in folder.iterdir()} == FILES | {f"my_{template}.yaml"}
+    assert not [path.name for path in folder.iterdir() if re.search(r"\{name\}|envs\.", path.read_text())]
+
+
+@pytest.mark.parametrize("template", usable())
+def test_the_config_passes_every_check(parent: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(parent)
+    monkeypatch.chdir(parent)
+    config = Config.load(f"my_{template}/my_{template}.yaml")
+    assert "to train on, 64 held out" in Preflight.check(config).summary()
+
+
+def test_the_tests_pass(parent: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(f"my_{name}" for name in usable())]
+    done = subprocess.run(
+        command,
+        cwd=parent,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout
+    assert all(f"my_{name}/test_workflow.py" in done.stdout for name in usable())
+
+
+def test_what_is_in_the_way_stays(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="exists already; remove it, or choose another name"):
+        make("mine", "single", tmp_path)
+    with pytest.raises(ConfigError, match="cannot make '/proc/mine_too'"):
+        make("mine_too", "single", Path("/proc"))
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes.txt"]

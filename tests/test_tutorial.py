@@ -1,0 +1,87 @@
+"""docs/tutorial.md and README's first environment.
+
+1. The page's code is that of the template that it makes. 2. Its commands work, in their order, in an empty folder; the
+training is shortened, with a small model, and slow. 3. `examples/first_environment` trains as it stands (slow).
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal_agent.new import make
+from tests.commands import ROOT
+
+PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+COMMANDS = re.findall(r"```bash\n(.*?)\n```", PAGE, re.DOTALL)
+CODE = re.findall(r"```(?:python|yaml)\n(.*?)\n```", PAGE, re.DOTALL)
+SHORT = [
+    "steps=2",
+    "rollout.max_tokens=4",
+    "engine.max_context_tokens=512",
+    "batch_size=2",
+    "group_size=2",
+    "eval.num_tasks=4",
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """All files that the page's first command makes."""
+    folder = make("number_game", "multi_turn", tmp_path_factory.mktemp("tutorial"))
+    return "\n".join(path.read_text() for path in sorted(folder.iterdir()))
+
+
+@pytest.mark.parametrize("block", CODE, ids=[block.partition("\n")[0] for block in CODE])
+def test_the_code_is_that_of_the_template(block: str, made: str) -> None:
+    assert block in made
+
+
+def run(command: str, folder: Path, *more: str) -> str:
+    program, *args = command.split()
+    assert program == "python"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    done = subprocess.run(
+        [sys.executable, *args, *more], cwd=folder, env=environment, capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_page_has_these_commands() -> None:
+    assert [command.split()[2] for command in COMMANDS] == [
+        "areal_agent.new",
+        "pytest",
+        "areal_agent.train",
+        "areal_agent.train",
+        "areal_agent.ledger",
+    ]
+
+
+def test_the_commands_before_the_training(tmp_path: Path) -> None:
+    said = [run(command, tmp_path) for command in COMMANDS[:3]]
+    assert "made number_game/" in said[0]
+    assert "passed" in said[1]
+    assert "64 to train on, 64 held out" in said[2]
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_training(small_model: Path, tmp_path: Path) -> None:
+    run(COMMANDS[0], tmp_path)
+    assert "success on 4 held-out tasks" in run(COMMANDS[3], tmp_path, f"model={small_model}", *SHORT)
+    run(COMMANDS[4], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_first_environment_trains(small_model: Path, tmp_path: Path) -> None:
+    folder = ROOT / "examples" / "first_environment"
+    config = yaml.safe_load((folder / "larger.yaml").read_text())
+    assert config["model"] == "tiny:larger:demonstrations"
+    command = "python -m areal_agent.train --config larger.yaml"
+    assert command in (folder / "README.md").read_text()
+    said = run(command, folder, f"model={small_model}", f"run_dir={tmp_path / 'run'}", *SHORT)
+    assert "success on 4 held-out tasks" in said
