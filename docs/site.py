@@ -28,11 +28,11 @@ SANDBOXES = ("sandboxes", "sandboxes doctor", "sandboxes check", "sandboxes imag
 
 
 class Doctests(griffe.Extension):
-    """Shows the examples of a docstring as code, and `drawing::` with one colon."""
+    """Shows the examples of a docstring as code, and the `::` before a drawing as one colon or none."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
-            text = obj.docstring.value.replace("::\n", ":\n")
+            text = re.sub(r"(?m)^::\n", "", obj.docstring.value).replace("::\n", ":\n")
             obj.docstring.value = DOCTEST.sub(lambda found: f"```python\n{found[0].rstrip()}\n```\n", text)
 
 
@@ -78,8 +78,8 @@ def http_page() -> str:
     schemas: Mapping[str, Any] = document["components"]["schemas"]
     lines = [
         "# HTTP calls of the gateway\n",
-        "`GET /openapi.json` of a running gateway is the whole of it, for machines. Paths under `/v1` also work without "
-        "it. [The gateway](gateway.md) says what its parameters do.\n",
+        "`GET /openapi.json` of a running gateway is the whole of it, for machines. Paths under `/v1` also work "
+        "without it. [The gateway](gateway.md) says what its parameters do.\n",
         *(f"- `{name}`: {text}" for name, text in KEYS.items()),
     ]
     for call in (*CALLS, *TRAINER_CALLS):
