@@ -248,7 +248,7 @@ class SandboxConfig(Section):
 
     backend: Literal["auto", "embedded", "docker", "jail", "subprocess", "bubblewrap", "namespaces"] = "embedded"
     """`docker` runs containers, `jail` namespaces; `subprocess` limits time, memory and output and does not isolate
-    (see sandboxes/backends.md). `auto` takes the strongest that works on this machine, `embedded` a jail. `bubblewrap`
+    (see sandboxes/README.md). `auto` takes the strongest that works on this machine, `embedded` a jail. `bubblewrap`
     and `namespaces` are old names of `jail`.
     """
     min_isolation: Literal["none", "process", "namespaces", "container", "vm"] | None = None
