@@ -27,7 +27,7 @@
     conformance/    the hostile suite that every backend passes
     __main__.py     the command line: what works on this machine, the hostile suite, tidying up
 
-The package is independent: all it imports of areal_agent is the error `SandboxError`. README.md and
+The package is independent: all it imports of areal_agent is the error `SandboxError`. backends.md and
 `Pool.capabilities()` say what each backend cannot stop.
 """
 

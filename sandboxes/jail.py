@@ -1,7 +1,7 @@
 """The jail backend: each cell is a jail of namespaces, with a disk in memory, a filter and control groups.
 
 A jail is a container that we build ourselves (`agent/walls.py`), with the same agent in it. A zygote forks them;
-`Zygotes` is the host's end. A cell is its jail: closing it ends everything in it. README.md says what the backend
+`Zygotes` is the host's end. A cell is its jail: closing it ends everything in it. backends.md says what the backend
 stops.
 """
 

@@ -1,7 +1,7 @@
 """The subprocess backend: programs run as processes of the host's user, with the kernel's limits on each.
 
 It bounds time, memory, files and output and, where Linux has Landlock, what a program may change and signal. It does
-not isolate: `capabilities` lists what it cannot stop, and README.md says why. One agent (`link.py`, `agent/`) without
+not isolate: `capabilities` lists what it cannot stop, and backends.md says why. One agent (`link.py`, `agent/`) without
 walls serves all sandboxes of a provider; when it dies, running programs fail and a fresh one is started.
 
 (This is not the standard library's `subprocess`, which nothing here uses: imports in this project are absolute.)
@@ -92,7 +92,7 @@ class SubprocessProvider:
         provider = cls(agent, root)
         logger.warning(
             "the subprocess sandbox backend limits programs but does not isolate them from this machine. It cannot "
-            "stop: %s. See sandboxes/README.md.",
+            "stop: %s. See sandboxes/backends.md.",
             "; ".join(provider.capabilities().cannot_stop),
         )
         return provider

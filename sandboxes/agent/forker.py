@@ -29,7 +29,7 @@ from sandboxes.agent.wire import NUM_DESCRIPTORS, ORDER, REPORT, Order, Report
 MANY_SWEEPS = 4
 """Processes that survive this many sweeps fork faster than they can be killed one by one."""
 MAX_SWEEPS = 1000
-"""After this many rounds the forker stops chasing a program that forks faster than it is killed (see README.md)."""
+"""After this many rounds the forker stops chasing a program that forks faster than it is killed (see backends.md)."""
 FIRST_PROCESS = 1
 FOR_ROOT, AGENT_UID = "for-root", 65532
 ALL_SIGNALS = [int(number) for number in signal.valid_signals()]

@@ -195,7 +195,7 @@ class UnitTests:
     r"""Files of tests that import the program as `module`, for pytest: its own kind and unittest's, `async` too.
 
     The tests run in a sandbox where the program never comes. There `module` is a stand-in, which sends each call to
-    the program's sandbox and brings its result back as plain data. "Code rewards" in sandboxes/README.md says what a
+    the program's sandbox and brings its result back as plain data. sandboxes/judge/README.md says what a
     test may do with the program's objects; one that has the program judge itself fails.
 
     >>> UnitTests(files={"test_it.py": "from solution import add\ndef test_add(): assert add(1, 2) == 3"}).module
