@@ -137,7 +137,7 @@ def draw_trajectory(axes: Axes, trajectory: Trajectory, tokenizer: Tokenizer) ->
     step = trajectory.fate and trajectory.fate.trained_step
     end = f"reward {trajectory.rewards.total:g}, trained in step {step}"
     end += "; new weights arrived in mid-answer" if _is_interrupted(trajectory) else ""
-    axes.text(INDENT, row + 1.7, end, va="center", fontsize=size, family="monospace", color=INK)
+    axes.text(0, row + 1.7, end, va="center", fontsize=size, family="monospace", color=INK)
 
 
 def _lines(trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[tuple[str, list[Piece]]]:

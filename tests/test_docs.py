@@ -2,7 +2,8 @@
 
 1. configuration.md lists what the sections say; 2. reliability.md names tests that exist, and says which of them
 `pytest` leaves out by default (slow); 3. Python in a page compiles, and what it imports from us and finds on `rollout`
-exists; 4. commands in a page have these options, keys and config files. `mkdocs build` checks links (.ci/run).
+exists; 4. commands in a page have these options, keys and config files; 5. README's environment trains, by README's own
+command (slow). `mkdocs build` checks links (.ci/run).
 """
 
 import ast
@@ -10,9 +11,12 @@ import contextlib
 import importlib
 import inspect
 import io
+import json
+import os
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -88,6 +92,20 @@ def test_its_commands_exist_as_written(page: Path) -> None:
 def test_config_files_that_it_names_exist(page: Path) -> None:
     named = re.findall(r"\b(?:configs|examples/\w+)/[\w.]+\.yaml\b", page.read_text())
     assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.slow
+def test_the_environment_of_readme_trains(tmp_path: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    (tmp_path / "my_env.py").write_text(next(code for code in PYTHON.findall(readme) if "def load(" in code))
+    command = next(line for line in readme.splitlines() if "workflow=my_env:solve" in line)
+    words = shlex.split(command.split("python -m ", 1)[1])
+    shorter = ["steps=2", "eval.num_tasks=8", f"run_dir={tmp_path / 'run'}"]
+    words = [word for word in words if not word.startswith(("steps=", "run_dir="))] + shorter
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
 
 
 def _commands(page: str) -> Iterator[tuple[str, list[str], list[str]]]:
