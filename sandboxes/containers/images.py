@@ -233,6 +233,10 @@ async def follow(engine: Engine, response: aiohttp.ClientResponse, bounds: Build
         raise failed.exceptions[0] from None
 
 
+TOLD_LATE_S = (0.0, 0.1, 0.5, 2.0)
+"""An engine hears of a container's end a little later than the runtime that refuses to bound it."""
+
+
 async def bound_processes(engine: Engine, container: str, num_processes: int) -> None:
     """Bound the processes of a step's container, which is about to start or may have ended already."""
     details = await engine.find_container(container)
@@ -241,9 +245,12 @@ async def bound_processes(engine: Engine, container: str, num_processes: int) ->
     try:
         await engine.limit(container, {"PidsLimit": num_processes})
     except SandboxError as error:
-        details = await engine.find_container(container)
-        if details is not None and details["State"]["Running"]:
-            raise SandboxError(f"the processes of a build could not be bounded: {error}") from error
+        for wait_s in TOLD_LATE_S:
+            await asyncio.sleep(wait_s)
+            details = await engine.find_container(container)
+            if details is None or not details["State"]["Running"]:
+                return
+        raise SandboxError(f"the processes of a build could not be bounded: {error}") from error
 
 
 RECIPE_LABEL = "areal-agent.sandboxes.recipe"

@@ -13,7 +13,7 @@ from areal_agent.tokens.formats.base import Family, ParsedAnswer, ToolCall
 from areal_agent.tokens.formats.deepseek import DeepSeek
 from areal_agent.tokens.formats.detection import PROBE, PROBE_TOOLS, Manner, probes, refuses_content
 from areal_agent.tokens.formats.harmony import FINAL, Harmony, HarmonyReader
-from areal_agent.tokens.formats.hermes import Hermes, Phi
+from areal_agent.tokens.formats.hermes import GRANITE, PHI, Hermes
 from areal_agent.tokens.formats.kimi import Kimi
 from areal_agent.tokens.formats.literals import FUNCTION_GEMMA, GEMMA_4, LFM_2, LLAMA_4
 from areal_agent.tokens.formats.llama3 import Llama3
@@ -49,6 +49,7 @@ class ToolFormat(StrEnum):
     LLAMA_4 = "llama_4"  # [name(key="value")]
     MINIMAX = "minimax"  # <minimax:tool_call><invoke name="name"><parameter name="key">value</parameter>...
     PHI_4_MINI = "phi_4_mini"  # functools[{"name": ..., "arguments": {...}}]
+    GRANITE_3 = "granite_3"  # <|tool_call|>[{"name": ..., "arguments": {...}}]
     SEED = "seed"  # as qwen_coder, within <seed:tool_call>
     NONE = "none"  # no text is taken for a call
 
@@ -65,7 +66,8 @@ _FAMILIES: Mapping[ToolFormat, Family] = {
     ToolFormat.KIMI_K2: Kimi(),
     ToolFormat.GEMMA_4: GEMMA_4,
     ToolFormat.FUNCTION_GEMMA: FUNCTION_GEMMA,
-    ToolFormat.PHI_4_MINI: Phi(),
+    ToolFormat.PHI_4_MINI: PHI,
+    ToolFormat.GRANITE_3: GRANITE,
     ToolFormat.LFM_2: LFM_2,
     ToolFormat.LLAMA_4: LLAMA_4,
     ToolFormat.MISTRAL: Mistral(is_list=True),

@@ -1,4 +1,4 @@
-"""Tool calls as objects between tags: Hermes, Qwen and many others, and Phi-4-mini, whose calls are in a list.
+"""Tool calls as objects between tags: Hermes, Qwen and many others; and in a list: Phi-4-mini, Granite 3.
 
 ::
 
@@ -45,8 +45,11 @@ class Hermes:
 _WORD, _TAG, _TAG_END = "functools[", "<|tool_call|>", "<|/tool_call|>"
 
 
-class Phi:
-    """Writes the list after a word. Between tags one call needs no list."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Listed:
+    """Writes `begin` before the calls of a list, and reads lists after either. Between tags one call needs no list."""
+
+    begin: str
 
     marks = Marks(openings=(_WORD, _TAG), closing="}", separators=(",",), endings=("]", _TAG_END))
 
@@ -57,7 +60,10 @@ class Phi:
         read_envelope(cursor, call, argument_keys=(_ARGUMENTS, "parameters"))
 
     def write(self, content: str, calls: Sequence[ToolCall]) -> str:
-        return f"{content}{_WORD}{', '.join(write_envelope(call, _ARGUMENTS) for call in calls)}]"
+        return f"{content}{self.begin}{', '.join(write_envelope(call, _ARGUMENTS) for call in calls)}]"
 
     def opening(self, tool_name: str | None) -> str:
-        return _WORD + ("" if tool_name is None else open_envelope(tool_name, _ARGUMENTS))
+        return self.begin + ("" if tool_name is None else open_envelope(tool_name, _ARGUMENTS))
+
+
+PHI, GRANITE = Listed(begin=_WORD), Listed(begin=_TAG + "[")

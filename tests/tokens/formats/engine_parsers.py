@@ -48,6 +48,7 @@ VLLM = {
     "llama_4": "llama4_pythonic",
     "lfm_2": "lfm2",
     "phi_4_mini": "phi4_mini_json",
+    "granite_3": "granite",
     "hermes": "hermes",
     "llama3_json": "llama3_json",
     "mistral_v11": "mistral",

@@ -47,6 +47,7 @@ CALLS = {  # those that no template of templates/real writes
     ToolFormat.KIMI_K2: "<|tool_calls_section_begin|><|tool_call_begin|>ID<|tool_call_argument_begin|>ARGUMENTS"
     "<|tool_call_end|><|tool_calls_section_end|>",
     ToolFormat.PHI_4_MINI: f"functools[{HERMES}]",
+    ToolFormat.GRANITE_3: f"<|tool_call|>[{HERMES}]",
     ToolFormat.LLAMA_4: f"[NAME({KEYWORDS})]",
     ToolFormat.LFM_2: f"<|tool_call_start|>[NAME({KEYWORDS})]<|tool_call_end|>",
 }
