@@ -25,7 +25,11 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--config", metavar="FILE", help="the YAML config; with --resume, the run folder's by default")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key: steps=10 engine.threads=2")
-    parser.add_argument("--dry-run", action="store_true", help="check everything and start nothing")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the config, what it names and a model's folder; start nothing (areal_agent.doctor tries the rest)",
+    )
     parser.add_argument("--resume", metavar="RUN_DIR", help="go on with an interrupted or crashed run")
     args = parser.parse_args()
     if not args.config and not args.resume:

@@ -41,7 +41,9 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--config", metavar="FILE", required=True, help="the YAML config of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key: engine.threads=2")
-    parser.add_argument("--no-engine", action="store_true", help="start no engine and no trainer, and build no model")
+    parser.add_argument(
+        "--no-engine", action="store_true", help="start no engine, build no model and download no weights"
+    )
     elsewhere = parser.add_argument_group(
         "a machine elsewhere", "What is not given is not compared. The model may be a config.json alone."
     )

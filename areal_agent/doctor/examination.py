@@ -18,8 +18,9 @@ from areal_agent.doctor.memory import Machine, memory_findings, num_cores, this_
 from areal_agent.doctor.model import (
     ModelShape,
     find_model,
+    has_weights,
     load_renderer,
-    model_finding,
+    model_findings,
     shape_of,
     template_findings,
     tokenizer_findings,
@@ -70,7 +71,7 @@ class Examination:
         folder = found.folder
         shape = await attempt(report, "model", shape_of(config, folder))
         if shape is not None:
-            report.add(model_finding(config, folder, shape))
+            await examined(report, "model", model_findings(config, folder, shape))
         if folder is None:
             report.skip("tokenizer", "template", why="the model is not built yet")
             return None, shape, None
@@ -89,13 +90,11 @@ class Examination:
         checks = ("engine", "interruption", "trainer", "parity", "push", "spans")
         if self.elsewhere is not None:
             self.report.skip("sandboxes", *checks, why="run the doctor on that machine")
-        elif not self.starts_engine:
-            self.report.skip(*checks, why="--no-engine")
-        elif model is None or renderer is None:
-            self.report.skip(*checks, why="it needs a model and its tokenizer")
+        elif model is None or renderer is None or not has_weights(model):
+            self.report.skip(*checks, why="it needs a model here, with its weights and tokenizer")
         else:
             trial = Trial(config=self.config, model=model, renderer=renderer, logs=logs, report=self.report)
-            await attempt(self.report, "engine", trial.run(), limit_s=None)
+            await attempt(self.report, "engine", trial.run(with_engine=self.starts_engine), limit_s=None)
 
     def _machine_finding(self, machine: Machine) -> Finding:
         """Report what the machine has, and whether its cores are enough for the threads of engine and trainer."""
@@ -133,5 +132,5 @@ async def check_up(
         ).run()
     finally:
         report.close()
-    report.sum_up("here" if elsewhere is None else "there, as far as this can be said from here")
+    report.sum_up("here" if elsewhere is None else "there")
     return 1 if report.has_failed else 0

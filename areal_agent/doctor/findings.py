@@ -133,11 +133,15 @@ class Report:
             self._status = None
 
     def sum_up(self, place: str = "here") -> None:
-        """Print the number of findings by state, and what a run would do."""
+        """Print the number of findings by state, and what a run would do, as far as it was tried."""
         counts = Counter(finding.state for finding in self.findings)
-        verdict = f"this config runs {place}" + (", but see the warnings" if counts[State.WARN] else "")
+        untried = dict.fromkeys(finding.check for finding in self.findings if finding.state is State.SKIP)
+        verdict = f"this config runs {place}" if not untried else f"no fault was found {place}"
+        verdict += ", but see the warnings" if counts[State.WARN] else ""
         if self.has_failed:
             verdict = "a run of this config would fail; fix what failed, from the top"
+        elif untried:
+            verdict += f"\nnot tried, and may still fail: {', '.join(untried)}"
         self._console.print(f"\n{', '.join(f'{counts[state]} {state}' for state in State if counts[state])}: {verdict}")
 
     @property

@@ -16,7 +16,6 @@ an estimate. V vocabulary, H hidden, I intermediate, L layers, Q query and K key
 """
 
 import asyncio
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,7 +27,15 @@ from areal_agent.doctor.findings import Finding, State, gib
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.models.recipe import RECIPE, Recipe, demonstrations_of
 from areal_agent.observe.progress import Progress
-from areal_agent.run.preflight import EMBEDDED_TYPES, check_model, is_served, require_trainable
+from areal_agent.run.preflight import (
+    check_context,
+    check_model,
+    is_described,
+    read_described,
+    require_trainable,
+    told_calls,
+)
+from areal_agent.run.serving import transcript_settings
 from areal_agent.tokens.forest import Forest, Reply
 from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.formats.thinking import ReasoningFormat
@@ -63,19 +70,12 @@ class ModelShape:
     is_tied: bool
     num_experts: int = 0
     expert_size: int = 0  # the inner size of one expert; `intermediate_size` is that of all that one token passes
-    max_context_tokens: int | None = None  # the longest it was made for
     dtype: str | None = None  # of its files
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a Hugging Face folder, or its config.json. Raises ConfigError where that lacks a size."""
-        try:
-            fields = json.loads((path if path.is_file() else path / "config.json").read_bytes())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the config.json of {str(path)!r} cannot be read: {error}") from error
-        if not isinstance(fields, dict):
-            raise ConfigError(f"the config.json of {str(path)!r} is {type(fields).__name__}, not an object")
-        return cls.of(fields)
+        return cls.of(read_described(path))
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Self:
@@ -98,7 +98,6 @@ class ModelShape:
                 num_kv_heads=fields.get("num_key_value_heads") or num_heads,
                 head_dim=fields.get("head_dim") or hidden_size // num_heads,
                 is_tied=bool(fields.get("tie_word_embeddings", False)),
-                max_context_tokens=fields.get("max_position_embeddings"),
                 dtype=fields.get("dtype") or fields.get("torch_dtype"),
             )
         except KeyError as error:
@@ -116,7 +115,6 @@ class ModelShape:
                 "model_type": "qwen3",
                 "num_hidden_layers": recipe.num_layers,
                 "num_attention_heads": recipe.num_heads,
-                "max_position_embeddings": recipe.max_context_tokens,
                 "tie_word_embeddings": True,
                 "dtype": "float32",
             }
@@ -199,19 +197,20 @@ async def find_model(config: Config, logs: Path, progress: Progress, *, with_wei
     A run that is elsewhere (`is_here` is false) has its weights there: the config.json is enough. Raises ConfigError
     and ProcessDied.
     """
-    if not is_here and (described := _described(Path(config.model))) is not None:
-        return Found(folder=described)
-    check_model(config.model, config.engine)
-    if not with_weights:
-        return Found(folder=await describe_model(config.model, config.seed))
-    folder = await obtain_model(config.model, config.seed, logs, progress)
-    require_trainable(folder, config.engine)
+    folder: Path | None = Path(config.model)
+    if is_here or not is_described(folder):
+        check_model(config.model, config.engine)
+        if with_weights:
+            folder = await obtain_model(config.model, config.seed, logs, progress)
+        else:
+            folder = await describe_model(config.model, config.seed)
+    if folder is not None:
+        await asyncio.to_thread(require_trainable, folder, config.engine)
     return Found(folder=folder)
 
 
-def _described(path: Path) -> Path | None:
-    """Return a folder with a config.json, or that file under whatever name; None where there is neither."""
-    return path if path.is_file() or (path / "config.json").is_file() else None
+def has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
 
 
 async def shape_of(config: Config, folder: Path | None) -> ModelShape:
@@ -223,23 +222,16 @@ async def shape_of(config: Config, folder: Path | None) -> ModelShape:
     return ModelShape.of_recipe(RECIPE)
 
 
-def model_finding(config: Config, folder: Path | None, shape: ModelShape) -> Finding:
-    """Report what the model is, and whether engine and trainer support it."""
+async def model_findings(config: Config, folder: Path | None, shape: ModelShape) -> list[Finding]:
+    """Report what the model is. Raises ConfigError where it was made for shorter contexts."""
+    check_context(config, folder)
     million = shape.num_parameters / 1e6
     where = "built on first use" if folder is None else str(folder)
     found = (
         f"{shape.model_type}, {million:,.1f} million parameters, stored in {shape.dtype or 'an unknown type'} "
         f"({gib(FLOAT32_BYTES * shape.num_parameters)} in float32): {where}"
     )
-    longest, asked = shape.max_context_tokens, config.engine.max_context_tokens
-    if not is_served(shape.model_type, config.engine):
-        found = f"{found}; the embedded engine does not serve type {shape.model_type!r}"
-        change = f"use a model of type {', '.join(EMBEDDED_TYPES)}, or set engine.backend to 'sglang' or 'vllm'"
-        return Finding("model", State.FAIL, found, change)
-    if longest is not None and asked > longest and not config.is_online:
-        found = f"{found}; it was made for {longest} tokens, but engine.max_context_tokens is {asked}"
-        return Finding("model", State.FAIL, found, f"set engine.max_context_tokens to at most {longest}")
-    return Finding("model", State.OK, found)
+    return [Finding("model", State.OK, found)]
 
 
 SAMPLE = 'Naïve café: 3 × 7 = 21,\n\tdef f(x): return {"a": [x, 1.5]}  # 你好, Привет 🙂\n'
@@ -247,14 +239,7 @@ SAMPLE = 'Naïve café: 3 × 7 = 21,\n\tdef f(x): return {"a": [x, 1.5]}  # 你�
 
 async def load_renderer(config: Config, folder: Path) -> Renderer:
     """Load the renderer as the gateway of a run does. Raises ConfigError."""
-    rollout = config.rollout
-    return await asyncio.to_thread(
-        Renderer.load,
-        folder,
-        history_thinking=rollout.history_thinking,
-        tool_format=rollout.tool_format,
-        reasoning_format=rollout.reasoning_format,
-    )
+    return await asyncio.to_thread(transcript_settings(config, folder).load_renderer)
 
 
 async def tokenizer_findings(renderer: Renderer, shape: ModelShape | None) -> list[Finding]:
@@ -372,12 +357,10 @@ def _thinking(renderer: Renderer, history_thinking: HistoryThinking) -> Finding:
 
 
 def _tools(renderer: Renderer) -> Finding:
-    tool_format = renderer.answer_format.tool_format
+    found = told_calls(renderer)
     if not renderer.answer_format.has_calls:
         remedy = "fine for workflows without tools; otherwise use a template with tools, or set rollout.tool_format"
-        found = "writes no tool calls that can be read back: requests with tools are refused"
         return Finding("template", State.WARN, found, remedy)
-    found = f"tool calls as {tool_format}"
     try:
         reason = continued(renderer, RESULT, content="", calls=True)
     except RequestError as error:

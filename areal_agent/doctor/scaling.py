@@ -26,7 +26,6 @@ def qwen3(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: 
             "num_attention_heads": num_heads,
             "num_key_value_heads": 8,
             "head_dim": 128,
-            "max_position_embeddings": 40_960,
             "tie_word_embeddings": is_tied,
             "torch_dtype": "bfloat16",
         }

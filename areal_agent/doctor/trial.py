@@ -285,6 +285,7 @@ def spans_finding(answer: GenerateResult, old: WeightVersion, new: WeightVersion
 
 
 GROUP = "doctor"
+NO_ENGINE = "--no-engine"
 
 
 def batch_of(answers: Sequence[Sampled]) -> RolloutBatch:
@@ -343,41 +344,47 @@ class Trial:
     logs: Path
     report: Report
 
-    async def run(self) -> None:
+    async def run(self, *, with_engine: bool = True) -> None:
         """Try as much as possible."""
         async with AsyncExitStack() as stack:
             if self.config.is_online:
-                await self._ask_elsewhere(stack)
+                await self._ask_elsewhere(stack, with_engine=with_engine)
             else:
-                await self._try_here(stack)
+                await self._try_here(stack, with_engine=with_engine)
 
-    async def _ask_elsewhere(self, stack: AsyncExitStack) -> None:
-        engine = await attempt(self.report, "engine", connect_engine(self.config.engine))
+    async def _ask_elsewhere(self, stack: AsyncExitStack, *, with_engine: bool) -> None:
+        engine = await attempt(self.report, "engine", connect_engine(self.config.engine)) if with_engine else None
         if engine is not None:
             stack.push_async_callback(engine.aclose)
             await attempt(self.report, "engine", self._ask(engine))
+        if not with_engine:
+            self.report.skip("engine", why=NO_ENGINE)
         self.report.skip("interruption", "trainer", "push", why="agents are at work with that engine")
 
-    async def _try_here(self, stack: AsyncExitStack) -> None:
+    async def _try_here(self, stack: AsyncExitStack, *, with_engine: bool) -> None:
         """Try an engine and a trainer in a run's order: where they share a GPU, the engine takes its part first."""
         in_memory = self.config.trainer.transfer == "shared_memory"
         shared_memory = stack.enter_context(weights_folder(in_memory=in_memory))
         _, trainer = await stack.enter_async_context(start_trainer(self.config.trainer.threads, self.logs))
-        weights = await asyncio.to_thread(engine_weights, self.config.trainer, self.model, None, shared_memory)
-        opening = stack.enter_async_context(open_engine(self.config.engine, weights, FIRST, self.logs))
-        engine = await attempt(self.report, "engine", opening, limit_s=None)  # it has a limit of its own
-        asked = None
+        engine, asked, why = None, None, NO_ENGINE
+        if with_engine:
+            weights = await asyncio.to_thread(engine_weights, self.config.trainer, self.model, None, shared_memory)
+            opening = stack.enter_async_context(open_engine(self.config.engine, weights, FIRST, self.logs))
+            engine = await attempt(self.report, "engine", opening, limit_s=None)  # it has a limit of its own
+            why = "it needs an engine that answers as it should"
+        else:
+            self.report.skip("engine", why=why)
         if engine is not None:
             asked = await attempt(self.report, "engine", self._ask(engine.client))
         if engine is None or asked is None:
-            self.report.skip("interruption", why="the engine does not answer as it should")
+            self.report.skip("interruption", why=why)
         else:
             await examined(self.report, "interruption", interruption_findings(engine.client, asked[0]))
         loaded = await attempt(
             self.report, "trainer", self._load(trainer, shared_memory), limit_s=self.config.trainer.startup_timeout_s
         )
         if engine is None or asked is None or loaded is None:
-            self.report.skip("parity", "push", "spans", why="it needs an engine and a trainer")
+            self.report.skip("parity", "push", "spans", why=why if engine is None else "it needs a trainer")
             return
         asker, answers = asked
         await examined(self.report, "parity", self._train(trainer, answers, loaded, engine.memory))

@@ -24,7 +24,7 @@ from areal_agent.ledger import questions
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.observe.progress import Progress
 from areal_agent.process import start_logging
-from areal_agent.run.preflight import check_device, check_engine_module, import_own_functions, require_trainable
+from areal_agent.run.preflight import check_for_dry_run
 from areal_agent.run.results import Outcome, RunStatus, closing_lines, write_report
 from areal_agent.run.run import Run
 
@@ -40,14 +40,12 @@ def train(config_file: Path, overrides: Sequence[str], *, resume: str | None, is
     progress = Progress(total_steps=config.steps, mode="none" if is_dry else config.observe.progress)
     run = Run(config, name=config_file.stem, resume=resume, progress=progress)
     if is_dry:
-        import_own_functions(config.algorithm)
-        if not config.is_online:
-            check_engine_module(config.engine)
-            check_device(config.engine)
-        if (Path(config.model) / "config.json").is_file():
-            require_trainable(Path(config.model), config.engine)
-        print(run.preflight.summary())
-        print("dry run: nothing was started and no file was made")
+        found = check_for_dry_run(config)
+        print(f"{run.preflight.summary()}{found}")
+        print(
+            "dry run: nothing was started and no file was made. Not tried were memory, disk, sandboxes (also Docker), "
+            f"engine and trainer: python -m areal_agent.doctor --config {config_file}"
+        )
         return 0
     return asyncio.run(_train(run))
 

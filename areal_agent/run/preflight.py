@@ -21,15 +21,18 @@ from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
 from areal_agent.files import RunFolder
 from areal_agent.gateway.auth import find_admin_key
-from areal_agent.models.recipe import demonstrations_of
+from areal_agent.models.recipe import RECIPE, demonstrations_of
 from areal_agent.rollout.draws import Curriculum, in_order
 from areal_agent.rollout.tasks import HUB_NAME, TaskSet, load_tasks, require_json
 from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
+from areal_agent.run.serving import transcript_settings
+from areal_agent.tokens.renderer import Renderer
 from areal_agent.trainer.checkpoint import latest_checkpoint, newest_step
 from areal_agent.types import Task
 
 EMBEDDED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 PROGRAM_S = 60.0
+ORIGINAL = "original_max_position_embeddings"
 LENGTH_DEPENDENT = ("longrope", "su", "dynamic")
 """Rotary embeddings that change for all tokens once a context is long: transformers does it by the batch, vLLM by the
 context that it is started with."""
@@ -59,6 +62,7 @@ class Preflight:
         source = config.workflow if workflow is None else workflow
         tasks, eval_tasks = TaskSet(sources=()), ()
         check_model(config.model, config.engine)
+        check_context(config)
         if config.is_online:
             if source is not None:
                 raise ConfigError(
@@ -172,7 +176,7 @@ def check_engine_module(engine: EngineConfig) -> None:
     """Raise ConfigError when the environment of `engine.python` lacks the engine, which is not imported."""
     check_engine(engine)
     find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({engine.backend!r}) is None)"
-    if engine.python is not None and not _succeeds(engine.python, find):
+    if engine.python is not None and _output_of([engine.python, "-c", find]).returncode:
         raise ConfigError(
             f"engine.python = {engine.python!r} has no module {engine.backend!r}; install it into that environment"
         )
@@ -181,23 +185,44 @@ def check_engine_module(engine: EngineConfig) -> None:
 def check_device(engine: EngineConfig) -> None:
     """Raise ConfigError when a GPU is asked for and the engine's torch finds none. It takes seconds to ask it."""
     python = engine.python or sys.executable
-    if engine.device == "cuda" and not _succeeds(python, "import sys, torch; sys.exit(not torch.cuda.is_available())"):
+    find = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    if engine.device == "cuda" and _output_of([python, "-c", find]).returncode:
         raise ConfigError(
             f"engine.device is 'cuda', and the torch of {python} finds no GPU here; set it to 'auto' or 'cpu'"
         )
 
 
-def _succeeds(python: str, program: str) -> bool:
+def _output_of(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
     try:
-        return subprocess.run([python, "-c", program], capture_output=True, timeout=PROGRAM_S).returncode == 0
+        return subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S)
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"{python} gave no answer within {PROGRAM_S:g} s; try it alone") from None
+        raise ConfigError(f"{command[0]} gave no answer within {PROGRAM_S:g} s; try it alone") from None
+
+
+def check_for_dry_run(config: Config) -> str:
+    """Check what takes seconds, and what a run leaves to its processes; return what was found. Raises ConfigError."""
+    import_own_functions(config.algorithm)
+    if not config.is_online:
+        check_engine_module(config.engine)
+        check_device(config.engine)
+    folder = Path(config.model)
+    if not (folder / "config.json").is_file():
+        return ""
+    require_trainable(folder, config.engine)
+    return f"\nits chat template: {told_calls(transcript_settings(config, folder).load_renderer())}"
+
+
+def told_calls(renderer: Renderer) -> str:
+    """Return how the model's chat template has tool calls, for people."""
+    if not renderer.answer_format.has_calls:
+        return "writes no tool calls that can be read back, so requests with tools are refused"
+    return f"tool calls as {renderer.answer_format.tool_format}"
 
 
 def import_own_functions(algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError when the user's advantage or loss cannot be imported or has the wrong signature.
 
-    Only a dry run calls it: such modules import torch, which a run leaves to its trainer; that raises the same error.
+    Such modules import torch, which a run leaves to its trainer; that raises the same error.
     """
     load_own(algorithm, "advantage")
     load_own(algorithm, "loss")
@@ -229,25 +254,74 @@ def _check_demonstrations(model: str, path: str) -> None:
         )
 
 
-def is_served(model_type: object, engine: EngineConfig) -> bool:
-    """Return whether the engine serves this type; only the embedded engine has a list."""
-    return model_type in EMBEDDED_TYPES or engine.backend != "embedded" or engine.url is not None
+def is_described(path: Path) -> bool:
+    """Return whether this is a folder with a config.json, or that file."""
+    return path.is_file() or (path / "config.json").is_file()
 
 
-def check_model_folder(path: Path, engine: EngineConfig) -> None:
-    """Raise ConfigError for a folder that the engine could not load."""
+def read_described(path: Path) -> dict[str, Any]:
+    """Return the config.json of a folder, or of that file under whatever name. Raises ConfigError."""
     try:
-        described: object = json.loads((path / "config.json").read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"model {str(path)!r}: its config.json is not JSON: {error}") from None
+        described: object = json.loads((path if path.is_file() else path / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {str(path)!r}: its config.json cannot be read: {error}") from None
     if not isinstance(described, dict):
         raise ConfigError(f"model {str(path)!r}: its config.json is {described!r:.100}, and no object")
-    model_type = cast(dict[str, object], described).get("model_type")
-    if not is_served(model_type, engine):
+    return cast(dict[str, Any], described)
+
+
+def check_served(path: Path, engine: EngineConfig) -> None:
+    """Raise ConfigError for a type that the engine does not serve; only the embedded engine has a list."""
+    model_type = read_described(path).get("model_type")
+    if model_type not in EMBEDDED_TYPES and engine.backend == "embedded" and engine.url is None:
+        check_causal(path)  # another engine would be no remedy
         raise ConfigError(
             f"model {str(path)!r} is of type {model_type!r}, and the embedded engine serves only "
             f"{', '.join(EMBEDDED_TYPES)}; set engine.backend to 'sglang' or 'vllm'"
         )
+
+
+def check_causal(path: Path) -> None:
+    """Raise ConfigError for a model that can never be trained: an encoder, one with images, quantised weights ...
+
+    The types of the embedded engine can. For others transformers' tables are asked, which takes seconds.
+    """
+    described = read_described(path)
+    if described.get("model_type") in EMBEDDED_TYPES and not described.get("quantization_config"):
+        return
+    if fault := _output_of([sys.executable, "-c", FAULT_OF, json.dumps(described)]).stdout:
+        raise ConfigError(f"model {str(path)!r} cannot be trained: {fault}")
+
+
+FAULT_OF = """
+import json, sys
+from areal_agent.models.causal import fault_of
+sys.stdout.write(fault_of(json.loads(sys.argv[1])))
+"""
+
+
+def check_context(config: Config, folder: Path | None = None) -> None:
+    """Raise ConfigError for a longer context than the model was made for. `folder` is that of a model of the hub."""
+    path, engine = folder or Path(config.model), config.engine
+    if demonstrations_of(config.model) is not None:
+        longest = RECIPE.max_context_tokens
+    elif is_described(path):
+        fields, rope = rope_of(path)
+        longest = fields.get("max_position_embeddings")
+        if longest and engine.backend != "embedded" and rope.get("factor"):  # YaRN: servers serve what it stretches to
+            longest = max(longest, int(rope.get(ORIGINAL, longest) * rope["factor"]))
+    else:
+        return
+    if longest and engine.max_context_tokens > longest and not config.is_online:
+        raise ConfigError(
+            f"model {config.model!r} was made for {longest} tokens, but engine.max_context_tokens is "
+            f"{engine.max_context_tokens}; set it to at most {longest}"
+        )
+
+
+def check_model_folder(path: Path, engine: EngineConfig) -> None:
+    """Raise ConfigError for a folder that the engine could not load."""
+    check_served(path, engine)
     if not any(path.glob("*.safetensors")):
         raise ConfigError(f"model {str(path)!r} has no weights: there is no .safetensors file")
     if not (path / "tokenizer.json").is_file():
@@ -255,16 +329,16 @@ def check_model_folder(path: Path, engine: EngineConfig) -> None:
 
 
 def require_trainable(path: Path, engine: EngineConfig) -> None:
-    """Raise ConfigError for a folder that the engine could not load, or whose long contexts it computes in another way.
+    """Raise ConfigError, by its config.json, for a model that cannot be trained, or not in contexts of this length.
 
     What else a model needs to be trained the trainer proves as it loads it.
     """
-    check_model_folder(path, engine)
-    fields: dict[str, Any] = json.loads((path / "config.json").read_bytes())
-    fields = fields.get("text_config") or fields
-    rope: dict[str, Any] = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    kind, key = rope.get("rope_type", rope.get("type")), "original_max_position_embeddings"
-    longest = rope.get(key) or fields.get(key) or fields.get("max_position_embeddings") or engine.max_context_tokens
+    check_served(path, engine)
+    check_causal(path)
+    fields, rope = rope_of(path)
+    kind = rope.get("rope_type", rope.get("type"))
+    longest = rope.get(ORIGINAL) or fields.get(ORIGINAL) or fields.get("max_position_embeddings")
+    longest = longest or engine.max_context_tokens
     if kind in LENGTH_DEPENDENT and engine.max_context_tokens > longest:
         raise ConfigError(
             f"engine.max_context_tokens is {engine.max_context_tokens}, but model {str(path)!r} computes all positions "
@@ -277,6 +351,13 @@ def require_trainable(path: Path, engine: EngineConfig) -> None:
             f"engine.max_context_tokens is {engine.max_context_tokens}, but the tokens of model {str(path)!r} see "
             f"{window} tokens back, and all of them in SGLang: set it to at most {window}, or engine.backend to 'vllm'"
         )
+
+
+def rope_of(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the config.json of a model's text, and its rotary embeddings."""
+    described = read_described(path)
+    fields = described.get("text_config") or described
+    return fields, fields.get("rope_parameters") or fields.get("rope_scaling") or {}
 
 
 def make_curriculum(config: Config, tasks: TaskSet) -> Curriculum | None:

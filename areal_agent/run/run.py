@@ -43,7 +43,13 @@ from areal_agent.observe.progress import Progress
 from areal_agent.observe.trackers import TrackedRun, Trackers, require_installed, start_trackers
 from areal_agent.process import uninterrupted
 from areal_agent.run.evaluation import Evaluation
-from areal_agent.run.preflight import Preflight, require_sampling, require_trainable
+from areal_agent.run.preflight import (
+    Preflight,
+    check_context,
+    check_model_folder,
+    require_sampling,
+    require_trainable,
+)
 from areal_agent.run.results import RunMetrics
 from areal_agent.run.serving import EvalReport
 from areal_agent.run.sources import Beginning, Source, begin, open_online_rollouts, open_own_rollouts
@@ -226,7 +232,9 @@ class Run:
         if not self.preflight.is_resumed:
             folder.config.write_text(config.to_yaml())
         model = await model_of_run(config.model, config.seed, folder, self.progress)
-        require_trainable(model, config.engine)
+        check_model_folder(model, config.engine)
+        check_context(config, model)
+        await asyncio.to_thread(require_trainable, model, config.engine)
         beginning = await begin(self.ledger, folder.checkpoints)
         if beginning.checkpoint is not None:
             require_same_tokenizer(model, beginning.checkpoint.path)

@@ -144,7 +144,9 @@ async def open_serving(
 
     `workflow_path` is the path by which workers import the workflow; needed with `rollout.workers`.
     """
-    await ledger.set_note(TRANSCRIPT_NOTE, _transcript_settings(config, tokenizer).note())
+    settings = transcript_settings(config, tokenizer)
+    await asyncio.to_thread(settings.load_renderer)  # an engine takes minutes to start: first what may be wrong
+    await ledger.set_note(TRANSCRIPT_NOTE, settings.note())
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(open_engine(config.engine, weights, version, logs))
         rollouts = await stack.enter_async_context(
@@ -155,7 +157,8 @@ async def open_serving(
         yield Serving(config=config, ledger=ledger, engine=engine, rollouts=rollouts)
 
 
-def _transcript_settings(config: Config, tokenizer: Path) -> TranscriptSettings:
+def transcript_settings(config: Config, tokenizer: Path) -> TranscriptSettings:
+    """Return how a run reads its sessions, with the tokenizer in this folder."""
     return TranscriptSettings(
         tokenizer=str(tokenizer.absolute()),
         history_thinking=config.rollout.history_thinking,

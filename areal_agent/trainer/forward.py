@@ -73,12 +73,21 @@ def tail_of(model: PreTrainedModel) -> Head:
 
     It is the model with a decoder that hands on what it is given; all else is shared.
     """
-    tail = copy.copy(model)
-    vars(tail)["_modules"] = {**vars(model)["_modules"], _decoder_name(model): _HandsOn()}
+    tail, name = copy.copy(model), _decoder_name(model)
+    vars(tail)["_modules"] = {**vars(model)["_modules"], name: _HandsOn(model.get_submodule(name))}
     return lambda hidden: tail(inputs_embeds=hidden[None], use_cache=False).logits[0]
 
 
 class _HandsOn(nn.Module):
+    """Has all else that a tail asks of its decoder: Falcon-H1 keeps the factor of its logits there."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        vars(self)["_decoder"] = decoder  # and not as a part
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["_decoder"], name)
+
     def forward(self, *_: Any, inputs_embeds: Tensor, **more: Any) -> "_LastStates":
         return _LastStates(last_hidden_state=cast(Any, inputs_embeds))
 

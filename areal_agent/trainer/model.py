@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from areal_agent.algorithms.batching import MicroBatch
@@ -27,6 +27,7 @@ from areal_agent.algorithms.losses import value_loss
 from areal_agent.engine.foreign.weight_folders import TIED_HEAD, read_file_shapes
 from areal_agent.engine.pushes import weight_files
 from areal_agent.errors import ConfigError, WeightUpdateError
+from areal_agent.models.causal import fault_of
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.forward import LossTokenForward, choose_attention, decoder_layers, decoder_of, hidden_states
 from areal_agent.trainer.optimizer import Optimizer, Schedule
@@ -59,7 +60,9 @@ class Policy:
         """Load a Hugging Face folder (safetensors only). Raises ConfigError if it cannot be trained."""
         what = f"cannot load a causal language model from {str(folder)!r}"
         try:
-            _require_floats(AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True), what)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            if fault := fault_of(config.to_dict()):
+                raise ConfigError(f"{what}: {fault}")
             model, loaded = cast(
                 tuple[PreTrainedModel, Mapping[str, Collection[str]]],
                 AutoModelForCausalLM.from_pretrained(
@@ -195,15 +198,6 @@ class Policy:
     @property
     def _decoder(self) -> nn.Module:
         return decoder_of(self.model)
-
-
-def _require_floats(config: PreTrainedConfig, what: str) -> None:
-    if (quantised := getattr(config, "quantization_config", None)) is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
-        raise ConfigError(
-            f"{what}: its weights are quantised ({method}), and only plain floats are trained; use the model that was "
-            "quantised"
-        )
 
 
 def choose_device(name: str, *, rank: int = 0, num_ranks: int = 1) -> torch.device:
