@@ -66,7 +66,7 @@ class Examination:
             )
             found = await attempt(report, "model", finding, limit_s=None)
         if found is None:
-            report.skip("tokenizer", "template", why="the model is not here")
+            report.skip("tokenizer", "template", why="there is no model that can be trained")
             return None, None, None
         folder = found.folder
         shape = await attempt(report, "model", shape_of(config, folder))

@@ -22,7 +22,7 @@ def fault_of(fields: Mapping[str, Any]) -> str:
     kind, quantised = fields.get("model_type"), fields.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method")
-        return f"its weights are quantised ({method}), and only plain floats are trained; use the model before that"
+        return f"its weights are quantised ({method}), and only plain floats are trained; use the model it was made of"
     if kind not in CONFIG_MAPPING_NAMES:
         own = ", and code that comes with a model is not run" if fields.get("auto_map") else ""
         return f"transformers {__version__} has no type {kind!r}{own}; correct its config.json, or use another model"

@@ -63,7 +63,16 @@ async def test_without_an_engine_a_config_that_works_has_no_fault(small_model: P
     found = await examine(base(small_model, tmp_path))
     assert [check for check, states in found.items() if State.FAIL in states] == []
     assert found["workflow"] == found["tasks"] == found["model"] == found["tokenizer"] == [State.OK]
-    assert found["engine"] == [State.SKIP]
+    assert found["engine"] == found["push"] == [State.SKIP]
+    assert found["trainer"] == [State.OK]  # it has proved that it can train the model
+
+
+async def test_a_model_that_can_never_be_trained_is_named_as_that(small_model: Path, tmp_path: Path) -> None:
+    folder = without_template(small_model, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"model_type": "t5", "is_encoder_decoder": True}))
+    findings = await examined(base(folder, tmp_path))
+    (failed,) = [one for one in findings if one.state is State.FAIL]
+    assert (failed.check, failed.change) == ("model", "use a causal (decoder-only) language model")
 
 
 @pytest.mark.slow  # an engine and a trainer are started; what is asked of them is tested in test_trial.py

@@ -113,5 +113,6 @@ def test_a_report_in_a_file() -> None:
     assert lines[0].startswith("warn  a             long") and lines[0].endswith("end")
     assert lines[1].strip() == "-> [this]"
     assert lines[2] == "skip  b             not checked: no reason"
-    assert lines[-1] == "1 warn, 2 skip: this config runs here, but see the warnings"
+    assert lines[-2] == "1 warn, 2 skip: no fault was found here, but see the warnings"
+    assert lines[-1] == "not tried, and may still fail: b, c"
     assert not report.has_failed

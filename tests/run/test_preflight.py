@@ -3,8 +3,9 @@
 - A model that is no folder here is said to be taken for one on the hub; a local or built one is not.
 - A dry run finds an advantage or a loss that is not there, a GPU, an engine, and a sandbox that a workflow cannot use.
 - `tiny:module:function` takes demonstrations that can be found; others are refused with what would do.
-- A type that the embedded engine does not serve is refused where it serves; a context at which a model computes
-  positions in another way is refused for training.
+- A type that the embedded engine does not serve is refused where it serves, and one that nobody could train as that; a
+  context at which a model computes positions in another way, or for which it was not made, is refused.
+- A dry run says how the model calls tools, and what it did not try.
 - Resuming with no step left is refused: fewer steps than are done, or as many where the run is completed. A run that
   was cut off after its last step goes on. A damaged checkpoint counts for nothing.
 """
@@ -19,7 +20,7 @@ from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
 from areal_agent.files import RunFolder
 from areal_agent.run.loop import train
-from areal_agent.run.preflight import Preflight, check_model, require_steps_left, require_trainable
+from areal_agent.run.preflight import Preflight, check_context, check_model, require_steps_left, require_trainable
 from areal_agent.trainer.checkpoint import publish_checkpoint
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -122,6 +123,41 @@ def test_only_the_embedded_engine_has_a_list_of_types(tmp_path: Path, engine: En
         ConfigError, match=r"'gpt_oss', and the embedded engine serves only llama, .*set engine\.backend"
     ):
         check_model(model, engine)
+
+
+def test_no_engine_is_advised_for_a_model_that_cannot_be_trained(tmp_path: Path) -> None:
+    model = str(model_of(tmp_path, {"model_type": "t5", "is_encoder_decoder": True}))
+    with pytest.raises(ConfigError, match=r"cannot be trained: type t5 is an encoder-decoder; use a causal"):
+        check_model(model, EngineConfig())
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "longest"),
+    [
+        ("tiny", {}, 1024),
+        ("", {"max_position_embeddings": 4096}, 4096),
+        ("", {"max_position_embeddings": 4096, "rope_scaling": {"type": "yarn", "factor": 2.0}}, 8192),
+    ],
+)
+def test_a_context_for_which_a_model_was_not_made(
+    model: str, fields: dict[str, object], longest: int, tmp_path: Path
+) -> None:
+    model_of(tmp_path, {"model_type": "qwen3", **fields})
+    engine = ["engine.backend=vllm", "engine.python=python"] if fields else []
+    overrides = [f"model={model or tmp_path}", *engine]
+    check_context(Config.load(QUICKSTART, [*overrides, f"engine.max_context_tokens={longest}"]))
+    with pytest.raises(ConfigError, match=f"was made for {longest} tokens.*is {longest + 1}; set it to at most"):
+        check_context(Config.load(QUICKSTART, [*overrides, f"engine.max_context_tokens={longest + 1}"]))
+
+
+def test_a_dry_run_says_how_the_model_calls_tools(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overrides = [f"model={small_model}", f"run_dir={tmp_path / 'run'}"]
+    assert train(QUICKSTART, overrides, resume=None, is_dry=True) == 0
+    *_, template, last = capsys.readouterr().out.splitlines()
+    assert template == "its chat template: tool calls as hermes"
+    assert "Not tried were memory, disk, sandboxes" in last and f"doctor --config {QUICKSTART}" in last
 
 
 def test_a_context_at_which_positions_change_is_refused_for_training(tmp_path: Path) -> None:

@@ -55,6 +55,14 @@ PADDED: Mapping[str, dict[str, Any]] = {
     "qwen3_next": {**MOE, **LINEAR, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
     "qwen3_5_text": {**DENSE, **LINEAR, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {**DENSE, "layer_types": ["conv", "full_attention"]},
+    "falcon_h1": {
+        **DENSE,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "lm_head_multiplier": 0.7,  # which the decoder keeps
+    },
     "granitemoehybrid": {
         **DENSE,
         "num_local_experts": 4,
