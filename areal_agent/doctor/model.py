@@ -300,8 +300,8 @@ async def template_findings(renderer: Renderer, config: Config) -> list[Finding]
 
 def continued(
     renderer: Renderer, after: JsonObject, *, content: str = ANSWER, thought: str | None = None, calls: bool = False
-) -> ForkReason | None:
-    """Ask, record an answer, and continue with `after`: None when the answer's tokens stay, else the reason why not.
+) -> tuple[ForkReason | None, str]:
+    """Ask, record an answer, and continue with `after`: None when the answer's tokens stay, else why not, and where.
 
     Raises RequestError where the template refuses the conversation.
     """
@@ -320,11 +320,24 @@ def continued(
     ids = (*renderer.ids_of(text), renderer.end_token_id)
     reply = Reply(completion_id="c1", token_ids=ids, message=message, has_thinking=thought is not None)
     forest.record(asked, [reply])
-    return forest.plan([QUESTION, message, after], tools, normalise=_as_it_is).fork_reason
+    reason = forest.plan([QUESTION, message, after], tools, normalise=_as_it_is).fork_reason
+    return reason, _parting(
+        renderer.render([QUESTION], tools) + text, renderer.render([QUESTION, message, after], tools)
+    )
+
+
+def _parting(before: str, now: str) -> str:
+    """Return where two texts part.
+
+    >>> _parting("user: 6 x 7? it: 42", "user 1: 6 x 7? it: 42 user 2: 8 x 9?")
+    "after 'user', where ': 6 x 7? it: 42' stood, now ' 1: 6 x 7? it: 42 user 2'"
+    """
+    at = next((place for place, (one, other) in enumerate(zip(before, now, strict=False)) if one != other), len(before))
+    return f"after {before[:at][-24:]!r}, where {before[at:][:24]!r} stood, now {now[at:][:24]!r}"
 
 
 def _plain(renderer: Renderer) -> Finding:
-    reason = continued(renderer, NEXT)
+    reason, where = continued(renderer, NEXT)
     if reason is None:
         found = "prefix-stable: a turn adds its new tokens, and sampled ones stand as they were"
         return Finding("template", State.OK, found)
@@ -333,19 +346,21 @@ def _plain(renderer: Renderer) -> Finding:
     return Finding(
         "template",
         State.WARN,
-        f"rewrites what was said before ({reason}): each turn is a root of its own, whose history is computed and "
-        "trained on again",
+        f"rewrites what was said before ({reason}), {where}: each turn is a root of its own, whose history is "
+        "computed and trained on again",
         "use a template that writes each message the same whatever follows it",
     )
 
 
 def _thinking(renderer: Renderer, history_thinking: HistoryThinking) -> Finding:
-    reason = continued(renderer, NEXT, thought=THOUGHT)
+    reason, where = continued(renderer, NEXT, thought=THOUGHT)
     if reason is None:
         kept = "by rollout.history_thinking" if history_thinking is HistoryThinking.KEEP else "by the template itself"
         return Finding("template", State.OK, f"thinking of earlier answers stays in the prompt, {kept}")
     if reason is not ForkReason.TEMPLATE_STRIPS_THINKING:
-        return Finding("template", State.WARN, f"a conversation with thinking does not keep its tokens ({reason})")
+        return Finding(
+            "template", State.WARN, f"a conversation with thinking does not keep its tokens ({reason}), {where}"
+        )
     return Finding(
         "template",
         State.WARN,
@@ -362,11 +377,13 @@ def _tools(renderer: Renderer) -> Finding:
         remedy = "fine for workflows without tools; otherwise use a template with tools, or set rollout.tool_format"
         return Finding("template", State.WARN, found, remedy)
     try:
-        reason = continued(renderer, RESULT, content="", calls=True)
+        reason, where = continued(renderer, RESULT, content="", calls=True)
     except RequestError as error:
         return Finding("template", State.WARN, f"{found}; {error}", "fine for workflows without tools")
     if reason is not None:
-        return Finding("template", State.WARN, f"{found}; after a tool's result it rewrites history ({reason})")
+        return Finding(
+            "template", State.WARN, f"{found}; after a tool's result it rewrites history ({reason}), {where}"
+        )
     return Finding("template", State.OK, f"{found}; a tool's result goes on from the call as it was sampled")
 
 

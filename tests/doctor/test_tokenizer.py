@@ -58,6 +58,7 @@ async def test_a_template_that_opens_the_thinking_is_told_apart() -> None:
 async def test_a_template_that_rewrites_history_is_a_warning() -> None:
     plain = (await template_findings(Renderer(train_tokenizer(REWRITES_HISTORY)), CONFIG))[0]
     assert plain.state is State.WARN and "rewrites what was said before" in plain.found
+    assert "after '" in plain.found and "stood, now '" in plain.found
 
 
 async def test_a_template_without_tools_is_a_warning() -> None:

@@ -96,14 +96,14 @@ def test_the_tokens_that_end_an_answer(name: str) -> None:
 def test_a_result_goes_on_from_the_call_as_it_was_sampled(name: str, content: str, thought: str | None) -> None:
     if renderer(name).answer_format.thinking is None:
         thought = None
-    reason = continued(renderer(name), RESULT, content=content, calls=True, thought=thought)
+    reason, _ = continued(renderer(name), RESULT, content=content, calls=True, thought=thought)
     assert reason is (ForkReason.TEMPLATE_STRIPS_THINKING if name in FORGETFUL else None)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_next_question_goes_on_from_the_answer(name: str) -> None:
     has_thinking = renderer(name).answer_format.thinking is not None
-    reason = continued(renderer(name), NEXT, thought="Hm." if has_thinking else None)
+    reason, _ = continued(renderer(name), NEXT, thought="Hm." if has_thinking else None)
     assert reason in (None, ForkReason.TEMPLATE_STRIPS_THINKING)
 
 
