@@ -67,10 +67,13 @@ class SharedResources:
 class Rollout:
     """One rollout, seen from inside the workflow.
 
-    `client` is a stock `openai.AsyncOpenAI` without retries whose base URL is the gateway and whose key names this
-    session. Everything sampled through it is recorded token by token. `sync_client` is its twin for a workflow that is
-    a plain `def`: that runs in a thread, and when its rollout is cancelled its next call fails, since nothing else can
-    end a thread.
+    - `client` is a stock `openai.AsyncOpenAI` without retries whose base URL is the gateway and whose key names this
+      session. Everything sampled through it is recorded token by token. `sync_client` is its twin for a workflow that
+      is a plain `def`: that runs in a thread, and when its rollout is cancelled its next call fails, since nothing else
+      can end a thread.
+    - `base_url` (it ends in `/v1`), `api_key` and `model` are the same for any other client or program.
+    - `http_client` and `sync_http_client` are httpx clients, for clients that take one.
+    - `seed` is this rollout's own, `is_eval` is true in evaluations, and `sandbox` is the config's section.
     """
 
     def __init__(

@@ -5,6 +5,7 @@ continue the answer before it is a branch, with the reason that the gateway reco
 """
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -79,7 +80,10 @@ class SessionView:
         if trajectory is not None and trajectory.logged:
             line("logged: ", orjson.dumps(trajectory.logged).decode())
         duration = "" if one.ended_s is None else f" in {one.ended_s - one.started_s:.1f} s"
-        line(f"{len(turns)} turns, {one.num_sampled_tokens:,} sampled tokens{duration}")
+        branches = Counter(turn.fork_reason for turn in turns if turn.fork_reason)
+        reasons = ", ".join(f"{number} {reason}" for reason, number in branches.most_common())
+        chains = f"{1 + branches.total()} chains ({reasons})" if branches else "1 chain"
+        line(f"{len(turns)} turns in {chains}, {one.num_sampled_tokens:,} sampled tokens{duration}")
         if 1 < len(siblings) <= MAX_SIBLINGS:
             line("siblings:", *(part for other in siblings for part in (f"  {other.session_id} ", reward_of(other))))
 
