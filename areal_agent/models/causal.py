@@ -6,9 +6,8 @@ It asks transformers' tables, which come with torch: preflight does it in a proc
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import __version__
+from transformers import CONFIG_MAPPING, __version__
 from transformers.models.auto import modeling_auto as tables
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 INSTEAD = "use a causal (decoder-only) language model"
 
@@ -23,7 +22,7 @@ def fault_of(fields: Mapping[str, Any]) -> str:
     if quantised:
         method = quantised.get("quant_method")
         return f"its weights are quantised ({method}), and only plain floats are trained; use the model it was made of"
-    if kind not in CONFIG_MAPPING_NAMES:
+    if kind not in CONFIG_MAPPING:
         own = ", and code that comes with a model is not run" if fields.get("auto_map") else ""
         return f"transformers {__version__} has no type {kind!r}{own}; correct its config.json, or use another model"
     if fields.get("is_encoder_decoder"):

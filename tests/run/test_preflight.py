@@ -100,7 +100,11 @@ def test_a_damaged_checkpoint_counts_for_nothing(folder: RunFolder) -> None:
 
 
 VLLM = EngineConfig(backend="vllm", python="python", max_context_tokens=4096)
-PHI3 = {"model_type": "phi3", "original_max_position_embeddings": 4096, "rope_scaling": {"type": "longrope"}}
+PHI3: dict[str, object] = {
+    "model_type": "phi3",
+    "original_max_position_embeddings": 4096,
+    "rope_scaling": {"type": "longrope"},
+}
 
 
 def model_of(folder: Path, fields: dict[str, object]) -> Path:
