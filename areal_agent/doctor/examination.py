@@ -26,7 +26,7 @@ from areal_agent.doctor.model import (
     tokenizer_findings,
 )
 from areal_agent.doctor.settings import check_settings, sandbox_findings, storage_findings
-from areal_agent.doctor.trial import Trial
+from areal_agent.doctor.trial import NO_ENGINE, Trial
 from areal_agent.tokens.renderer import Renderer
 
 
@@ -90,6 +90,8 @@ class Examination:
         checks = ("engine", "interruption", "trainer", "parity", "push", "spans")
         if self.elsewhere is not None:
             self.report.skip("sandboxes", *checks, why="run the doctor on that machine")
+        elif self.config.is_online and not self.starts_engine:
+            self.report.skip(*checks, why=NO_ENGINE)
         elif model is None or renderer is None or not has_weights(model):
             self.report.skip(*checks, why="it needs a model here, with its weights and tokenizer")
         else:

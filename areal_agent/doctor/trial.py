@@ -345,20 +345,18 @@ class Trial:
     report: Report
 
     async def run(self, *, with_engine: bool = True) -> None:
-        """Try as much as possible."""
+        """Try as much as possible, `with_engine` or, for a run whose engine is here, the trainer alone."""
         async with AsyncExitStack() as stack:
             if self.config.is_online:
-                await self._ask_elsewhere(stack, with_engine=with_engine)
+                await self._ask_elsewhere(stack)
             else:
                 await self._try_here(stack, with_engine=with_engine)
 
-    async def _ask_elsewhere(self, stack: AsyncExitStack, *, with_engine: bool) -> None:
-        engine = await attempt(self.report, "engine", connect_engine(self.config.engine)) if with_engine else None
+    async def _ask_elsewhere(self, stack: AsyncExitStack) -> None:
+        engine = await attempt(self.report, "engine", connect_engine(self.config.engine))
         if engine is not None:
             stack.push_async_callback(engine.aclose)
             await attempt(self.report, "engine", self._ask(engine))
-        if not with_engine:
-            self.report.skip("engine", why=NO_ENGINE)
         self.report.skip("interruption", "trainer", "push", why="agents are at work with that engine")
 
     async def _try_here(self, stack: AsyncExitStack, *, with_engine: bool) -> None:
