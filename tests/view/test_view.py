@@ -175,6 +175,7 @@ def test_a_session_is_a_conversation(show) -> None:
         "user       │ Really?",
     ):
         assert line in text.splitlines(), line
+    assert "\n4 turns in 3 chains (1 edited, 1 new_conversation), " in text
     assert text.count("What is 2 + 2?") == 1
     facts = [line for line in text.splitlines() if " └ " in line]
     assert [line.rpartition("; ")[2] for line in facts] == ["in the loss", "reward 0.25", "in the loss", "in the loss"]
