@@ -301,8 +301,13 @@ sys.stdout.write(fault_of(json.loads(sys.argv[1])))
 
 
 def check_context(config: Config, folder: Path | None = None) -> None:
-    """Raise ConfigError for a longer context than the model was made for. `folder` is that of a model of the hub."""
+    """Raise ConfigError for a longer context than the model was made for. `folder` is that of a model of the hub.
+
+    Servers that run already have a context of their own.
+    """
     path, engine = folder or Path(config.model), config.engine
+    if engine.url or engine.urls:
+        return
     if demonstrations_of(config.model) is not None:
         longest = RECIPE.max_context_tokens
     elif is_described(path):
@@ -312,7 +317,7 @@ def check_context(config: Config, folder: Path | None = None) -> None:
             longest = max(longest, int(rope.get(ORIGINAL, longest) * rope["factor"]))
     else:
         return
-    if longest and engine.max_context_tokens > longest and not config.is_online:
+    if longest and engine.max_context_tokens > longest:
         raise ConfigError(
             f"model {config.model!r} was made for {longest} tokens, but engine.max_context_tokens is "
             f"{engine.max_context_tokens}; set it to at most {longest}"
