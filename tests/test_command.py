@@ -20,6 +20,7 @@ COMMANDS = [
     "areal_agent.train",
     "areal_agent.eval",
     "areal_agent.doctor",
+    "areal_agent.view",
     "areal_agent.engine",
     "areal_agent.gateway",
     "areal_agent.ledger",
