@@ -192,9 +192,9 @@ def check_device(engine: EngineConfig) -> None:
         )
 
 
-def _output_of(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+def _output_of(command: Sequence[str], given: str = "") -> "subprocess.CompletedProcess[str]":
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S)
+        return subprocess.run(command, input=given, capture_output=True, text=True, timeout=PROGRAM_S)
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{command[0]} gave no answer within {PROGRAM_S:g} s; try it alone") from None
 
@@ -289,14 +289,14 @@ def check_causal(path: Path) -> None:
     described = read_described(path)
     if described.get("model_type") in EMBEDDED_TYPES and not described.get("quantization_config"):
         return
-    if fault := _output_of([sys.executable, "-c", FAULT_OF, json.dumps(described)]).stdout:
+    if fault := _output_of([sys.executable, "-c", FAULT_OF], json.dumps(described)).stdout:
         raise ConfigError(f"model {str(path)!r} cannot be trained: {fault}")
 
 
 FAULT_OF = """
 import json, sys
 from areal_agent.models.causal import fault_of
-sys.stdout.write(fault_of(json.loads(sys.argv[1])))
+sys.stdout.write(fault_of(json.load(sys.stdin)))
 """
 
 
