@@ -148,13 +148,7 @@ QWEN_CODER = Xml(
     is_padded=True,
     writes_padding=True,
 )
-SEED = Xml(
-    block=("<seed:tool_call>", "</seed:tool_call>"),
-    call=_FUNCTION,
-    key=("<parameter=", ">"),
-    value=("", "</parameter>"),
-    is_padded=True,
-)
+SEED = replace(QWEN_CODER, block=("<seed:tool_call>", "</seed:tool_call>"), writes_padding=False)
 GLM = Xml(
     call=("<tool_call>", "", "</tool_call>"), key=("<arg_key>", "</arg_key>"), value=("<arg_value>", "</arg_value>")
 )
