@@ -7,7 +7,7 @@ if there is one with an answer that a push of weights interrupted; its tokens ha
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 
@@ -75,15 +75,15 @@ def draw_trajectory(axes: Axes, trajectory: Trajectory, tokenizer: Tokenizer) ->
     for row, column, text, version in _pieces(trajectory, tokenizer):
         if version is not None:
             axes.barh(row, len(text), 0.88, column, color=colours[version], edgecolor="white")
-        style = {"family": "monospace", "weight": "normal" if column else "bold"}
-        axes.text(column, row, text, va="center", color=INK, fontsize=FONT_SIZE, **style)
+        weight = "normal" if column else "bold"
+        axes.text(column, row, text, va="center", color=INK, fontsize=FONT_SIZE, family="monospace", weight=weight)
     axes.set(xlim=(0, WIDTH), ylim=(row + 1, -1))
     axes.set_axis_off()
 
 
 def _pieces(trajectory: Trajectory, tokenizer: Tokenizer) -> Iterator[tuple[int, int, str, int | None]]:
     """Yield texts with their row and column: what the agent sent, and sampled tokens with their weight version."""
-    said: list[tuple[str, list[tuple[str, int | None]]]] = []
+    said: list[tuple[str, Sequence[tuple[str, int | None]]]] = []
     for turn in trajectory.turns:
         asked = [message for message in turn.request_delta if message["role"] in ("user", "tool")]
         said += [(message["role"], [(" ".join(str(message["content"]).split()), None)]) for message in asked]
