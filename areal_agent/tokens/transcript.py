@@ -39,10 +39,6 @@ class TranscriptSettings:
     def note(self) -> JsonObject:
         return asdict(self)
 
-    @property
-    def loss_rule(self) -> LossRule:
-        return LossRule(trains_altered=self.trains_altered, roots=self.train_roots)
-
     def load_renderer(self) -> Renderer:
         """Load the tokenizer, which takes a second. Raises ConfigError when it is missing or unusable."""
         return Renderer.load(
@@ -57,7 +53,7 @@ class Transcript:
     """Reads the turns of a ledger, as its settings say. Without a tokenizer what was sampled has no text: None."""
 
     def __init__(self, settings: TranscriptSettings) -> None:
-        self.loss_rule = settings.loss_rule
+        self.loss_rule = LossRule(trains_altered=settings.trains_altered, roots=settings.train_roots)
         self._renderer = settings.load_renderer() if settings.tokenizer else None
 
     @classmethod
