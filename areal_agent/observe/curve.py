@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 REWARD, BEFORE, AFTER = "#2a6f97", "#8d99ae", "#2b9348"
 ENGINE, TRAINER, STALENESS = "#e07a5f", "#5e548e", "#8d99ae"
 RUNNING_MEAN_STEPS = 5
-SHARE_LIMITS = (-0.03, 1.03)
+SHARE_LIMITS = (-0.03, 1.1)  # a label fits above a level of 1
 
 Column = NDArray[np.float64]
 """One metric, [steps]; NaN where a row has none."""
@@ -116,7 +116,7 @@ def _draw_level(axes: Axes, level: float, label: str, colour: str, side: Literal
         label,
         xy=(0.005 if side == "left" else 0.995, level),
         xycoords=axes.get_yaxis_transform(),
-        xytext=(0, 4 if level < 0.9 else -12),  # in points: above the line, where there is room
+        xytext=(0, 4),  # in points
         textcoords="offset points",
         horizontalalignment=side,
         color=colour,
