@@ -24,10 +24,11 @@ from areal_agent.cluster.local import obtain_model
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError, RolloutsFailing
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.ledger.questions import STATUS_NOTE
 from areal_agent.observe.progress import Progress
 from areal_agent.process import start_logging
 from areal_agent.run.preflight import Preflight
-from areal_agent.run.results import RunMetrics
+from areal_agent.run.results import RunMetrics, RunStatus
 from areal_agent.run.serving import EvalAnswer, EvalReport, open_serving
 from areal_agent.run.sources import Source
 from areal_agent.types import Task, WeightVersion
@@ -155,6 +156,7 @@ async def _evaluate(preflight: Preflight) -> EvalReport:
     folder.config.write_text(config.to_yaml())
     model = await obtain_model(config.model, config.seed, folder.logs, progress)
     ledger = await Ledger.open(folder.ledger, create=True)
+    status = RunStatus.INTERRUPTED
     try:
         await ledger.begin_incarnation(0)
         progress.phase("starting the engine")
@@ -170,7 +172,12 @@ async def _evaluate(preflight: Preflight) -> EvalReport:
         ) as serving:
             progress.phase("evaluating")
             num_tasks = len(preflight.eval_tasks)
-            return await serving.evaluate(preflight.eval_tasks, "eval", _counting(progress, num_tasks), num_tasks)
+            report = await serving.evaluate(preflight.eval_tasks, "eval", _counting(progress, num_tasks), num_tasks)
+        status = RunStatus.COMPLETED
+        return report
     finally:
-        await ledger.aclose()
+        try:
+            await ledger.set_note(STATUS_NOTE, status)
+        finally:
+            await ledger.aclose()
         progress.close()
