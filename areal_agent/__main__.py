@@ -19,7 +19,6 @@ COMMANDS = {
     "engine.environment": "make the environment of SGLang or vLLM",
     "models.tiny": "build the quickstart's model",
     "config_reference": "print every key of a config",
-    "doctor.scaling": "print what models of 0.6B to 32B need",
 }
 """The commands that a person starts, with a line on each."""
 

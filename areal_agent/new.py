@@ -22,24 +22,20 @@ class Template:
     """A kind of environment."""
 
     does: str
-    packages: tuple[str, ...]  # import paths, so that no environment is imported
+    packages: tuple[str, ...]  # below `envs`, which is not imported; `templates.common` follows
     needs: str = ""  # packages to install
 
 
 TEMPLATES = {
-    "single": Template("one question, one answer", ("envs.templates.single", "envs.templates.common")),
-    "tools": Template("a tool, which is a function of the workflow", ("envs.templates.tools", "envs.templates.common")),
-    "multi_turn": Template("a game of several turns (the tutorial's)", ("envs.number_game", "envs.templates.common")),
-    "code": Template("programs, judged in sandboxes", ("envs.templates.code", "envs.templates.common")),
+    "single": Template("one question, one answer", ("templates.single",)),
+    "tools": Template("a tool, which is a function of the workflow", ("templates.tools",)),
+    "multi_turn": Template("a game of several turns (the tutorial's)", ("number_game",)),
+    "code": Template("programs, judged in sandboxes", ("templates.code",)),
     "openai_agents": Template(
-        "the tool in OpenAI's Agents SDK",
-        ("envs.templates.tools", "envs.templates.openai_agents", "envs.templates.common"),
-        "openai-agents",
+        "the tool in OpenAI's Agents SDK", ("templates.tools", "templates.openai_agents"), "openai-agents"
     ),
     "langgraph": Template(
-        "the tool in LangGraph",
-        ("envs.templates.tools", "envs.templates.langgraph", "envs.templates.common"),
-        "langgraph langchain-openai",
+        "the tool in LangGraph", ("templates.tools", "templates.langgraph"), "langgraph langchain-openai"
     ),
 }
 
@@ -58,8 +54,8 @@ def make(name: str, template: str, parent: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=parent, prefix=f".{name}-") as temporary:
             made = Path(temporary) / name
             made.mkdir()
-            for package in TEMPLATES[template].packages:
-                copy(importlib.resources.files(package), made, name)
+            for package in (*TEMPLATES[template].packages, "templates.common"):
+                copy(importlib.resources.files(f"envs.{package}"), made, name)
             shutil.move(made, target)
     except OSError as error:
         raise ConfigError(f"cannot make {str(target)!r}: {error.strerror}; make it in another folder") from error
@@ -105,10 +101,9 @@ def main() -> int:
     kinds = "; ".join(f"{name}: {template.does}" for name, template in TEMPLATES.items())
     parser.add_argument("--template", default="single", help=f"single by default. {kinds}")
     args = parser.parse_args()
-    template = args.template
-    folder = make(args.name, template, Path())
+    folder = make(args.name, args.template, Path())
     print(f"made {folder}/: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    if needs := TEMPLATES[template].needs:
+    if needs := TEMPLATES[args.template].needs:
         print(f"it needs: python -m pip install {needs}")
     print(
         f"python -m pytest {folder}    # tests it with a scripted model\n"

@@ -27,7 +27,6 @@ COMMANDS = [
     "areal_agent.models.tiny",
     "areal_agent.config_reference",
     "areal_agent.engine.environment",
-    "areal_agent.doctor.scaling",
 ]
 
 

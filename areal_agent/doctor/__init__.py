@@ -8,7 +8,6 @@
                       ├─▶ model.py       the model's folder and sizes, its tokenizer and chat template
                       ├─▶ memory.py      the memory that this machine has, and that engine and trainer need
                       └─▶ trial.py       an engine and a trainer, started as a run starts them
-    scaling.py: the table of docs/scaling.md
 
 The doctor has no checks of its own for what a run checks: it calls what a run would call, and reports the outcome.
 """

@@ -6,6 +6,7 @@ A check that fails hides no other; checks that need its result are skipped. Chea
 processes come last, and can be left out.
 """
 
+import asyncio
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from areal_agent.doctor.model import (
     ModelShape,
     find_model,
     has_weights,
-    load_renderer,
     model_findings,
     shape_of,
     template_findings,
@@ -27,6 +27,7 @@ from areal_agent.doctor.model import (
 )
 from areal_agent.doctor.settings import check_settings, sandbox_findings, storage_findings
 from areal_agent.doctor.trial import NO_ENGINE, Trial
+from areal_agent.run.serving import transcript_settings
 from areal_agent.tokens.renderer import Renderer
 
 
@@ -78,7 +79,8 @@ class Examination:
         if self.elsewhere is not None and not (folder / TOKENIZER).is_file():
             report.skip("tokenizer", "template", why=f"there is no {TOKENIZER} beside {folder}")
             return None, shape, None
-        renderer = await attempt(report, "tokenizer", load_renderer(config, folder))
+        loading = asyncio.to_thread(transcript_settings(config, folder).load_renderer)  # as the gateway of a run does
+        renderer = await attempt(report, "tokenizer", loading)
         if renderer is None:
             report.skip("template", why="it needs the tokenizer")
         else:

@@ -42,7 +42,7 @@ constants below stand for what no formula covers: Python and its libraries, CUDA
 
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_agent.config import Config
@@ -102,17 +102,10 @@ def described(
     num_gpus: int, gpu_gib: float | None, memory_gib: float | None, shm_gib: float | None, disk_gib: float | None
 ) -> Machine:
     """Return a machine that is elsewhere, of which this is told."""
-    gpu, memory, shm, disk = (
-        None if size is None else int(size * GIB) for size in (gpu_gib, memory_gib, shm_gib, disk_gib)
-    )
-    return Machine(
-        memory_bytes=memory,
-        num_gpus=num_gpus,
-        gpu_bytes=gpu or 0,
-        is_elsewhere=True,
-        shared_memory_bytes=shm,
-        disk_bytes=disk,
-    )
+    sizes = (None if size is None else int(size * GIB) for size in (gpu_gib, memory_gib, shm_gib, disk_gib))
+    gpu, memory, shm, disk = sizes
+    machine = Machine(memory_bytes=memory, shared_memory_bytes=shm, disk_bytes=disk, is_elsewhere=True)
+    return replace(machine, num_gpus=num_gpus, gpu_bytes=gpu or 0)
 
 
 def num_cores() -> int:

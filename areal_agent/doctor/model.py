@@ -35,7 +35,6 @@ from areal_agent.run.preflight import (
     require_trainable,
     told_calls,
 )
-from areal_agent.run.serving import transcript_settings
 from areal_agent.tokens.forest import Forest, Reply
 from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.formats.thinking import ReasoningFormat
@@ -235,11 +234,6 @@ async def model_findings(config: Config, folder: Path | None, shape: ModelShape)
 
 
 SAMPLE = 'Naïve café: 3 × 7 = 21,\n\tdef f(x): return {"a": [x, 1.5]}  # 你好, Привет 🙂\n'
-
-
-async def load_renderer(config: Config, folder: Path) -> Renderer:
-    """Load the renderer as the gateway of a run does. Raises ConfigError."""
-    return await asyncio.to_thread(transcript_settings(config, folder).load_renderer)
 
 
 async def tokenizer_findings(renderer: Renderer, shape: ModelShape | None) -> list[Finding]:

@@ -24,7 +24,7 @@ from areal_agent.observe.trackers import require_installed
 from areal_agent.rollout.config import SandboxConfig
 from areal_agent.rollout.workflow import import_path, load_workflow
 from areal_agent.run.preflight import (
-    check_engine_module,
+    check_environment,
     check_ports,
     choose_folder,
     import_own_functions,
@@ -89,7 +89,7 @@ async def _engine_python(config: Config) -> str:
     """Check that the environment has the engine, without importing it, which would take many seconds."""
     if config.engine.python is None:
         return ""
-    await asyncio.to_thread(check_engine_module, config.engine)
+    await asyncio.to_thread(check_environment, config.engine)
     return f"{config.engine.python} has {config.engine.backend}"
 
 

@@ -18,7 +18,7 @@ from areal_agent.ledger.files import ledger_in, reading
 from areal_agent.ledger.questions import LedgerCounts
 from areal_agent.ledger.verify import Invariant, VerifyReport, verify
 from areal_agent.observe.progress import Progress
-from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, Transcript, find_settings
+from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, Transcript
 
 MAX_SHOWN = 10  # violations printed per invariant
 UNPROVED = "cannot be proved for {:,} sessions of ledger version 2, which kept no digest of rewards"
@@ -61,11 +61,10 @@ def _export(ledger: Path, target: Path | None, tokenizer: Path | None, *, is_for
     except ImportError as error:
         raise ConfigError(f"export needs pyarrow ({error}); install it: pip install 'areal-agent[parquet]'") from None
     with reading(ledger) as snapshot:
-        settings = find_settings(questions.note(snapshot, TRANSCRIPT_NOTE), ledger.parent, tokenizer)
-        transcript = Transcript(settings.load_renderer()) if settings.tokenizer else None
+        transcript = Transcript.of_ledger(questions.note(snapshot, TRANSCRIPT_NOTE), ledger.parent, tokenizer)
         num_rows = export.write_parquet(target, export.completions(snapshot, transcript))
     print(f"{num_rows:,} completions in {target}")
-    if transcript is None:
+    if not transcript.has_text:
         print("without their text: no tokenizer was found; name its folder with --tokenizer", file=sys.stderr)
     return 0
 
@@ -116,15 +115,11 @@ def _lines(path: Path, report: VerifyReport) -> Iterator[str]:
 
 def _count_lines(counts: LedgerCounts) -> Iterator[str]:
     endings = ", ".join(f"{number:,} {status}" for status, number in sorted(counts.statuses.items()))
-    drops = ", ".join(f"{number:,} {reason}" for reason, number in sorted(counts.drops.items()))
     yield (
         f"  sessions   {counts.num_closed:,} closed{f' ({endings})' if endings else ''}, {counts.num_open:,} open; "
         f"{counts.num_eval:,} for evaluation"
     )
-    yield (
-        f"  fates      {counts.num_trained:,} trained, {counts.num_dropped:,} dropped{f' ({drops})' if drops else ''}; "
-        f"{counts.num_leased:,} leased, {counts.num_waiting:,} waiting"
-    )
+    yield f"  fates      {counts.fates}"
 
 
 if __name__ == "__main__":

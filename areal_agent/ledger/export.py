@@ -4,7 +4,7 @@ Needs the extra `parquet`. A Parquet file is written completely or not at all.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,52 +61,38 @@ Row = dict[str, Any]
 """A completion by the columns of `SCHEMA`."""
 
 
-class AnswerReading(Protocol):
-    """Reads sampled ids with the tokenizer of a ledger."""
+class Reader(Protocol):
+    """Reads sampled ids with the tokenizer of a ledger; None where that is not there."""
 
     def text_of(self, token_ids: Sequence[int]) -> str | None: ...
 
-    def message(self, turn: Turn, completion: Completion) -> JsonObject: ...
+    def conversations(self, turns: Iterable[Turn]) -> Mapping[str, Sequence[JsonObject]]: ...
 
 
-class _Unread:
-    """Stands in where there is no tokenizer: the text of answers is unknown."""
-
-    def text_of(self, token_ids: Sequence[int]) -> None:
-        del token_ids
-
-    def message(self, turn: Turn, completion: Completion) -> JsonObject:
-        del turn, completion
-        return {"role": "assistant", "content": None}
-
-
-def completions(snapshot: Snapshot, answers: AnswerReading | None = None) -> Iterator[Row]:
+def completions(snapshot: Snapshot, reader: Reader) -> Iterator[Row]:
     """Yield every completion: file by file, and within a file by session in the order of opening.
 
-    Only one session is in memory at a time. Without `answers`, the text of answers is null.
+    Only one session is in memory at a time.
     """
     for connection in snapshot:
-        for number, session_id, group_id, task_id, purpose, is_closed in connection.execute(
-            "SELECT s.number, s.id, s.group_id, s.task_id, s.purpose, e.number IS NOT NULL "
-            "FROM sessions s LEFT JOIN endings e ON e.session = s.number ORDER BY s.number"
-        ):
-            ending = questions.trajectory_in(connection, session_id) if is_closed else None
-            turns = questions.turns_in(connection, number) if ending is None else ending.turns
-            of_session = {"session_id": session_id, "group_id": group_id, "task_id": task_id, "purpose": purpose}
-            for row in _completions_of(turns, ending, answers or _Unread()):
+        for columns in connection.execute("SELECT id, group_id, task_id, purpose FROM sessions ORDER BY number"):
+            of_session = dict(zip(("session_id", "group_id", "task_id", "purpose"), columns, strict=True))
+            found = questions.recorded_in(connection, columns[0])
+            assert found is not None
+            for row in _completions_of(*found, reader):
                 yield of_session | row
 
 
-def _completions_of(turns: tuple[Turn, ...], ending: Trajectory | None, answers: AnswerReading) -> Iterator[Row]:
+def _completions_of(turns: tuple[Turn, ...], ending: Trajectory | None, reader: Reader) -> Iterator[Row]:
     of_ending = _of_ending(ending)
-    messages = questions.conversations(turns, answers.message)
+    messages = reader.conversations(turns)
     paths: dict[str | None, NDArray[np.int32]] = {None: np.empty(0, dtype=np.int32)}  # by completion id: all tokens
     for turn_index, turn in enumerate(turns):
         prompt = np.concatenate([paths[turn.parent][: turn.fork_at], np.asarray(turn.new_prompt_ids, dtype=np.int32)])
         of_turn = _of_turn(turn_index, turn, prompt) | {"messages": orjson.dumps(messages[turn.id]).decode()}
         for completion in turn.completions:
             row = of_ending | of_turn | _of_completion(completion, ending)
-            row["text"] = answers.text_of(completion.token_ids)
+            row["text"] = reader.text_of(completion.token_ids)
             paths[completion.id] = np.concatenate([prompt, row["token_ids"]])
             yield row
 

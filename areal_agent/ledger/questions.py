@@ -6,11 +6,12 @@ Those at the end read one file through a connection that also sees the bookkeepi
 import heapq
 import json
 import sqlite3
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from operator import itemgetter
+from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 from areal_agent.errors import LedgerError
@@ -28,17 +29,7 @@ from areal_agent.ledger.encoding import (
     row_digest,
 )
 from areal_agent.ledger.files import NO_DIGEST, Snapshot
-from areal_agent.types import (
-    Completion,
-    Drop,
-    Fate,
-    JsonObject,
-    Rewards,
-    SessionPurpose,
-    Status,
-    Trajectory,
-    Turn,
-)
+from areal_agent.types import Drop, Fate, Rewards, SessionPurpose, Status, Trajectory, Turn
 
 Result = TypeVar("Result")
 
@@ -120,11 +111,13 @@ def last_checkpoint(snapshot: Snapshot, before: int | None = None) -> int:
 
 def session_with_key(snapshot: Snapshot, key_hash: str) -> str | None:
     """The id of the session with this key, or None."""
-    for connection in snapshot:
-        found = connection.execute("SELECT id FROM sessions WHERE key_hash = ?", (key_hash,)).fetchone()
-        if found is not None:
-            return found[0]
-    return None
+    return _first(snapshot, "SELECT id FROM sessions WHERE key_hash = ?", key_hash)
+
+
+def _first(snapshot: Snapshot, query: str, given: str) -> Any:
+    """The value that the first file with one has, or None."""
+    rows = (connection.execute(query, (given,)).fetchone() for connection in snapshot)
+    return next((row[0] for row in rows if row is not None), None)
 
 
 def require_trainable(snapshot: Snapshot, session_ids: Iterable[str], what: str) -> None:
@@ -232,8 +225,13 @@ class LedgerCounts:
         return sum(self.statuses.values())
 
     @property
-    def num_dropped(self) -> int:
-        return sum(self.drops.values())
+    def fates(self) -> str:
+        """What became of training trajectories, in words."""
+        drops = ", ".join(f"{number:,} {reason}" for reason, number in sorted(self.drops.items()))
+        return (
+            f"{self.num_trained:,} trained, {sum(self.drops.values()):,} dropped{f' ({drops})' if drops else ''}; "
+            f"{self.num_leased:,} leased, {self.num_waiting:,} waiting"
+        )
 
 
 _ENDED = "FROM endings e JOIN sessions s ON s.number = e.session WHERE s.purpose ="
@@ -274,7 +272,7 @@ def _count_by(connection: sqlite3.Connection, column: str, table: str) -> Mappin
 # ------------------------------------------------------------------------------- what a person asks
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RolloutSummary:
     """One session in a list: how it ended, what it earned and what became of it."""
 
@@ -284,31 +282,14 @@ class RolloutSummary:
     purpose: str  # of `SessionPurpose`
     status: str | None  # of `Status`; None: it is open
     error: str | None
-    rewards: Rewards
-    fate: Fate | None
     leased_step: int | None  # of the train step that has it, or will have it
     num_loss_tokens: int | None  # of a session that was leased
-    num_turns: int
-    num_sampled_tokens: int
     started_s: float
     ended_s: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GroupFilter:
-    """The groups that a person wants to see: those with a session to which all of this applies."""
-
-    purpose: SessionPurpose = SessionPurpose.TRAIN
-    step: int | None = None  # leased or trained for this step
-    is_failed: bool = False  # it ended in any other way than `completed`
-
-    @property
-    def condition(self) -> str:
-        """The SQL of the filter, for a session `s`, its ending `e` and its lease `l`."""
-        parts = ["s.purpose = :purpose"]
-        parts += ["l.step = :step"] * (self.step is not None)
-        parts += [f"e.status != '{Status.COMPLETED}'"] * self.is_failed
-        return " AND ".join(parts)
+    num_turns: int
+    num_sampled_tokens: int
+    rewards: Rewards
+    fate: Fate | None
 
 
 _OF_ROLLOUTS = (
@@ -322,98 +303,71 @@ _TOTAL = (
 """The SQL of `Rewards.total`; NULL for a session that did not complete."""
 
 
-def group_ids(snapshot: Snapshot, wanted: GroupFilter, *, lowest_first: bool = False) -> Sequence[str]:
-    """The groups that a filter finds: the newest first, or those of the lowest mean reward. Scans all sessions."""
+def group_ids(
+    snapshot: Snapshot,
+    purpose: SessionPurpose,
+    *,
+    step: int | None = None,
+    only_failed: bool = False,
+    lowest_first: bool = False,
+) -> Sequence[str]:
+    """The groups of a purpose: the newest first, or those of the lowest mean reward. Scans all sessions.
+
+    With `step` only those leased or trained for it, and with `only_failed` those of rollouts that did not complete.
+    """
     newest: dict[str, float] = {}
-    rewards: dict[str, list[float]] = {}
-    given = {"purpose": wanted.purpose, "step": wanted.step}
-    columns = f"s.group_id, max(s.started_s), {f'total({_TOTAL}), count({_TOTAL})' if lowest_first else '0, 0'}"
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
     for connection in snapshot:
-        for group_id, started_s, total, num_rewards in connection.execute(
-            f"SELECT {columns} {_OF_ROLLOUTS} {wanted.condition} GROUP BY s.group_id", given
+        for group_id, started_s, reward in connection.execute(
+            f"SELECT s.group_id, s.started_s, {_TOTAL if lowest_first else 'NULL'} {_OF_ROLLOUTS} s.purpose = ? "
+            f"AND (? IS NULL OR l.step = ?) AND (e.status != '{Status.COMPLETED}' OR NOT ?)",
+            (purpose, step, step, only_failed),
         ):
             newest[group_id] = max(started_s, newest.get(group_id, 0.0))
-            before = rewards.setdefault(group_id, [0.0, 0])
-            rewards[group_id] = [before[0] + total, before[1] + num_rewards]
+            if reward is not None:
+                rewards[group_id].append(reward)
     if lowest_first:
-        means = {group_id: total / number for group_id, (total, number) in rewards.items() if number}
-        return sorted(means, key=lambda group_id: (means[group_id], -newest[group_id]))
-    return sorted(newest, key=lambda group_id: newest[group_id], reverse=True)
+        return sorted(rewards, key=lambda group_id: (fmean(rewards[group_id]), -newest[group_id]))
+    return sorted(newest, key=newest.__getitem__, reverse=True)
+
+
+_SUMMARIES = (
+    "SELECT s.id, s.group_id, s.task_id, s.purpose, e.status, e.error, l.step, l.num_loss_tokens, s.started_s, "
+    "e.ended_s, (SELECT count(*) FROM turns t WHERE t.session = s.number), "
+    "(SELECT coalesce(sum(length(c.token_ids)), 0) / 4 FROM turns t JOIN completions c ON c.turn = t.number "
+    "WHERE t.session = s.number), "
+    "e.final_reward, coalesce(e.rewards, '{}'), coalesce(e.parts, '{}'), f.trained_step, f.dropped "
+    f"{_OF_ROLLOUTS} s.group_id IN (SELECT value FROM json_each(?))"
+)
 
 
 def rollouts_of(snapshot: Snapshot, groups: Iterable[str]) -> Mapping[str, Sequence[RolloutSummary]]:
     """The sessions of these groups by group, each group in the order of session ids. Scans all sessions."""
     found: dict[str, list[RolloutSummary]] = {group_id: [] for group_id in groups}
     for connection in snapshot:
-        for one in _summaries(connection, "s.group_id IN (SELECT value FROM json_each(?))", json.dumps(list(found))):
-            found[one.group_id].append(one)
+        for row in connection.execute(_SUMMARIES, (json.dumps(list(found)),)):
+            *columns, final, by_completion, parts, trained_step, dropped = row
+            rewards = Rewards(final=final, by_completion=decode_object(by_completion), parts=decode_object(parts))
+            _, group_id, _, purpose, status, *_ = columns
+            fate = _fate(purpose, status, trained_step, dropped)
+            found[group_id].append(RolloutSummary(*columns, rewards=rewards, fate=fate))
     return {group_id: sorted(ones, key=lambda one: one.session_id) for group_id, ones in found.items()}
 
 
-def rollout(snapshot: Snapshot, session_id: str) -> tuple[RolloutSummary, tuple[Turn, ...], Trajectory | None] | None:
-    """A session that may still be open: its summary, its turns, and its trajectory once it has ended; None if unknown.
+def group_of(snapshot: Snapshot, session_id: str) -> str | None:
+    """The group of a session, or None when there is no such session."""
+    return _first(snapshot, "SELECT group_id FROM sessions WHERE id = ?", session_id)
 
-    Raises LedgerError when it is damaged.
-    """
-    for connection in snapshot:
-        for one in _summaries(connection, "s.id = ?", session_id):
-            if one.status is not None:
-                ended = trajectory(snapshot, session_id)
-                return one, ended.turns, ended
-            number = number_in(connection, "number FROM sessions WHERE id = ?", session_id)
-            return one, turns_in(connection, number), None
-    return None
+
+def recorded(snapshot: Snapshot, session_id: str) -> tuple[tuple[Turn, ...], Trajectory | None]:
+    """The turns of a session, and its trajectory once it has ended. Raises LedgerError when there is none."""
+    return _of_session(snapshot, recorded_in, session_id)
 
 
 def session_ids(snapshot: Snapshot, limit: int) -> Sequence[str]:
     """The newest `limit` sessions of each file."""
     query = "SELECT id FROM sessions ORDER BY number DESC LIMIT ?"
     return [session_id for connection in snapshot for (session_id,) in connection.execute(query, (limit,))]
-
-
-def _summaries(connection: sqlite3.Connection, condition: str, given: str) -> Iterator[RolloutSummary]:
-    for row in connection.execute(
-        "SELECT e.final_reward, e.rewards, e.parts, f.trained_step, f.dropped, s.id, s.group_id, s.task_id, s.purpose, "
-        "e.status, e.error, l.step, l.num_loss_tokens, s.started_s, e.ended_s, "
-        "(SELECT count(*) FROM turns t WHERE t.session = s.number), "
-        "(SELECT coalesce(sum(length(c.token_ids)), 0) / 4 FROM turns t JOIN completions c ON c.turn = t.number "
-        f"WHERE t.session = s.number) {_OF_ROLLOUTS} {condition}",
-        (given,),
-    ):
-        final, by_completion, parts, trained_step, dropped, session_id, group_id, task_id, purpose, status, *rest = row
-        error, leased_step, num_loss_tokens, started_s, ended_s, num_turns, num_tokens = rest
-        is_dropped_orphan = status == Status.ORPHAN and purpose == SessionPurpose.TRAIN
-        yield RolloutSummary(
-            session_id=session_id,
-            group_id=group_id,
-            task_id=task_id,
-            purpose=purpose,
-            status=status,
-            error=error,
-            rewards=Rewards(
-                final=final, by_completion=decode_object(by_completion or "{}"), parts=decode_object(parts or "{}")
-            ),
-            fate=Fate(dropped=Drop.ORPHAN) if is_dropped_orphan else decode_fate(trained_step, dropped),
-            leased_step=leased_step,
-            num_loss_tokens=num_loss_tokens,
-            num_turns=num_turns,
-            num_sampled_tokens=num_tokens,
-            started_s=started_s,
-            ended_s=ended_s,
-        )
-
-
-def conversations(
-    turns: Iterable[Turn], message_of: Callable[[Turn, Completion], JsonObject]
-) -> Mapping[str, tuple[JsonObject, ...]]:
-    """The whole messages of each request, by turn: those recorded with it, after those of the answer it continues."""
-    after: dict[str | None, tuple[JsonObject, ...]] = {None: ()}  # by completion: the conversation up to it
-    whole: dict[str, tuple[JsonObject, ...]] = {}
-    for turn in turns:
-        whole[turn.id] = (*after[turn.parent], *turn.request_delta)
-        for completion in turn.completions:
-            after[completion.id] = (*whole[turn.id], message_of(turn, completion))
-    return whole
 
 
 # ---------------------------------------------------------------------------------------- one file
@@ -432,6 +386,16 @@ def standing_in(connection: sqlite3.Connection, session_id: str) -> tuple[str, s
 
 def trajectory_in(connection: sqlite3.Connection, session_id: str) -> Trajectory | None:
     """The trajectory of a session, or None when it is not in this file. Raises LedgerError when it is still open."""
+    found = recorded_in(connection, session_id)
+    if found is None:
+        return None
+    if found[1] is None:
+        raise LedgerError(f"session {session_id!r} is still open: it is no trajectory yet")
+    return found[1]
+
+
+def recorded_in(connection: sqlite3.Connection, session_id: str) -> tuple[tuple[Turn, ...], Trajectory | None] | None:
+    """The turns of a session, and its trajectory once it has ended; None when it is not in this file."""
     found = connection.execute(
         "SELECT s.number, s.group_id, s.task_id, s.purpose, s.started_s, f.trained_step, f.dropped, e.number, "
         f"{', '.join('e.' + name for name in EndingRow._fields)} "
@@ -442,25 +406,32 @@ def trajectory_in(connection: sqlite3.Connection, session_id: str) -> Trajectory
     if found is None:
         return None
     number, group_id, task_id, purpose, started_s, trained_step, dropped, ending, *columns = found
+    turns = turns_in(connection, number)
     if ending is None:
-        raise LedgerError(f"session {session_id!r} is still open: it is no trajectory yet")
+        return turns, None
     row = EndingRow(*columns)
     status = decode_status(row)
-    is_dropped_orphan = status is Status.ORPHAN and purpose == SessionPurpose.TRAIN
-    return Trajectory(
+    return turns, Trajectory(
         session_id=session_id,
         group_id=group_id,
         task_id=task_id,
-        turns=turns_in(connection, number),
+        turns=turns,
         rewards=decode_rewards(row),
         status=status,
         error=row.error,
         logged=decode_object(row.logged),
         started_s=started_s,
         ended_s=row.ended_s,
-        fate=Fate(dropped=Drop.ORPHAN) if is_dropped_orphan else decode_fate(trained_step, dropped),
+        fate=_fate(purpose, status, trained_step, dropped),
         undelivered=decode_strings(row.undelivered),
     )
+
+
+def _fate(purpose: str, status: str | None, trained_step: int | None, dropped: str | None) -> Fate | None:
+    """The fate of a session. An orphan's status is its fate."""
+    if (purpose, status) == (SessionPurpose.TRAIN, Status.ORPHAN):
+        return Fate(dropped=Drop.ORPHAN)
+    return decode_fate(trained_step, dropped)
 
 
 class Ending(NamedTuple):
@@ -502,6 +473,6 @@ def turns_in(connection: sqlite3.Connection, session: int) -> tuple[Turn, ...]:
     return tuple(decode_turn(TurnRow(*columns), completions.get(number, ())) for number, *columns in turn_rows)
 
 
-def number_in(connection: sqlite3.Connection, query: str, *given: str) -> int:
+def number_in(connection: sqlite3.Connection, query: str) -> int:
     """The single number that `SELECT query` returns."""
-    return connection.execute(f"SELECT {query}", given).fetchone()[0]
+    return connection.execute(f"SELECT {query}").fetchone()[0]

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -65,15 +65,18 @@ class TinyReport:
     wall_s: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class WarmStartProgress:
-    """The progress of the warm start. `fraction` is an estimate until the decay starts."""
+    """How far a warm start is, with what its last check found."""
 
-    fraction: float
-    step: int
-    num_tokens: int
-    loss: float
-    copy_accuracy: float
+    decay_starts: int  # earlier when the gate opens
+    fraction: float = 0.0  # an estimate until the decay starts
+    step: int = 0
+    num_tokens: int = 0
+    loss: float = math.nan  # per spoken token, of the check's conversations
+    copy_accuracy: float = math.nan
+    best_loss: float = math.inf
+    num_flat_checks: int = 0  # in which the loss has not fallen
 
     def __str__(self) -> str:
         copying = "" if math.isnan(self.copy_accuracy) else f", copies {self.copy_accuracy:.0%} of numbers"
@@ -109,7 +112,7 @@ def build(
             unfinished.save(warm_start.state())
             if on_progress:
                 on_progress(progress)
-        end = warm_start.progress()
+        end = warm_start.progress
     report = TinyReport(
         seed=seed,
         num_parameters=model.num_parameters(),
@@ -251,19 +254,6 @@ class ConversationEncoder:
         return marks
 
 
-@dataclass(kw_only=True, slots=True)
-class _Place:
-    """How far a warm start is, with what its last check found."""
-
-    decay_starts: int  # earlier when the gate opens
-    step: int = 0
-    num_tokens: int = 0
-    loss: float = math.nan  # per spoken token, of the check's conversations
-    copy_accuracy: float = math.nan
-    best_loss: float = math.inf
-    num_flat_checks: int = 0  # in which the loss has not fallen
-
-
 class WarmStart:
     """One warm start of one model."""
 
@@ -282,42 +272,30 @@ class WarmStart:
             model.parameters(), lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
         )
         self._check = self._draw(recipe.num_check_conversations)
-        self._place = _Place(decay_starts=recipe.max_gate_steps)
+        self.progress = WarmStartProgress(decay_starts=recipe.max_gate_steps)
 
     def run(self) -> Iterator[WarmStartProgress]:
         """Train at full learning rate until the gate opens, then through the decay; yield the progress at checks."""
-        recipe, place = self._recipe, self._place
-        while place.step < place.decay_starts + recipe.num_decay_steps:
-            self._train(self._rate(place.step))
-            place.step += 1
-            if place.step % recipe.check_every == 0:
+        recipe, progress = self._recipe, self.progress
+        while progress.step < progress.decay_starts + recipe.num_decay_steps:
+            self._train(self._rate(progress.step))
+            progress.step += 1
+            if progress.step % recipe.check_every == 0:
                 self._look()
-                yield self.progress()
+                yield replace(progress)
 
     def state(self) -> Mapping[str, Any]:
         """Return what `load_state` needs to go on from here, with demonstrations that begin anew."""
-        return {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict(), **asdict(self._place)}
+        parts = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {**parts, "progress": asdict(self.progress)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state: the demonstrations that it has seen are skipped."""
         self._model.load_state_dict(state["model"])
         self._optimizer.load_state_dict(state["optimizer"])
-        self._place = _Place(**{field.name: state[field.name] for field in fields(_Place)})
-        num_seen = self._place.step * self._recipe.batch_size
+        self.progress = WarmStartProgress(**state["progress"])
+        num_seen = self.progress.step * self._recipe.batch_size
         next(islice(self._demonstrations, num_seen, num_seen), None)
-
-    def progress(self) -> WarmStartProgress:
-        """Return the progress at the last check."""
-        place, recipe = self._place, self._recipe
-        is_decaying = place.step >= place.decay_starts
-        full_rate_steps = place.decay_starts if is_decaying else max(place.step, recipe.typical_gate_steps)
-        return WarmStartProgress(
-            fraction=min(1.0, place.step / (full_rate_steps + recipe.num_decay_steps)),
-            step=place.step,
-            num_tokens=place.num_tokens,
-            loss=place.loss,
-            copy_accuracy=place.copy_accuracy,
-        )
 
     @torch.no_grad()
     def _look(self) -> None:
@@ -326,16 +304,19 @@ class WarmStart:
         Copying: the probability that all digits of a conversation are copied, averaged over those with digits (NaN
         where there are none).
         """
-        check, place, recipe = self._check, self._place, self._recipe
+        check, progress, recipe = self._check, self.progress, self._recipe
         losses = self._losses(check)  # [B, T]
-        place.loss = (losses.sum() / (check.targets != -100).sum()).item()
+        progress.loss = (losses.sum() / (check.targets != -100).sum()).item()
         by_conversation = torch.where(check.is_digit, -losses, 0.0).sum(dim=1).exp()
-        place.copy_accuracy = by_conversation[check.is_digit.any(dim=1)].mean().item()
-        place.num_flat_checks += 1
-        if place.loss < (1 - recipe.flat_share) * place.best_loss:
-            place.best_loss, place.num_flat_checks = place.loss, 0
-        if place.copy_accuracy >= recipe.copy_gate or place.num_flat_checks >= recipe.num_flat_checks:
-            place.decay_starts = min(place.decay_starts, place.step)
+        progress.copy_accuracy = by_conversation[check.is_digit.any(dim=1)].mean().item()
+        progress.num_flat_checks += 1
+        if progress.loss < (1 - recipe.flat_share) * progress.best_loss:
+            progress.best_loss, progress.num_flat_checks = progress.loss, 0
+        if progress.copy_accuracy >= recipe.copy_gate or progress.num_flat_checks >= recipe.num_flat_checks:
+            progress.decay_starts = min(progress.decay_starts, progress.step)
+        is_decaying = progress.step >= progress.decay_starts
+        full_rate_steps = progress.decay_starts if is_decaying else max(progress.step, recipe.typical_gate_steps)
+        progress.fraction = min(1.0, progress.step / (full_rate_steps + recipe.num_decay_steps))
 
     def _train(self, rate: float) -> None:
         batch = self._draw(self._recipe.batch_size)
@@ -346,7 +327,7 @@ class WarmStart:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
-        self._place.num_tokens += batch.num_tokens
+        self.progress.num_tokens += batch.num_tokens
 
     def _losses(self, batch: _Batch) -> Tensor:
         """Return the negative log-likelihood of each spoken token, 0 elsewhere, [B, T]."""
@@ -358,7 +339,7 @@ class WarmStart:
         """Return the learning rate: linear warm-up, constant, linear decay to a fiftieth."""
         recipe = self._recipe
         warmup = min(1.0, (step + 1) / recipe.num_warmup_steps)
-        decay = max(0.02, 1.0 - max(0, step - self._place.decay_starts) / recipe.num_decay_steps)
+        decay = max(0.02, 1.0 - max(0, step - self.progress.decay_starts) / recipe.num_decay_steps)
         return recipe.learning_rate * warmup * decay
 
     def _draw(self, num: int) -> _Batch:

@@ -40,8 +40,8 @@ def draw_curve(
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
         axes.set_axisbelow(True)
-    _draw_reward(reward_axes, steps, _column(rows, "reward/mean"))
-    _draw_success(success_before, success_after, success_between, _success_axes(reward_axes))
+    draw_reward(reward_axes, steps, _column(rows, "reward/mean"))
+    draw_success(success_before, success_after, success_between, _success_axes(reward_axes))
     _draw_rates(rate_axes, steps, _column(rows, "tokens_per_s/generated"), _column(rows, "tokens_per_s/trained"))
     _draw_staleness(staleness_axes, steps, _column(rows, "staleness/mean"), _column(rows, "staleness/max"))
     figure.savefig(path)
@@ -66,7 +66,8 @@ def _column(rows: Sequence[Mapping[str, Any]], name: str) -> Column:
     return np.array([np.nan if row.get(name) is None else float(row[name]) for row in rows])
 
 
-def _draw_reward(axes: Axes, steps: Column, rewards: Column) -> None:
+def draw_reward(axes: Axes, steps: Column, rewards: Column) -> None:
+    """Draw the reward of each step and its running mean, over the whole range of a share where it is one."""
     axes.plot(steps, rewards, "o", color=REWARD, alpha=0.4, markersize=5, markeredgewidth=0, label="mean of a step")
     smooth = running_mean(rewards, RUNNING_MEAN_STEPS)
     axes.plot(steps, smooth, color=REWARD, linewidth=2.2, label=f"mean of {RUNNING_MEAN_STEPS} steps")
@@ -89,7 +90,7 @@ def _success_axes(axes: Axes) -> Axes:
     return own
 
 
-def _draw_success(before: float | None, after: float | None, between: Sequence[tuple[int, float]], axes: Axes) -> None:
+def draw_success(before: float | None, after: float | None, between: Sequence[tuple[int, float]], axes: Axes) -> None:
     """Draw dashed levels, labelled away from a rising curve (the lower at the right, the upper at the left).
 
     Each evaluation beside training is a diamond.

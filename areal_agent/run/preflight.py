@@ -172,21 +172,17 @@ def check_sandbox(workflow: object, backend: str) -> None:
         )
 
 
-def check_engine_module(engine: EngineConfig) -> None:
-    """Raise ConfigError when the environment of `engine.python` lacks the engine, which is not imported."""
+def check_environment(engine: EngineConfig) -> None:
+    """Raise ConfigError when its environment lacks the engine, or finds no GPU that is asked for. It takes seconds."""
     check_engine(engine)
-    find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({engine.backend!r}) is None)"
-    if engine.python is not None and _output_of([engine.python, "-c", find]).returncode:
-        raise ConfigError(
-            f"engine.python = {engine.python!r} has no module {engine.backend!r}; install it into that environment"
-        )
-
-
-def check_device(engine: EngineConfig) -> None:
-    """Raise ConfigError when a GPU is asked for and the engine's torch finds none. It takes seconds to ask it."""
     python = engine.python or sys.executable
-    find = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    if engine.device == "cuda" and _output_of([python, "-c", find]).returncode:
+    has_none = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({engine.backend!r}) is None)"
+    if engine.python is not None and _output_of([python, "-c", has_none]).returncode:
+        raise ConfigError(
+            f"engine.python = {python!r} has no module {engine.backend!r}; install it into that environment"
+        )
+    has_none = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    if engine.device == "cuda" and _output_of([python, "-c", has_none]).returncode:
         raise ConfigError(
             f"engine.device is 'cuda', and the torch of {python} finds no GPU here; set it to 'auto' or 'cpu'"
         )
@@ -203,8 +199,7 @@ def check_for_dry_run(config: Config) -> str:
     """Check what takes seconds, and what a run leaves to its processes; return what was found. Raises ConfigError."""
     import_own_functions(config.algorithm)
     if not config.is_online:
-        check_engine_module(config.engine)
-        check_device(config.engine)
+        check_environment(config.engine)
     folder = Path(config.model)
     if not (folder / "config.json").is_file():
         return ""

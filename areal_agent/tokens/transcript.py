@@ -5,14 +5,16 @@ A gateway's owner keeps these as a note in the ledger (`TranscriptSettings`), so
 run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
+
+from pydantic import TypeAdapter, ValidationError
 
 from areal_agent.errors import ConfigError
 from areal_agent.tokens.formats.answer_format import ToolFormat
-from areal_agent.tokens.formats.base import ParsedAnswer, answer_message
+from areal_agent.tokens.formats.base import answer_message
 from areal_agent.tokens.formats.thinking import ReasoningFormat
 from areal_agent.tokens.loss_rule import LossRule, TrainRoots
 from areal_agent.tokens.renderer import Renderer
@@ -37,23 +39,6 @@ class TranscriptSettings:
     def note(self) -> JsonObject:
         return asdict(self)
 
-    @classmethod
-    def of_note(cls, note: Mapping[str, Any]) -> Self:
-        """Read a note. Raises ValueError, TypeError or KeyError when it is damaged."""
-        tool_format, reasoning_format = note["tool_format"], note["reasoning_format"]
-        return cls(
-            tokenizer=str(note["tokenizer"]),
-            history_thinking=HistoryThinking(note["history_thinking"]),
-            tool_format=tool_format and ToolFormat(tool_format),
-            reasoning_format=reasoning_format and ReasoningFormat(reasoning_format),
-            trains_altered=bool(note["trains_altered"]),
-            train_roots=TrainRoots(note["train_roots"]),
-        )
-
-    @property
-    def loss_rule(self) -> LossRule:
-        return LossRule(trains_altered=self.trains_altered, roots=self.train_roots)
-
     def load_renderer(self) -> Renderer:
         """Load the tokenizer, which takes a second. Raises ConfigError when it is missing or unusable."""
         return Renderer.load(
@@ -64,48 +49,62 @@ class TranscriptSettings:
         )
 
 
-def find_settings(note: Mapping[str, Any] | None, run_dir: Path, tokenizer: Path | None) -> TranscriptSettings:
-    """Return the settings of a ledger's note. Without a `tokenizer` it is the note's, or the newest checkpoint's.
-
-    None was found where the tokenizer is the empty text. Raises ConfigError when the note is damaged.
-    """
-    try:
-        settings = TranscriptSettings.of_note(note) if note else TranscriptSettings(tokenizer="")
-    except (ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"the note {TRANSCRIPT_NOTE!r} of the ledger is damaged: {error!r}") from None
-    if tokenizer is None:
-        folders = [Path(settings.tokenizer), *sorted(run_dir.glob("checkpoints/step_*"), reverse=True)]
-        tokenizer = next((one for one in folders if (one / "tokenizer.json").is_file()), None)
-    return replace(settings, tokenizer="" if tokenizer is None else str(tokenizer))
-
-
 class Transcript:
-    """Reads answers."""
+    """Reads the turns of a ledger, as its settings say. Without a tokenizer what was sampled has no text: None."""
 
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
+    def __init__(self, settings: TranscriptSettings) -> None:
+        self.loss_rule = LossRule(trains_altered=settings.trains_altered, roots=settings.train_roots)
+        self._renderer = settings.load_renderer() if settings.tokenizer else None
 
-    def text_of(self, token_ids: Sequence[int]) -> str:
+    @classmethod
+    def of_ledger(cls, note: JsonObject | None, run_dir: Path, tokenizer: Path | None) -> Self:
+        """Read a ledger by its note. The tokenizer is the given one, else the note's, else the newest checkpoint's.
+
+        Raises ConfigError when the note is damaged, or the tokenizer unusable.
+        """
+        try:
+            settings = TypeAdapter(TranscriptSettings).validate_python(note or {"tokenizer": ""})
+        except ValidationError as error:
+            fault = error.errors()[0]
+            where = ".".join(map(str, fault["loc"]))
+            raise ConfigError(
+                f"the note {TRANSCRIPT_NOTE!r} of the ledger is damaged: {where}: {fault['msg']}"
+            ) from None
+        folders = [Path(settings.tokenizer), *sorted(run_dir.glob("checkpoints/step_*"), reverse=True)]
+        found = tokenizer or next((one for one in folders if (one / "tokenizer.json").is_file()), "")
+        return cls(replace(settings, tokenizer=str(found)))
+
+    @property
+    def has_text(self) -> bool:
+        """Return whether there is a tokenizer, so that what was sampled can be read."""
+        return self._renderer is not None
+
+    def text_of(self, token_ids: Sequence[int]) -> str | None:
         """Return the text of ids, special tokens included."""
-        return self._renderer.detokenizer.text_of(token_ids)
+        return self._renderer and self._renderer.detokenizer.text_of(token_ids)
 
-    def parsed(self, turn: Turn, completion: Completion) -> ParsedAnswer:
-        """Return the reasoning, content and calls of an answer, with what the prompt had begun of it."""
+    def message(self, turn: Turn, completion: Completion) -> JsonObject:
+        """Return an answer as OpenAI writes it, with what the prompt had begun of it."""
+        if self._renderer is None:
+            return {"role": "assistant", "content": None}
         token_ids, detokenizer = completion.token_ids, self._renderer.detokenizer
         ends = (*turn.sampling.stop_token_ids, *detokenizer.special_ids)
         has_end = bool(token_ids) and completion.finish_reason is FinishReason.STOP and token_ids[-1] in ends
         text = self._renderer.text_of(token_ids, has_ended=has_end)
         if not turn.request_delta and turn.parent is None:  # a plain completion, whose answer is text
-            return ParsedAnswer(content=text)
-        return self._renderer.answer_format.parse(self._begun(turn) + text)
-
-    def _begun(self, turn: Turn) -> str:
-        """Return what follows the answer's header in the prompt: thinking that is open, or a call's beginning."""
-        header = self._renderer.answer_header
-        before, found, begun = self.text_of(turn.new_prompt_ids).rpartition(header) if header else ("", "", "")
-        return begun if found and before else ""
-
-    def message(self, turn: Turn, completion: Completion) -> JsonObject:
-        """Return an answer as OpenAI writes it."""
-        parsed = self.parsed(turn, completion)
+            return {"role": "assistant", "content": text}
+        # what follows the answer's header in the prompt: thinking that is open, or a call's beginning
+        header, prompt = self._renderer.answer_header, detokenizer.text_of(turn.new_prompt_ids)
+        before, _, begun = prompt.rpartition(header) if header else ("", "", "")
+        parsed = self._renderer.answer_format.parse(begun + text if before else text)
         return answer_message(parsed, parsed.content, completion.id)
+
+    def conversations(self, turns: Iterable[Turn]) -> Mapping[str, Sequence[JsonObject]]:
+        """Return the whole messages of each request, by turn: its own after those of the answer that it continues."""
+        after: dict[str | None, tuple[JsonObject, ...]] = {None: ()}  # by completion: the conversation up to it
+        whole: dict[str, tuple[JsonObject, ...]] = {}
+        for turn in turns:
+            whole[turn.id] = (*after[turn.parent], *turn.request_delta)
+            for completion in turn.completions:
+                after[completion.id] = (*whole[turn.id], self.message(turn, completion))
+        return whole

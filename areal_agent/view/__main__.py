@@ -11,19 +11,23 @@ session or group.
 import difflib
 import io
 import sys
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from areal_agent.command import Parser, run_command
 from areal_agent.errors import ConfigError
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import Snapshot, ledger_in, reading
-from areal_agent.ledger.questions import GroupFilter
-from areal_agent.types import SessionPurpose
-from areal_agent.view.rollouts import show_counts, show_group, show_groups
+from areal_agent.ledger.questions import STATUS_NOTE, RolloutSummary
+from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, Transcript
+from areal_agent.types import SessionPurpose, Status
+from areal_agent.view.session import MAX_SIBLINGS, SessionView, fate_of, reward_of
 from areal_agent.view.terminal import Screen, in_line
 
 NUM_NEAR = 20_000
 """A misspelt name is compared with so many of the newest sessions of each file."""
+STATUS_WORDS = {"running": "running, or ended without a word"}
 
 
 def main(given: list[str] | None = None) -> int:
@@ -58,45 +62,79 @@ def main(given: list[str] | None = None) -> int:
     screen = Screen(sys.stdout, is_full=args.full)
     with reading(path) as snapshot:
         if args.text:
-            _show_one(screen, snapshot, args.text, path.parent, args.tokenizer)
-            return 0
-        show_counts(screen, snapshot, str(args.run_dir))
-        wanted = GroupFilter(
-            purpose=SessionPurpose.EVAL if args.eval else SessionPurpose.TRAIN, step=args.step, is_failed=args.failed
-        )
-        found = show_groups(screen, snapshot, wanted, lowest_first=args.lowest, limit=args.limit)
-        screen.line()
-        screen.line(_last_words(len(found), args.limit, str(args.run_dir)))
+            _show_named(screen, snapshot, args.text, path.parent, args.tokenizer)
+        else:
+            _show_groups(screen, snapshot, args)
     return 0
 
 
-def _show_one(screen: Screen, snapshot: Snapshot, name: str, run_dir: Path, tokenizer: Path | None) -> None:
-    """Print a session or a group. Raises ConfigError, with near names, when there is none of that name."""
-    siblings = questions.rollouts_of(snapshot, [name])[name]
-    if siblings:
-        show_group(screen, name, siblings, siblings)
+def _show_groups(screen: Screen, snapshot: Snapshot, args: Namespace) -> None:
+    """Print how the run ended, what became of its rollouts, and the first groups that were asked for."""
+    counts, status = questions.counts(snapshot), questions.note(snapshot, STATUS_NOTE) or "not begun"
+    screen.line((str(args.run_dir), "bold"), f": {STATUS_WORDS.get(status, status)}")
+    screen.line(f"rollouts: {counts.fates}, {counts.num_open:,} open; {counts.num_eval:,} for evaluation")
+    purpose = SessionPurpose.EVAL if args.eval else SessionPurpose.TRAIN
+    found = questions.group_ids(snapshot, purpose, step=args.step, only_failed=args.failed, lowest_first=args.lowest)
+    for group_id, siblings in questions.rollouts_of(snapshot, found[: args.limit]).items():
+        shown = [one for one in siblings if one.purpose == purpose]
+        if all(one.status is None and not one.num_turns for one in shown):
+            shown = []  # it has just begun
+        if args.failed:
+            shown = [one for one in shown if one.status not in (None, Status.COMPLETED)]
+        if args.lowest:
+            shown.sort(key=lambda one: (one.status != Status.COMPLETED, one.rewards.total))
+        _show_group(screen, group_id, siblings, shown[:MAX_SIBLINGS])
+        if len(shown) > MAX_SIBLINGS:
+            screen.line((f"  ... and {len(shown) - MAX_SIBLINGS:,} more: --text {group_id}", "dim"))
+    screen.line()
+    if found:
+        number = f"{min(args.limit, len(found)):,} of {len(found):,} groups"
+        screen.line(f"{number}; one of them, or a session: python -m areal_agent.view {args.run_dir} --text NAME")
+    else:
+        screen.line("no group fits; the rollouts of an online run are in the ledger of its gateway")
+
+
+def _show_group(
+    screen: Screen, group_id: str, siblings: Sequence[RolloutSummary], shown: Sequence[RolloutSummary]
+) -> None:
+    """Print a line about a group and a line for each sibling in `shown`."""
+    rewards = [one.rewards.total for one in siblings if one.status == Status.COMPLETED]
+    mean = f"mean reward {sum(rewards) / len(rewards):.3f}" if rewards else "no reward"
+    num_open = sum(one.status is None for one in siblings)
+    of_open = f", {num_open} open" if num_open else ""
+    tasks = {one.task_id for one in siblings}
+    task = f"{len(tasks)} tasks" if len(tasks) > 1 else f"task {siblings[0].task_id}"
+    screen.line()
+    screen.line((group_id, "bold cyan"), f"  {task}  {len(siblings)} rollouts{of_open}, {mean}")
+    width = max((len(one.session_id) for one in shown), default=0)
+    for one in shown:
+        reward, style = reward_of(one)
+        fate, fate_style = fate_of(one)
+        screen.line(
+            f"  {one.session_id:<{width}}  ",
+            (f"{reward:>8}", style),
+            (f"  {fate:<16}", fate_style),
+            f"  {one.num_turns} turns, {one.num_sampled_tokens:,} tokens",
+            f"  task {one.task_id}" if len(tasks) > 1 else "",
+            (f"  {one.error}" if one.error else "", "red"),
+        )
+
+
+def _show_named(screen: Screen, snapshot: Snapshot, name: str, run_dir: Path, tokenizer: Path | None) -> None:
+    """Print a group or a session. Raises ConfigError, with near names, when there is none of that name."""
+    if siblings := questions.rollouts_of(snapshot, [name])[name]:
+        _show_group(screen, name, siblings, siblings)
         return
-    found = questions.rollout(snapshot, name)
-    if found is None:
+    group_id = questions.group_of(snapshot, name)
+    if group_id is None:
         ids = questions.session_ids(snapshot, NUM_NEAR)
         near = difflib.get_close_matches(name, ids, n=3) or [one for one in ids if name in one][:3]
         remedy = f"did you mean {', '.join(map(in_line, near))}?" if near else "without a name the groups are listed"
         raise ConfigError(f"the ledger has no session or group {name!r}; {remedy}")
-    # imported here: the tokenizer's library takes a second, and lists need none
-    from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, Transcript, find_settings
-    from areal_agent.view.session import SessionView
-
-    settings = find_settings(questions.note(snapshot, TRANSCRIPT_NOTE), run_dir, tokenizer)
-    transcript = Transcript(settings.load_renderer()) if settings.tokenizer else None
-    others = questions.rollouts_of(snapshot, [found[0].group_id])[found[0].group_id]
-    SessionView(screen, transcript, settings.loss_rule).show(*found, others)
-
-
-def _last_words(num_found: int, limit: int, run_dir: str) -> str:
-    if not num_found:
-        return "no group fits; the rollouts of an online run are in the ledger of its gateway"
-    shown = f"{min(limit, num_found):,} of {num_found:,} groups"
-    return f"{shown}; one of them, or a session: python -m areal_agent.view {run_dir} --text NAME"
+    siblings = questions.rollouts_of(snapshot, [group_id])[group_id]
+    turns, trajectory = questions.recorded(snapshot, name)
+    transcript = Transcript.of_ledger(questions.note(snapshot, TRANSCRIPT_NOTE), run_dir, tokenizer)
+    SessionView(screen, transcript, name, siblings, turns, trajectory).show()
 
 
 if __name__ == "__main__":

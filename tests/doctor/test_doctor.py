@@ -22,8 +22,8 @@ from areal_agent.doctor.__main__ import main
 from areal_agent.doctor.examination import Examination
 from areal_agent.doctor.findings import GIB, Finding, Report, State
 from areal_agent.doctor.memory import Machine, described
-from areal_agent.doctor.scaling import table
 from tests.commands import run
+from tests.doctor.shapes import table
 
 
 def base(model: object, folder: Path, **more: object) -> dict[str, object]:
@@ -225,7 +225,7 @@ def test_no_such_machine(
 
 def test_the_page_has_the_table_of_the_doctor() -> None:
     page = Path(__file__).parents[2] / "docs" / "scaling.md"
-    assert table() in page.read_text(), "python -m areal_agent.doctor.scaling prints it"
+    assert table() in page.read_text(), f"it has changed:\n{table()}"
 
 
 async def test_work_of_minutes_is_shown() -> None:

@@ -10,6 +10,7 @@ import pytest_asyncio
 from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.protocols import Journal
+from areal_agent.tokens.transcript import Transcript, TranscriptSettings
 from areal_agent.types import (
     Completion,
     ForkReason,
@@ -40,6 +41,9 @@ SAMPLING = SamplingParams(
     seed=3,
 )
 """Parameters of which none that version 2 of the ledger knew has its default."""
+
+UNREAD = Transcript(TranscriptSettings(tokenizer=""))
+"""Reads no answers: these ledgers have no tokenizer."""
 
 SPANS = (
     VersionSpan(version=WeightVersion(step=1), start=0, end=3),

@@ -21,6 +21,8 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.types import Drop, Rewards, VersionSpan, WeightVersion
 
+from .conftest import UNREAD
+
 
 async def recorded(ledger: Ledger, path: Path, make) -> None:
     """Record a trained session with a fork and an undelivered answer, a dropped one in a shard, and an open one."""
@@ -95,7 +97,7 @@ async def test_an_open_session_has_no_figures_of_an_end(ledger: Ledger, path: Pa
     await recorded(ledger, path, make)
     files = LedgerFiles(path)
     with files.snapshot() as snapshot:
-        [row] = [row for row in completions(snapshot) if row["session_id"] == "c"]
+        [row] = [row for row in completions(snapshot, UNREAD) if row["session_id"] == "c"]
     files.close()
     assert [row[name] for name in ("status", "fate", "final_reward", "reward_parts")] == [None] * 4
     assert row["prompt_token_ids"].tolist() == [1, 2, 3]
@@ -108,7 +110,7 @@ async def test_row_groups_are_all_written(ledger: Ledger, path: Path, tmp_path: 
     await make.closed(ledger.own, *(f"s{number}" for number in range(5)))
     files = LedgerFiles(path)
     with files.snapshot() as snapshot:
-        assert write_parquet(tmp_path / "out.parquet", completions(snapshot)) == 11
+        assert write_parquet(tmp_path / "out.parquet", completions(snapshot, UNREAD)) == 11
     files.close()
     written = pq.ParquetFile(tmp_path / "out.parquet")
     assert [written.metadata.row_group(number).num_rows for number in range(written.num_row_groups)] == [1, 10]
@@ -131,7 +133,7 @@ async def test_a_failure_leaves_nothing_behind(ledger: Ledger, path: Path, tmp_p
 
     def failing():
         with files.snapshot() as snapshot:
-            yield next(completions(snapshot))
+            yield next(completions(snapshot, UNREAD))
         raise RuntimeError("the disk is full")
 
     (tmp_path / "out").mkdir()

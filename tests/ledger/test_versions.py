@@ -27,7 +27,7 @@ from areal_agent.ledger.shard import LedgerShard
 from areal_agent.ledger.verify import Invariant, verify
 from areal_agent.types import Fate, Rewards, Status
 
-from .conftest import SAMPLING
+from .conftest import SAMPLING, UNREAD
 
 VERSIONS = range(OLDEST_VERSION, VERSION + 1)
 FOLDER = Path(__file__).parent / "versions"
@@ -90,7 +90,7 @@ def test_it_is_verified(recorded: Path) -> None:
 
 def test_it_is_exported(recorded: Path) -> None:
     with closing(LedgerFiles(recorded)) as files, files.snapshot() as snapshot:
-        rows = {row["completion_id"]: row for row in completions(snapshot)}
+        rows = {row["completion_id"]: row for row in completions(snapshot, UNREAD)}
     assert len(rows) == 17
     fork = rows["forked-c1"]
     assert fork["prompt_token_ids"].tolist() == [1, 2, 3, 100, 101, 1, 2, 3]

@@ -127,8 +127,8 @@ def show(run: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_groups_are_listed_with_siblings_rewards_and_fates(show) -> None:
     lines = show().splitlines()
-    assert "1 rollouts trained, 2 dropped (1 error, 1 stale), 0 leased, 0 waiting, 1 open; 1 for evaluation" in lines
-    heads = [line.split()[0] for line in lines if "rollouts," in line and not line[0].isdigit()]
+    assert "rollouts: 1 trained, 2 dropped (1 error, 1 stale); 0 leased, 0 waiting, 1 open; 1 for evaluation" in lines
+    heads = [line.split()[0] for line in lines if "rollouts," in line and line[0] != "r"]
     assert heads == ["g2", "g1", "g0"]
     rows = {line.split()[0]: line.split()[1:3] for line in lines if line.startswith("  ")}
     assert rows["g0-0"] == ["0.75", "trained(1)"]
