@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("areal_agent", "envs", "sandboxes")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-FOR_DEVELOPERS = {"all", "dev", "test"}
+FOR_DEVELOPERS = {"all", "dev", "docs", "test"}
 
 
 def names(requirements: list[str]) -> set[str]:
