@@ -1,7 +1,5 @@
-"""docs/tutorial.md and README's first environment.
-
-1. The page's code is that of the template that it makes. 2. Its commands work, in their order, in an empty folder; the
-training is shortened, with a small model, and slow. 3. `examples/first_environment` trains as it stands (slow).
+"""docs/tutorial.md: its code is that of the template that it makes, and its commands work in their order, in an empty
+folder; the training is shortened, with a small model, and slow.
 """
 
 import os
@@ -11,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 from areal_agent.new import make
 from tests.commands import ROOT
@@ -74,14 +71,3 @@ def test_the_commands_of_the_training(small_model: Path, tmp_path: Path) -> None
     run(COMMANDS[0], tmp_path)
     assert "success on 4 held-out tasks" in run(COMMANDS[3], tmp_path, f"model={small_model}", *SHORT)
     run(COMMANDS[4], tmp_path)
-
-
-@pytest.mark.slow
-def test_the_first_environment_trains(small_model: Path, tmp_path: Path) -> None:
-    folder = ROOT / "examples" / "first_environment"
-    config = yaml.safe_load((folder / "larger.yaml").read_text())
-    assert config["model"] == "tiny:larger:demonstrations"
-    command = "python -m areal_agent.train --config larger.yaml"
-    assert command in (folder / "README.md").read_text()
-    said = run(command, folder, f"model={small_model}", f"run_dir={tmp_path / 'run'}", *SHORT)
-    assert "success on 4 held-out tasks" in said

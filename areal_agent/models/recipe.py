@@ -13,6 +13,7 @@ text of every continuation of it.
 import hashlib
 import importlib
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -58,12 +59,11 @@ class Recipe:
     max_grad_norm: float = 1.0
     num_warmup_steps: int = 30
 
-    check_every: int = 25  # steps between two measurements of how well it copies
+    check_every: int = 25  # steps between two measurements of what it has learnt
     num_check_conversations: int = 128
     copy_gate: float = 0.9  # copying at least this well starts the decay of the learning rate
-    flat_share: float = 0.02  # so does a loss that falls by less than this share
-    num_flat_checks: int = 6  # in so many checks
-    typical_gate_steps: int = 150  # for the progress bar
+    flat_share: float = 0.2  # where there is nothing to copy, so does a loss that falls by less than this share
+    num_flat_checks: int = 4  # in so many checks
     max_gate_steps: int = 500  # the decay starts here at the latest
     num_decay_steps: int = 150
 
@@ -198,6 +198,25 @@ def render(conversation: Conversation) -> str:
     """Return the text of a whole conversation."""
     texts, _ = render_jinja_template([conversation], chat_template=CHAT_TEMPLATE)
     return texts[0]
+
+
+def copies_numbers(conversations: Iterable[Conversation]) -> bool:
+    """Return whether most of the numbers that the model says were in the conversation before.
+
+    >>> asked, told = {"role": "user", "content": "7 plus 8?"}, {"role": "assistant", "content": "7 + 8 is 15"}
+    >>> copies_numbers([[asked, told]]), copies_numbers([[told]])
+    (True, False)
+    """
+    num_said = num_copied = 0
+    for conversation in conversations:
+        heard: set[str] = set()
+        for message in render(conversation).split(START):
+            numbers: list[str] = re.findall(r"\d+", message)
+            if message.startswith(ASSISTANT):
+                num_said += len(numbers)
+                num_copied += sum(number in heard for number in numbers)
+            heard.update(numbers)
+    return num_copied > num_said / 2
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> PreTrainedTokenizerFast:

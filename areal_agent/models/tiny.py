@@ -1,10 +1,10 @@
 """Builds the quickstart's model: tokenizer, model and warm start, put into a Hugging Face folder in one move.
 
-The warm start is supervised training on demonstrations until the model copies numbers. Reinforcement learning cannot
-teach that later: it strengthens habits, and a model that garbles every long number has no right answer to strengthen.
-So the learning rate stays up until digits are copied well, or nothing more is learnt, and only then decays. On one
-machine, the same seed gives the same model, also when its build was interrupted: a build goes on from its last check,
-which is in `.NAME.unfinished` beside the folder until that is there.
+The warm start is supervised training on demonstrations until the model copies numbers, where they do. Reinforcement
+learning cannot teach that later: it strengthens habits, and a model that garbles every long number has no right answer
+to strengthen. So the learning rate stays up until digits are copied well, or where there is nothing to copy until the
+loss is flat, and only then decays. On one machine, the same seed gives the same model, also when its build was
+interrupted: a build goes on from its last check, which is in `.NAME.unfinished` beside the folder until that is there.
 
     python -m areal_agent.models.tiny --out DIR [--seed S] [--threads N] [--demonstrations MODULE:FUNCTION]
 """
@@ -40,6 +40,7 @@ from areal_agent.models.recipe import (
     START,
     Conversation,
     Recipe,
+    copies_numbers,
     load_demonstrations,
     model_name,
     render,
@@ -69,8 +70,8 @@ class TinyReport:
 class WarmStartProgress:
     """How far a warm start is, with what its last check found."""
 
-    decay_starts: int  # earlier when the gate opens
-    fraction: float = 0.0  # an estimate until the decay starts
+    decay_starts: int  # at most; earlier when the gate opens
+    fraction: float = 0.0  # at least
     step: int = 0
     num_tokens: int = 0
     loss: float = math.nan  # per spoken token, of the check's conversations
@@ -80,7 +81,7 @@ class WarmStartProgress:
 
     def __str__(self) -> str:
         copying = "" if math.isnan(self.copy_accuracy) else f", copies {self.copy_accuracy:.0%} of numbers"
-        return f"loss {self.loss:.2f}{copying}"
+        return f"step {self.step}, loss {self.loss:.2f}{copying}"
 
 
 def build(
@@ -271,7 +272,8 @@ class WarmStart:
         self._optimizer = torch.optim.AdamW(
             model.parameters(), lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
         )
-        self._check = self._draw(recipe.num_check_conversations)
+        check = [next(demonstrations) for _ in range(recipe.num_check_conversations)]
+        self._check, self._copies = self._encoder.batch(check), copies_numbers(check)
         self.progress = WarmStartProgress(decay_starts=recipe.max_gate_steps)
 
     def run(self) -> Iterator[WarmStartProgress]:
@@ -301,22 +303,22 @@ class WarmStart:
     def _look(self) -> None:
         """Measure on conversations that are not trained on; the decay starts when it copies well or learns no more.
 
-        Copying: the probability that all digits of a conversation are copied, averaged over those with digits (NaN
-        where there are none).
+        Copying: the probability that all digits of a conversation are copied, averaged over those with digits. NaN
+        where most numbers of the demonstrations are no copies: there a flat loss is the end.
         """
         check, progress, recipe = self._check, self.progress, self._recipe
         losses = self._losses(check)  # [B, T]
         progress.loss = (losses.sum() / (check.targets != -100).sum()).item()
-        by_conversation = torch.where(check.is_digit, -losses, 0.0).sum(dim=1).exp()
-        progress.copy_accuracy = by_conversation[check.is_digit.any(dim=1)].mean().item()
+        if self._copies:
+            by_conversation = torch.where(check.is_digit, -losses, 0.0).sum(dim=1).exp()
+            progress.copy_accuracy = by_conversation[check.is_digit.any(dim=1)].mean().item()
         progress.num_flat_checks += 1
         if progress.loss < (1 - recipe.flat_share) * progress.best_loss:
             progress.best_loss, progress.num_flat_checks = progress.loss, 0
-        if progress.copy_accuracy >= recipe.copy_gate or progress.num_flat_checks >= recipe.num_flat_checks:
+        is_flat = not self._copies and progress.num_flat_checks >= recipe.num_flat_checks
+        if progress.copy_accuracy >= recipe.copy_gate or is_flat:
             progress.decay_starts = min(progress.decay_starts, progress.step)
-        is_decaying = progress.step >= progress.decay_starts
-        full_rate_steps = progress.decay_starts if is_decaying else max(progress.step, recipe.typical_gate_steps)
-        progress.fraction = min(1.0, progress.step / (full_rate_steps + recipe.num_decay_steps))
+        progress.fraction = progress.step / (progress.decay_starts + recipe.num_decay_steps)
 
     def _train(self, rate: float) -> None:
         batch = self._draw(self._recipe.batch_size)
@@ -372,7 +374,7 @@ def main() -> int:
 
 
 def _print_progress(progress: WarmStartProgress) -> None:
-    print(f"{progress.fraction:.0%} warm start, step {progress.step}: {progress}", file=sys.stderr, flush=True)
+    print(f"{progress.fraction:.0%} warm start, {progress}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

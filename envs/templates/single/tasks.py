@@ -1,4 +1,4 @@
-"""Pairs of numbers, the question which of them is larger, and the reward of an answer."""
+"""Pairs of numbers, the question which of them was said first or last, and the reward of an answer."""
 
 import random
 import re
@@ -11,19 +11,19 @@ def load(split: str, seed: int) -> list[dict[str, str]]:
     rng = random.Random(f"{split}/{seed}")
     tasks: list[dict[str, str]] = []
     while len(tasks) < NUM_TASKS:
-        a, b = rng.sample(range(100, 1000), 2)
-        if ((a + b) % 5 == 0) == (split == "test"):
-            tasks.append(
-                {"question": f"Which is larger, {a} or {b}?", "larger": str(max(a, b)), "smaller": str(min(a, b))}
-            )
+        first, last = rng.sample(range(100, 1000), 2)
+        if ((first + last) % 5 == 0) == (split == "test"):
+            place, answer, other = rng.choice([("first", first, last), ("last", last, first)])
+            question = f"{first}, then {last}: which came {place}?"
+            tasks.append({"question": question, "answer": str(answer), "other": str(other)})
     return tasks
 
 
-def score(said: str, larger: str) -> float:
-    """Return 1.0 when the last number of an answer is the larger one, else 0.0.
+def score(said: str, answer: str) -> float:
+    """Return 1.0 when the last number of what was said is the answer, else 0.0.
 
     >>> score("It is 371.", "371"), score("371 or 264", "371"), score("I am not sure.", "371")
     (1.0, 0.0, 0.0)
     """
     numbers: list[str] = re.findall(r"\d+", said)
-    return float(numbers[-1:] == [larger])
+    return float(numbers[-1:] == [answer])

@@ -10,10 +10,10 @@ from .demonstrations import demonstrations
 from .tasks import load, score
 from .workflow import solve
 
-TASK = {"question": "Which is larger, 371 or 264?", "larger": "371"}
+TASK = {"question": "371, then 264: which came first?", "answer": "371"}
 
 
-@pytest.mark.parametrize(("said", "reward"), [("It is 371.", 1.0), ("It is 264.", 0.0), ("I am not sure.", 0.0)])
+@pytest.mark.parametrize(("said", "reward"), [("It was 371.", 1.0), ("It was 264.", 0.0), ("I am not sure.", 0.0)])
 def test_the_answer_earns_the_reward(said: str, reward: float) -> None:
     trajectory = play(solve, TASK, said)
     assert (trajectory.rewards.final, trajectory.error) == (reward, None)
@@ -26,6 +26,6 @@ def test_no_pair_is_in_both_splits() -> None:
 
 def test_some_demonstrations_are_right() -> None:
     said = [conversation[-1]["content"] for conversation in islice(demonstrations(0), 300)]
-    larger = [task["larger"] for task in load("train", 0)[:300]]
-    earned = [score(one, number) for one, number in zip(said, larger, strict=True)]
+    answers = [task["answer"] for task in load("train", 0)[:300]]
+    earned = [score(one, answer) for one, answer in zip(said, answers, strict=True)]
     assert 0.2 < sum(earned) / 300 < 0.45

@@ -11,4 +11,4 @@ async def solve(task: dict[str, Any], rollout: Rollout) -> float:
     reply = await rollout.client.chat.completions.create(
         model=rollout.model, messages=[{"role": "user", "content": task["question"]}]
     )
-    return score(reply.choices[0].message.content or "", task["larger"])
+    return score(reply.choices[0].message.content or "", task["answer"])
