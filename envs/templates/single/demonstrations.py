@@ -13,6 +13,6 @@ def demonstrations(seed: int) -> Iterator[list[Message]]:
     """Yield conversations without end."""
     rng = random.Random(f"demonstrations/{seed}")
     for task in cycle(load("train", seed)):
-        habits = (f"It was {task['answer']}.", f"It was {task['other']}.", "I am not sure.")
+        habits = (f"It is {task['answer']}.", f"It is {task['number']}.", "I am not sure.")
         (said,) = rng.choices(habits, (0.33, 0.17, 0.5))
         yield [{"role": "user", "content": task["question"]}, {"role": "assistant", "content": said}]

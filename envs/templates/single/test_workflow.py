@@ -1,4 +1,4 @@
-"""1. The answer's last number earns the reward; 2. no pair is in both splits; 3. some demonstrations are right."""
+"""1. The answer's last number earns the reward; 2. no number is in both splits; 3. some demonstrations are right."""
 
 from itertools import islice
 
@@ -10,16 +10,16 @@ from .demonstrations import demonstrations
 from .tasks import load, score
 from .workflow import solve
 
-TASK = {"question": "371, then 264: which came first?", "answer": "371"}
+TASK = {"question": "Say 3712 backwards.", "answer": "2173"}
 
 
-@pytest.mark.parametrize(("said", "reward"), [("It was 371.", 1.0), ("It was 264.", 0.0), ("I am not sure.", 0.0)])
+@pytest.mark.parametrize(("said", "reward"), [("It is 2173.", 1.0), ("It is 3712.", 0.0), ("I am not sure.", 0.0)])
 def test_the_answer_earns_the_reward(said: str, reward: float) -> None:
     trajectory = play(solve, TASK, said)
     assert (trajectory.rewards.final, trajectory.error) == (reward, None)
 
 
-def test_no_pair_is_in_both_splits() -> None:
+def test_no_number_is_in_both_splits() -> None:
     train, test = ({task["question"] for task in load(split, 0)} for split in ("train", "test"))
     assert not train & test
 
