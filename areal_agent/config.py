@@ -4,6 +4,7 @@ Each section stands beside the component it configures; `Config` puts them toget
 cannot. Derived values are computed where they are needed and never asked for.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, cast
@@ -144,8 +145,12 @@ class Config(Section):
             return cls.model_validate(values)
         except ValidationError as error:
             fault = error.errors()[0]
-            where = _origin([str(part) for part in fault["loc"]], root, path, overrides)
-            raise ConfigError(f"{where}: {_explain(fault)}") from None
+            what = _explain(fault)
+            location = [str(part) for part in fault["loc"]]
+            named = re.split(r"[^\w.]", what, maxsplit=1)[0].split(".")
+            if fault["type"] == "value_error" and named[: len(location)] == location:
+                location = named  # a fault between several keys begins with one of them
+            raise ConfigError(f"{_origin(location, root, path, overrides)}: {what}") from None
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str = "config") -> Self:
@@ -263,10 +268,11 @@ class _UniqueKeysLoader(yaml.SafeLoader):
     """YAML forbids a key that is given twice; PyYAML silently lets the last one win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        nodes = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        keys = [self.construct_object(key, deep=True) for key in nodes]
         for key in keys:
             if keys.count(key) > 1:
-                second = [given for given, _ in node.value][len(keys) - 1 - keys[::-1].index(key)]
+                second = nodes[len(keys) - 1 - keys[::-1].index(key)]
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key!r} is given twice; keep one", second.start_mark
                 )
@@ -285,7 +291,7 @@ def _read_yaml(path: Path) -> tuple[yaml.Node | None, dict[str, Any]]:
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         what = ", ".join(text for text in (error.context, error.problem) if text)
         raise ConfigError(f"{path}{place}: not a YAML config: {what}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not a YAML config: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: a config is a mapping of keys to values, got {type(values).__name__}")
@@ -294,8 +300,8 @@ def _read_yaml(path: Path) -> tuple[yaml.Node | None, dict[str, Any]]:
 
 def _origin(location: Sequence[str], root: yaml.Node | None, path: Path | str, overrides: Sequence[str]) -> str:
     """Return where a value was given: an override, or the file and the line of its key or of the section around it."""
-    for override in overrides:
-        key = override.partition("=")[0].split(".")
+    keys = {override: override.partition("=")[0].split(".") for override in reversed(overrides)}  # the last one wins
+    for override, key in keys.items():
         if key == list(location[: len(key)]):
             return f"override {override!r}"
     line, node = None, root
@@ -305,7 +311,10 @@ def _origin(location: Sequence[str], root: yaml.Node | None, path: Path | str, o
         if key is None:
             break
         line = key.start_mark.line + 1
-    return str(path) if line is None else f"{path}:{line}"
+    inner = (
+        f"override {override!r}" for override, key in keys.items() if location and key[: len(location)] == location
+    )
+    return next(inner, str(path)) if line is None else f"{path}:{line}"
 
 
 def _apply(values: dict[str, Any], override: str) -> None:
@@ -350,6 +359,8 @@ def _explain(details: ErrorDetails) -> str:
             if message.startswith("is "):
                 return f"{key} {message}"
             return f"{key}: {message}" if key and not message.startswith(f"{key}.") else message
+        case "model_type":
+            return f"{key} is {value!r}, and it is a section: give its keys, or leave it out"
         case _:
             message = details["msg"][0].lower() + details["msg"][1:]
             return f"{key} is {value!r}; {message}"

@@ -46,11 +46,11 @@ def make(name: str, template: str, parent: Path) -> Path:
     if template not in TEMPLATES:
         raise ConfigError(f"--template {template!r}: there is no such template; {nearest(template, TEMPLATES)}")
     target = parent / name
-    if target.exists():
-        raise ConfigError(f"{str(target)!r} exists already; remove it, or choose another name")
-    if is_taken(name):
-        raise ConfigError(f"the name {name!r} belongs to a module that is installed here; choose another name")
     try:
+        if target.exists():
+            raise ConfigError(f"{str(target)!r} exists already; remove it, or choose another name")
+        if is_taken(name):
+            raise ConfigError(f"the name {name!r} belongs to a module that is installed here; choose another name")
         with tempfile.TemporaryDirectory(dir=parent, prefix=f".{name}-") as temporary:
             made = Path(temporary) / name
             made.mkdir()

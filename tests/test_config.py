@@ -83,16 +83,35 @@ def test_a_key_that_is_given_twice_is_named(tmp_path: Path) -> None:
     [
         ("tasks: a:b\nengine:\n  threads: two\n", (), r"c\.yaml:3: engine\.threads is 'two'"),
         ("tasks: a:b\nengine:\n  theads: 2\n", (), r"c\.yaml:3: unknown key 'engine\.theads'"),
-        ("tasks: a:b\nengine:\n  backend: vllm\n", (), r"c\.yaml:2: engine\.backend is 'vllm'"),
+        ("tasks: a:b\nengine:\n  backend: vllm\n", (), r"c\.yaml:3: engine\.backend is 'vllm'"),
         ("tasks: a:b\nsteps: 3\n", ("steps=0",), r"override 'steps=0': steps is 0"),
         ("tasks: [x\nsteps: 3\n", (), r"c\.yaml:2:6: not a YAML config: while parsing a flow"),
-        ("tasks: a:b\nrollout: {max_tokens: 2048}\n", (), r"c\.yaml: rollout\.max_tokens is 2048, and engine\.max_con"),
+        (
+            "tasks: a:b\nrollout: {max_tokens: 2048}\n",
+            (),
+            r"c\.yaml:2: rollout\.max_tokens is 2048, and engine\.max_con",
+        ),
+        ("tasks: a:b\nsteps: 3\n", ("rollout.max_tokens=2048",), r"override 'rollout\.max_tokens=2048': rollout\.max_"),
+        (
+            "tasks: a:b\n",
+            ("engin.threads=2",),
+            r"override 'engin\.threads=2': unknown key 'engin'; did you mean 'engine'",
+        ),
+        ("tasks: a:b\ntrainer:\n# all left out\n", (), r"c\.yaml:2: trainer is None, and it is a section: give its"),
+        (f"tasks: a:b\nrun_dir: {'[' * 3000}\n", (), r"c\.yaml: not a YAML config: maximum recursion"),
     ],
 )
 def test_a_fault_has_its_line(tmp_path: Path, text: str, overrides: tuple[str, ...], place: str) -> None:
     (tmp_path / "c.yaml").write_text(text)
     with pytest.raises(ConfigError, match=place):
         Config.load(tmp_path / "c.yaml", overrides)
+
+
+def test_a_section_may_be_merged_with_another(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("tasks: a:b\nengine: &shared\n  threads: 2\ntrainer:\n  <<: *shared\n  learning_rate: 0.5\n")
+    config = Config.load(path)
+    assert (config.trainer.threads, config.trainer.learning_rate) == (2, 0.5)
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "just text"])

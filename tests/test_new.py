@@ -74,4 +74,6 @@ def test_what_is_in_the_way_stays(tmp_path: Path) -> None:
         make("mine", "single", tmp_path)
     with pytest.raises(ConfigError, match="cannot make '/proc/mine_too'"):
         make("mine_too", "single", Path("/proc"))
+    with pytest.raises(ConfigError, match=r"cannot make '.*xxx': File name too long"):
+        make("x" * 300, "single", tmp_path)
     assert [path.name for path in tmp_path.rglob("*")] == ["mine", "notes.txt"]

@@ -30,6 +30,7 @@ from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.online.consumer import DEFAULT_GROUP_WAIT_S, Consumer
 from areal_agent.gateway.online.groups import Bound
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.ledger.questions import STATUS_NOTE
 from areal_agent.process import collect_garbage_rarely, exit_with_parent
 from areal_agent.tokens.formats.answer_format import ToolFormat
 from areal_agent.tokens.formats.thinking import ReasoningFormat
@@ -224,6 +225,7 @@ async def open_standalone(options: Namespace, admin_key: str) -> AsyncGenerator[
             ledger = await Ledger.open(ledger_file(options), create=True)
             stack.push_async_callback(ledger.aclose)
             incarnation = await ledger.begin_incarnation(None)
+            stack.push_async_callback(ledger.set_note, STATUS_NOTE, "interrupted")  # its rollouts wait for the next one
             await ledger.set_note(TRANSCRIPT_NOTE, reading.note())
             consumer = await Consumer.open(ledger, bound=bound, group_wait_s=options.group_wait)
         except LedgerError as error:

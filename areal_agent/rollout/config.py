@@ -156,7 +156,7 @@ class RolloutConfig(Section):
 
     workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Processes that run workflows, each with a gateway of its own; 0: all in the main process. Client and gateway
-    together fill a core at some 250 turns per second.
+    together fill a core at some 400 turns per second.
     """
     max_concurrent: Annotated[int, Field(ge=1)] = 64
     """Rollouts at once, over all workers."""

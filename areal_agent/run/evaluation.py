@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,11 @@ from areal_agent.cluster.local import obtain_model
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError, RolloutsFailing
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.ledger.questions import STATUS_NOTE
 from areal_agent.observe.progress import Progress
 from areal_agent.process import start_logging
 from areal_agent.run.preflight import Preflight
-from areal_agent.run.results import RunMetrics
+from areal_agent.run.results import RunMetrics, RunStatus
 from areal_agent.run.serving import EvalAnswer, EvalReport, open_serving
 from areal_agent.run.sources import Source
 from areal_agent.types import Task, WeightVersion
@@ -122,11 +124,7 @@ def evaluate(file: str, overrides: Sequence[str]) -> int:
     preflight = Preflight.check(config, name=f"{Path(file).stem}-eval")
     if not preflight.eval_tasks:
         raise ConfigError("eval.num_tasks is 0: there is nothing to evaluate")
-    try:
-        report = asyncio.run(_evaluate(preflight))
-    except ConfigError:  # it did not start
-        preflight.folder.give_up(keep_logs=False)
-        raise
+    report = asyncio.run(_evaluate(preflight))
     summary = {
         "status": "failed" if report.num_failed == report.num_tasks else "completed",
         "model": config.model,
@@ -147,30 +145,42 @@ def evaluate(file: str, overrides: Sequence[str]) -> int:
 
 
 async def _evaluate(preflight: Preflight) -> EvalReport:
+    """Evaluate in the run's folder, which is given up when the engine does not start."""
     config, folder = preflight.config, preflight.folder
     assert preflight.workflow is not None  # preflight makes sure of it: held-out tasks need a workflow
     progress = Progress(total_steps=config.steps, mode=config.observe.progress)
-    folder.make()
-    start_logging(folder.logs / "main.log", show=progress.note)
-    folder.config.write_text(config.to_yaml())
-    model = await obtain_model(config.model, config.seed, folder.logs, progress)
-    ledger = await Ledger.open(folder.ledger, create=True)
+    status, has_started = RunStatus.INTERRUPTED, False
     try:
-        await ledger.begin_incarnation(0)
-        progress.phase("starting the engine")
-        async with open_serving(
-            config,
-            preflight.workflow,
-            ledger,
-            workflow_path=preflight.workflow_path,
-            weights=model,
-            tokenizer=model,
-            version=WeightVersion(),
-            logs=folder.logs,
-        ) as serving:
-            progress.phase("evaluating")
-            num_tasks = len(preflight.eval_tasks)
-            return await serving.evaluate(preflight.eval_tasks, "eval", _counting(progress, num_tasks), num_tasks)
+        folder.make()
+        start_logging(folder.logs / "main.log", show=progress.note)
+        folder.config.write_text(config.to_yaml())
+        model = await obtain_model(config.model, config.seed, folder.logs, progress)
+        async with aclosing(await Ledger.open(folder.ledger, create=True)) as ledger:
+            await ledger.begin_incarnation(0)
+            progress.phase("starting the engine")
+            try:
+                async with open_serving(
+                    config,
+                    preflight.workflow,
+                    ledger,
+                    workflow_path=preflight.workflow_path,
+                    weights=model,
+                    tokenizer=model,
+                    version=WeightVersion(),
+                    logs=folder.logs,
+                ) as serving:
+                    has_started = True
+                    progress.phase("evaluating")
+                    num_tasks = len(preflight.eval_tasks)
+                    on_answer = _counting(progress, num_tasks)
+                    report = await serving.evaluate(preflight.eval_tasks, "eval", on_answer, num_tasks)
+                status = RunStatus.COMPLETED
+                return report
+            finally:
+                await ledger.set_note(STATUS_NOTE, status)
+    except BaseException as error:
+        if not has_started:
+            folder.give_up(keep_logs=not isinstance(error, ConfigError | asyncio.CancelledError))
+        raise
     finally:
-        await ledger.aclose()
         progress.close()

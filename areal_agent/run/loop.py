@@ -40,7 +40,7 @@ def train(config_file: Path, overrides: Sequence[str], *, resume: str | None, is
     progress = Progress(total_steps=config.steps, mode="none" if is_dry else config.observe.progress)
     run = Run(config, name=config_file.stem, resume=resume, progress=progress)
     if is_dry:
-        found = check_for_dry_run(config)
+        found = check_for_dry_run(run.preflight)
         print(f"{run.preflight.summary()}{found}")
         print(
             "dry run: nothing was started and no file was made. Not tried were memory, disk, sandboxes (also Docker), "

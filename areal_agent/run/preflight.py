@@ -3,7 +3,6 @@
 `Preflight.check` imports the workflow, loads the tasks, and looks for the model, the ports and the engine's Python.
 """
 
-import importlib.util
 import json
 import os
 import shutil
@@ -21,7 +20,7 @@ from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
 from areal_agent.files import RunFolder
 from areal_agent.gateway.auth import find_admin_key
-from areal_agent.models.recipe import RECIPE, demonstrations_of
+from areal_agent.models.recipe import RECIPE, demonstrations_of, load_demonstrations, model_name
 from areal_agent.rollout.draws import Curriculum, in_order
 from areal_agent.rollout.tasks import HUB_NAME, TaskSet, load_tasks, require_json
 from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
@@ -61,7 +60,8 @@ class Preflight:
         """
         source = config.workflow if workflow is None else workflow
         tasks, eval_tasks = TaskSet(sources=()), ()
-        check_model(config.model, config.engine)
+        if resume is None or demonstrations_of(config.model) is None:  # a tiny model is in the folder of its run
+            check_model(config.model, config.engine)
         check_context(config)
         if config.is_online:
             if source is not None:
@@ -181,11 +181,14 @@ def check_environment(engine: EngineConfig) -> None:
         raise ConfigError(
             f"engine.python = {python!r} has no module {engine.backend!r}; install it into that environment"
         )
+    check_device(engine.device, "engine.device", python)
+
+
+def check_device(device: str, key: str, python: str) -> None:
+    """Raise ConfigError when the config's `key` asks for a GPU and the torch of this Python finds none."""
     has_none = "import sys, torch; sys.exit(not torch.cuda.is_available())"
-    if engine.device == "cuda" and _output_of([python, "-c", has_none]).returncode:
-        raise ConfigError(
-            f"engine.device is 'cuda', and the torch of {python} finds no GPU here; set it to 'auto' or 'cpu'"
-        )
+    if device == "cuda" and _output_of([python, "-c", has_none]).returncode:
+        raise ConfigError(f"{key} is 'cuda', and the torch of {python} finds no GPU here; set it to 'auto' or 'cpu'")
 
 
 def _output_of(command: Sequence[str], given: str = "") -> "subprocess.CompletedProcess[str]":
@@ -195,11 +198,15 @@ def _output_of(command: Sequence[str], given: str = "") -> "subprocess.Completed
         raise ConfigError(f"{command[0]} gave no answer within {PROGRAM_S:g} s; try it alone") from None
 
 
-def check_for_dry_run(config: Config) -> str:
+def check_for_dry_run(preflight: Preflight) -> str:
     """Check what takes seconds, and what a run leaves to its processes; return what was found. Raises ConfigError."""
+    config, demonstrations = preflight.config, demonstrations_of(preflight.config.model)
     import_own_functions(config.algorithm)
     if not config.is_online:
         check_environment(config.engine)
+    check_device(config.trainer.device, "trainer.device", sys.executable)
+    if demonstrations is not None and not preflight.is_resumed:
+        model_name(RECIPE, config.seed, demonstrations)
     folder = Path(config.model)
     if not (folder / "config.json").is_file():
         return ""
@@ -227,26 +234,13 @@ def check_model(model: str, engine: EngineConfig) -> None:
     """Raise ConfigError unless `model` is `tiny`, a folder with a config.json, or the form of a hub name."""
     path = Path(model)
     if (demonstrations := demonstrations_of(model)) is not None:
-        _check_demonstrations(model, demonstrations)
+        load_demonstrations(demonstrations)
     elif (path / "config.json").is_file():
         check_model_folder(path, engine)
     elif path.exists():
         raise ConfigError(f"model {model!r} is not a Hugging Face folder: it has no config.json")
     elif not HUB_NAME.fullmatch(model):
         raise ConfigError(f"model {model!r}: there is no such folder; give a folder, a hub name (org/name) or 'tiny'")
-
-
-def _check_demonstrations(model: str, path: str) -> None:
-    """Raise ConfigError unless the module with the tiny model's demonstrations exists. Building it imports that."""
-    module, _, function = path.partition(":")
-    try:
-        found = importlib.util.find_spec(module) if module and function else None
-    except (ImportError, ValueError):
-        found = None
-    if found is None:
-        raise ConfigError(
-            f"model {model!r}: the module of {path!r} cannot be imported here; give 'tiny:module:function'"
-        )
 
 
 def is_described(path: Path) -> bool:

@@ -34,7 +34,7 @@ from areal_agent.cluster.engines import engine_weights
 from areal_agent.cluster.local import obtain_model, require_same_tokenizer, start_trainer, weights_folder
 from areal_agent.config import Config
 from areal_agent.engine.config import may_be_on
-from areal_agent.errors import ArealAgentError, ConfigError, EngineError, ProcessDied, TrainerError
+from areal_agent.errors import ArealAgentError, ConfigError, EngineError, LedgerError, ProcessDied, TrainerError
 from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
@@ -50,7 +50,7 @@ from areal_agent.run.preflight import (
     require_sampling,
     require_trainable,
 )
-from areal_agent.run.results import RunMetrics
+from areal_agent.run.results import RunMetrics, RunStatus
 from areal_agent.run.serving import EvalReport
 from areal_agent.run.sources import Beginning, Source, begin, open_online_rollouts, open_own_rollouts
 from areal_agent.tokens.renderer import exported_template
@@ -219,7 +219,8 @@ class Run:
     async def settle(self, *, is_completed: bool) -> None:
         """Give unfinished rollouts their fate; with `is_completed` finished ones too, since nobody will train them."""
         await self.source.settle(is_completed=is_completed)
-        await self.ledger.set_note("status", "completed" if is_completed else "interrupted")
+        status = RunStatus.COMPLETED if is_completed else RunStatus.INTERRUPTED
+        await self.ledger.set_note(questions.STATUS_NOTE, status)
         await self._metrics.end_time(self.version)
 
     # ------------------------------------------------------------------ building
@@ -236,6 +237,7 @@ class Run:
         check_context(config, model)
         await asyncio.to_thread(require_trainable, model, config.engine)
         beginning = await begin(self.ledger, folder.checkpoints)
+        self._stack.push_async_exit(self._note_failure)
         if beginning.checkpoint is not None:
             require_same_tokenizer(model, beginning.checkpoint.path)
         self.version, self.step = beginning.version, beginning.version.step
@@ -255,6 +257,11 @@ class Run:
         if self.preflight.is_resumed:  # only now: settings that cannot be resumed with must not replace those that can
             folder.config.write_text(config.to_yaml())
         await self._start_watching()
+
+    async def _note_failure(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, Exception):
+            with contextlib.suppress(LedgerError):  # the error that is raised says more
+                await self.ledger.set_note(questions.STATUS_NOTE, RunStatus.FAILED)
 
     async def _open_trackers(self) -> Trackers:
         run_id = await self.ledger.ask(questions.note, "tracked_run")

@@ -125,8 +125,8 @@ class Renderer:
             raise ConfigError(f"{path} has no tokenizer.json; name a folder with a Hugging Face tokenizer")
         try:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+        except Exception as error:  # transformers raises almost anything on a damaged file
+            raise ConfigError(f"the tokenizer in {path} cannot be loaded: {type(error).__name__}: {error}") from error
         return cls(
             tokenizer,
             history_thinking=history_thinking,

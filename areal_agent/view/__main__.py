@@ -90,8 +90,12 @@ def _show_groups(screen: Screen, snapshot: Snapshot, args: Namespace) -> None:
     if found:
         number = f"{min(args.limit, len(found)):,} of {len(found):,} groups"
         screen.line(f"{number}; one of them, or a session: python -m areal_agent.view {args.run_dir} --text NAME")
+    elif args.step is not None or args.failed or args.eval:
+        screen.line("no group fits; without options the newest are shown")
+    elif counts.num_eval:
+        screen.line("all rollouts here are of evaluations: --eval shows them")
     else:
-        screen.line("no group fits; the rollouts of an online run are in the ledger of its gateway")
+        screen.line("nothing is recorded here; the rollouts of an online run are in the ledger of its gateway")
 
 
 def _show_group(

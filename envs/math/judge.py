@@ -47,12 +47,12 @@ def require_math_verify() -> None:
 
 
 class Judge:
-    """Compares answers in a few processes: one is started when it is needed, and replaced when an answer ends it."""
+    """Compares answers in a few processes: one is started when it is needed, and replaced when something ends it."""
 
     def __init__(self, cpu_s: float) -> None:
         self._cpu_s = cpu_s
         self._slots = asyncio.Semaphore(NUM_PROCESSES)
-        self._idle: list[Process] = []
+        self.idle: list[Process] = []  # ready for the next answer
         self.num_killed = 0  # processes that an answer has ended
 
     async def is_right(self, said: str, right: str) -> bool:
@@ -61,13 +61,15 @@ class Judge:
         Raises ValueError when `right` is no mathematics, and SandboxError when no process can be started.
         """
         async with self._slots:
-            process = self._idle.pop() if self._idle else await start(self._cpu_s)
+            while self.idle and self.idle[-1].returncode is not None:
+                self.idle.pop()  # it died between two answers, of which neither is to blame
+            process = self.idle.pop() if self.idle else await start(self._cpu_s)
             line = b""
             try:
                 line = await ask(process, final_answer(said), expected_answer(right))
             finally:
                 if line:
-                    self._idle.append(process)
+                    self.idle.append(process)
                 else:
                     await end(process)
         if not line:
@@ -79,8 +81,8 @@ class Judge:
         return result
 
     async def close(self) -> None:
-        while self._idle:
-            await end(self._idle.pop())
+        while self.idle:
+            await end(self.idle.pop())
 
 
 async def start(cpu_s: float) -> Process:
@@ -122,15 +124,19 @@ async def end(process: Process) -> None:
 
 
 def final_answer(said: str) -> str:
-    r"""Return what is judged of a text: the last box, or else the last line.
+    r"""Return what is judged of a text, thoughts left out: the last box, or else the last line or displayed formula.
 
     >>> final_answer(r"<think>\boxed{1}</think> First \boxed{2}, so \boxed{\frac{1}{2}}.")
     '\\boxed{\\frac{1}{2}}'
     >>> final_answer("Half of it.\nThe final answer is 1/2\n")
     'The final answer is 1/2'
+    >>> final_answer("So it is\n$$\n\\frac{1}{2}\n$$"), final_answer(r"<think>\boxed{1}")
+    ('$$ \\frac{1}{2} $$', '')
     """
-    text = said.rpartition("</think>")[2][-MAX_CHARACTERS:].strip()
+    text = said.rpartition("</think>")[2].partition("<think>")[0][-MAX_CHARACTERS:].strip()
     start = text.rfind(BOXED)
+    if start < 0 and text.endswith(("$$", r"\]")):
+        return text[max(text.rfind("$$", 0, -2), text.rfind(r"\["), 0) :].replace("\n", " ")
     if start < 0:
         return text.rpartition("\n")[2]
     depth = 0

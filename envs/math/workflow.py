@@ -26,7 +26,7 @@ async def solve(task: dict[str, Any], rollout: Rollout) -> float:
     for _ in range(MAX_TURNS):
         message = await take_turn(rollout, messages, toolbox)
         if not message.tool_calls:
-            return float(await judge.is_right(message.content or "", task["answer"]))
+            return float(await judge.is_right(message.content or "", str(task["answer"])))
     return 0.0
 
 

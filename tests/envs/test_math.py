@@ -45,6 +45,9 @@ IN_ONE_LOOP = pytest.mark.asyncio(loop_scope="module")
         (r"First \boxed{7}, then \boxed{8}.", "7", False),
         ("7, or rather\n8", "7", False),
         (r"<think>\boxed{7}</think>I do not know.", "7", False),
+        (r"<think>It may be \boxed{7}, or", "7", False),
+        ("So it is\n$$\n\\frac{7}{2}\n$$", "3.5", True),
+        ("So it is\n\\[\n\\frac{7}{2}\n\\]\n", "3.5", True),
         (r"\boxed{7", "7", False),
         ("", "7", False),
         (r"\boxed{1, 2, 3, 4, 5, 6, 7}", "7", False),
@@ -83,6 +86,16 @@ async def test_many_are_judged_at_once(judge: Judge) -> None:
 
 
 @IN_ONE_LOOP
+async def test_a_process_that_died_between_two_answers_costs_none(judge: Judge) -> None:
+    assert await judge.is_right(r"\boxed{7}", "7")
+    num_killed = judge.num_killed
+    for process in judge.idle:
+        process.kill()
+        await process.wait()
+    assert await judge.is_right(r"\boxed{7}", "7") and judge.num_killed == num_killed
+
+
+@IN_ONE_LOOP
 async def test_a_task_without_mathematics_is_an_error(judge: Judge) -> None:
     with pytest.raises(ValueError, match="holds no mathematical expression; mend the task"):
         await judge.is_right(r"\boxed{7}", "")
@@ -102,7 +115,7 @@ def test_no_problem_is_in_both_splits() -> None:
 
 
 def test_the_workflow() -> None:
-    task = {"problem": "What is 6 times 7?", "answer": "42"}
+    task = {"problem": "What is 6 times 7?", "answer": 42}  # a number, as JSON may have it
     run = tool_call("python", code="print(6 * 7)")
     for said, reward in (((run, r"\boxed{42}"), 1.0), ((r"\boxed{41}",), 0.0), ((run,) * MAX_TURNS, 0.0)):
         trajectory = play(solve, task, *said)

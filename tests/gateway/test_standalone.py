@@ -25,7 +25,8 @@ import pytest
 from areal_agent.errors import ConfigError
 from areal_agent.gateway.__main__ import main
 from areal_agent.gateway.auth import KEY_VARIABLE, AdminKey, find_admin_key
-from areal_agent.ledger.files import FileLock
+from areal_agent.ledger import questions
+from areal_agent.ledger.files import FileLock, reading
 from areal_agent.ledger.verify import verify
 
 LIMIT_S = 120.0
@@ -99,6 +100,8 @@ def test_it_serves_and_ends_with_grace_and_the_next_one_goes_on(
         assert gateway.wait(LIMIT_S) == 0
     assert "1 open sessions ended as cancelled" in log.read_text()
     assert verify(folder / "ledger.sqlite").violations == ()
+    with reading(folder / "ledger.sqlite") as snapshot:
+        assert questions.note(snapshot, questions.STATUS_NOTE) == "interrupted"
 
 
 def key_of(tmp_path: Path, **values: Any) -> AdminKey:

@@ -5,9 +5,11 @@
 - A run that ends can wait for it, which is time of evaluating, or give it up, and then it leaves no result.
 - The seconds of both sides add up in every row.
 - A rollout that failed counts as no success, and in no mean; the row counts answers by the oldest weights in them.
+- The command notes in its ledger that it completed; when the engine does not start, its folder's name is free again.
 """
 
 import asyncio
+import shutil
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +19,15 @@ import pytest
 
 from areal_agent import Status
 from areal_agent.engine.wire.control import EngineStats
+from areal_agent.errors import ArealAgentError
+from areal_agent.files import RunFolder
 from areal_agent.gateway.metrics import Counters
+from areal_agent.ledger import questions
+from areal_agent.ledger.files import reading
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.observe.progress import Progress
 from areal_agent.rollout.local import RolloutStats
-from areal_agent.run.evaluation import Evaluation
+from areal_agent.run.evaluation import Evaluation, evaluate
 from areal_agent.run.results import RunMetrics
 from areal_agent.run.serving import EvalAnswer, EvalReport
 from areal_agent.run.sources import SourceCounts
@@ -174,3 +180,28 @@ def test_answers_are_counted_by_their_weights() -> None:
     metrics = EvalReport.of(answers, success_reward=1.0).metrics()
     assert (metrics["eval/answers_at/4"], metrics["eval/answers_at/6"], metrics["eval/spanning"]) == (2, 1, 1)
     assert metrics["eval/tokens"] == 6
+
+
+@pytest.mark.slow
+def test_the_command(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "graded.py").write_text(
+        "async def solve(task, rollout):\n"
+        "    await rollout.client.chat.completions.create(model=rollout.model, messages=task['messages'])\n"
+        "    return 1.0\n\n\n"
+        "def load(split, seed):\n"
+        "    return [{'messages': [{'role': 'user', 'content': 'What is 1?'}]}] * 2\n"
+    )
+    (tmp_path / "c.yaml").write_text(
+        f"model: {small_model}\nworkflow: graded:solve\ntasks: graded:load\nengine: {{max_context_tokens: 256}}\n"
+        "rollout: {max_tokens: 8}\neval: {num_tasks: 2}\nobserve: {progress: none}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert evaluate("c.yaml", ()) == 0
+    with reading(tmp_path / "runs" / "c-eval" / "ledger.sqlite") as snapshot:
+        assert questions.note(snapshot, questions.STATUS_NOTE) == "completed"
+    broken = shutil.copytree(small_model, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ArealAgentError, match=r"c-eval-2/logs/engine\.log"):
+        evaluate("c.yaml", ("model=broken",))
+    assert RunFolder.choose(None, "c-eval").path.name == "c-eval-2"

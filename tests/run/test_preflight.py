@@ -2,7 +2,8 @@
 
 - A model that is no folder here is said to be taken for one on the hub; a local or built one is not.
 - A dry run finds an advantage or a loss that is not there, a GPU, an engine, and a sandbox that a workflow cannot use.
-- `tiny:module:function` takes demonstrations that can be found; others are refused with what would do.
+- `tiny:module:function` takes demonstrations that can be found; others are refused with what would do. A dry run tries
+  them, and a resume, whose model is in its folder, does not need them.
 - A type that the embedded engine does not serve is refused where it serves, and one that nobody could train as that; a
   context at which a model computes positions in another way, or for which it was not made, is refused.
 - A dry run says how the model calls tools, and what it did not try.
@@ -49,6 +50,12 @@ def test_a_dry_run_accepts_functions_that_are_there(tmp_path: Path, capsys: pyte
     ("overrides", "message"),
     [
         (["engine.device=cuda"], "engine.device is 'cuda', and the torch of .* finds no GPU here"),
+        (["trainer.device=cuda"], "trainer.device is 'cuda', and the torch of .* finds no GPU here"),
+        (["model=tiny:envs.calculator.demonstrations:none"], "'envs.calculator.demonstrations' has no function 'none'"),
+        (
+            ["model=tiny:builtins:range"],
+            r"'builtins:range' ended after 0 conversations; it must yield them without end",
+        ),
         (["engine.backend=vllm", "engine.python=/bin/false"], "has no module 'vllm'; install it"),
         (["workflow=envs.terminal.workflow:solve", "sandbox.backend=jail"], "needs 'docker'; set it to 'docker'"),
     ],
@@ -68,7 +75,7 @@ def test_demonstrations_that_are_there(model: str) -> None:
 
 @pytest.mark.parametrize("model", ["tiny:", "tiny:no_such_module:f", "tiny:envs.nothing.here:f", "tiny:envs.code"])
 def test_demonstrations_that_are_not(model: str) -> None:
-    with pytest.raises(ConfigError, match="give 'tiny:module:function'"):
+    with pytest.raises(ConfigError, match=r"form 'package\.module:function'|run it where that package can be imported"):
         check_model(model, EngineConfig())
 
 
@@ -92,6 +99,15 @@ def test_no_step_is_left(folder: RunFolder) -> None:
     require_steps_left(folder, 5)
     folder.summary.write_text('{"status": "interrupted"}')  # cut off after its last step
     require_steps_left(folder, 4)
+
+
+def test_a_resume_needs_no_demonstrations(folder: RunFolder) -> None:
+    folder.config.touch()
+    folder.ledger.touch()
+    config = Config.load(QUICKSTART, ["model=tiny:no_such_module:f"])
+    with pytest.raises(ConfigError, match="No module named 'no_such_module'"):
+        Preflight.check(config)
+    assert Preflight.check(config, resume=str(folder.path)).is_resumed
 
 
 def test_a_damaged_checkpoint_counts_for_nothing(folder: RunFolder) -> None:

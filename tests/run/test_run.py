@@ -26,6 +26,8 @@ from areal_agent import Status
 from areal_agent.config import Config
 from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.errors import ConfigError, ProcessDied, RolloutsFailing, TrainerError
+from areal_agent.ledger import questions
+from areal_agent.ledger.files import reading
 from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.run import Run
@@ -220,6 +222,8 @@ async def test_a_workflow_that_always_fails_ends_the_run(tmp_path: Path, small_m
     with pytest.raises(RolloutsFailing, match=r"8 groups in a row failed as a whole.*KeyError: 'answer'"):
         async with Run(config(tmp_path, small_model), workflow=broken) as run:
             await run.prepare_batch()
+    with reading(run.folder.ledger) as snapshot:
+        assert questions.note(snapshot, questions.STATUS_NOTE) == "failed"
 
 
 @pytest.mark.slow

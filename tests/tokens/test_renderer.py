@@ -102,6 +102,12 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
         Renderer.load(tmp_path)
 
 
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"the tokenizer in .* cannot be loaded: \w+Error"):
+        Renderer.load(tmp_path)
+
+
 def test_a_tokenizer_without_template_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").unlink()

@@ -14,7 +14,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +233,33 @@ def test_a_terminal_gets_colours_unless_it_wants_none(run: Path, show) -> None:
     assert "\x1b[32m" in in_terminal(run)
     assert "\x1b[3" not in in_terminal(run, NO_COLOR="1").replace("\x1b[3m", "")  # italics are no colour
     assert "\x1b" not in show("--text", "g0-0")
+
+
+@pytest.mark.parametrize(
+    ("evaluates", "options", "said"),
+    [
+        (False, (), "nothing is recorded here; the rollouts of an online run are in the ledger of its gateway"),
+        (True, (), "all rollouts here are of evaluations: --eval shows them"),
+        (True, ("--step", "3"), "no group fits; without options the newest are shown"),
+        (True, ("--eval",), "1 of 1 groups"),
+    ],
+)
+async def test_where_no_group_is_shown_it_says_where_some_are(
+    tmp_path: Path,
+    small_model: Path,
+    capsys: pytest.CaptureFixture[str],
+    evaluates: bool,
+    options: tuple[str, ...],
+    said: str,
+) -> None:
+    async with aclosing(await Ledger.open(tmp_path / "ledger.sqlite", create=True)) as ledger:
+        await ledger.begin_incarnation(0)
+        recorder = Recorder(ledger, small_model)
+        if evaluates:
+            turn = recorder.turn("e-1", "user", "What is 1?", "1")
+            await recorder.session("e", turn, group_id="eval", purpose=SessionPurpose.EVAL)
+    assert main([str(tmp_path), *options]) == 0
+    assert said in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_reading_changes_nothing(run: Path, show) -> None:
