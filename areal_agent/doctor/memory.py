@@ -42,14 +42,18 @@ constants below stand for what no formula covers: Python and its libraries, CUDA
 
 import os
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, product
 from pathlib import Path
+from typing import Any
 
 from areal_agent.config import Config
 from areal_agent.doctor.findings import GIB, MIB, Finding, State, gib, output_of
 from areal_agent.doctor.model import BFLOAT16_BYTES, FLOAT32_BYTES, ModelShape
 from areal_agent.engine.config import EnginePlan, default_kv_tokens
 from areal_agent.errors import ConfigError
+from areal_agent.trainer.config import LoraConfig
 
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 ASKING_S = 20.0
@@ -175,6 +179,12 @@ class EngineMemory:
         logits = 2 * FLOAT32_BYTES * shape.vocab_size * config.engine.max_running_requests
         self._logit_bytes = logits if self._is_embedded else 0  # a foreign server's are in its workspaces
         self._stages_on_gpu = self._is_embedded and self._is_distributed and self._is_gpu
+
+    @property
+    def num_gpus(self) -> int:
+        """The number of GPUs up to its last one."""
+        is_on_gpu = self._is_gpu and self._is_started
+        return self._plan.gpus_of(self._plan.num_servers - 1).stop if is_on_gpu else 0
 
     def on_gpu(self, number: int) -> Parts:
         """Return its use of one GPU."""
@@ -369,7 +379,7 @@ def estimate(shape: ModelShape, config: Config, machine: Machine) -> dict[int | 
     host = Parts({"main process": MAIN_BYTES, "rollout workers": config.rollout.workers * WORKER_BYTES})
     needs: dict[int | None, Parts] = {None: host + engine.on_machine() + trainer.on_machine() + trainer.on_its_way()}
     num_ranks = config.trainer.num_ranks if is_gpu else 0
-    for number in range(max(machine.num_gpus, num_ranks)):
+    for number in range(max(machine.num_gpus, num_ranks, engine.num_gpus)):
         sampling = engine.on_gpu(number)
         if number >= num_ranks:
             needs[number] = sampling
@@ -390,11 +400,12 @@ NUM_NAMED = 4
 
 async def memory_findings(shape: ModelShape, config: Config, machine: Machine) -> list[Finding]:
     """Return a finding for the machine's memory, and one for each GPU that is used."""
-    return [_finding(gpu, parts, config, machine) for gpu, parts in estimate(shape, config, machine).items()]
+    needs = estimate(shape, config, machine)
+    return [_finding(gpu, parts, shape, config, machine) for gpu, parts in needs.items()]
 
 
-def _finding(gpu: int | None, parts: Parts, config: Config, machine: Machine) -> Finding:
-    has = machine.memory_bytes if gpu is None else machine.gpu_bytes if gpu < machine.num_gpus else 0
+def _finding(gpu: int | None, parts: Parts, shape: ModelShape, config: Config, machine: Machine) -> Finding:
+    has = _size_of(gpu, machine)
     place = "memory" if gpu is None else f"GPU {gpu}"
     needed = parts.total()
     named = ", ".join(f"{what} {gib(num_bytes)}" for what, num_bytes in parts.most_common(NUM_NAMED))
@@ -403,28 +414,82 @@ def _finding(gpu: int | None, parts: Parts, config: Config, machine: Machine) ->
     free = machine.available_bytes if gpu is None else None
     if has is None:
         return Finding(place, State.SKIP, f"about {gib(needed)}: {named}; not compared with anything", "give --ram")
-    if not has:
-        missing = f"this machine has no such GPU; {found}"
-        return Finding(place, State.FAIL, missing, "lower trainer.num_ranks, or add GPUs")
+    if gpu is not None and not has:
+        missing = f"this machine has no such GPU; about {gib(needed)}: {named}"
+        is_trainers = gpu < config.trainer.num_ranks and uses_gpu(config.trainer.device, machine)
+        fewer = "trainer.num_ranks" if is_trainers else "engine.num_servers, or engine.first_gpu (--base-gpu-id)"
+        return Finding(place, State.FAIL, missing, f"lower {fewer}, or add GPUs")
     if needed > has:
-        return Finding(place, State.FAIL, found, advice(gpu, parts, config))
+        return Finding(place, State.FAIL, found, advice(gpu, shape, config, machine))
     if needed > TIGHT * has:
-        return Finding(place, State.WARN, f"{found}; that is tight", advice(gpu, parts, config))
+        return Finding(place, State.WARN, f"{found}; that is tight", advice(gpu, shape, config, machine))
     if free is not None and needed > free:
         return Finding(place, State.WARN, f"{found}; {gib(free)} are free now", "end other programs that use memory")
     return Finding(place, State.OK, found)
 
 
-def advice(gpu: int | None, parts: Parts, config: Config) -> str:
-    """Return what would save the most, judged by the largest part."""
-    match parts.most_common(1)[0][0]:
-        case "trainer: activations" if not config.trainer.gradient_checkpointing:
-            return "set trainer.gradient_checkpointing=true, or lower trainer.tokens_per_micro_batch"
-        case "trainer: activations":
-            return "lower trainer.tokens_per_micro_batch, or engine.max_context_tokens"
-        case largest if largest == KEYS:
-            return "set engine.kv_tokens to less, or the share of the GPU in engine.server_args"
-        case _ if gpu is None:
-            return "use a smaller model, or a machine with more memory"
-        case _:
-            return "spread the trainer by trainer.num_ranks, or keep the engine on other GPUs (--base-gpu-id)"
+def _size_of(gpu: int | None, machine: Machine) -> int | None:
+    """Return the memory of a GPU, 0 for one that is missing, or the machine's own; None where it was not described."""
+    return machine.memory_bytes if gpu is None else machine.gpu_bytes if gpu < machine.num_gpus else 0
+
+
+MAX_CHANGES = 3
+MIN_TOKENS = 1024
+
+
+def advice(gpu: int | None, shape: ModelShape, config: Config, machine: Machine) -> str:
+    """Return the fewest changes that make a place fit, by the estimate, and make no other place too small."""
+    before, enough = _too_small(shape, config, machine), list[str]()
+    for number in range(1, MAX_CHANGES + 1):
+        for kinds in combinations(_changes(config, machine), number):
+            for together in product(*kinds):
+                changes = {key: value for one in together for key, value in one.items()}
+                if _too_small(shape, _changed(config, changes), machine) <= before - {gpu}:
+                    enough.append(" ".join(f"{key}={_told(value)}" for key, value in changes.items()))
+                    break  # the later ones of these kinds change more
+        if enough:
+            return f"set {', or '.join(enough if number == 1 else enough[:1])}"
+    return f"use a smaller model, or {'a machine' if gpu is None else 'GPUs'} with more memory"
+
+
+def _changes(config: Config, machine: Machine) -> Sequence[Sequence[Mapping[str, Any]]]:
+    """Return what could be set to save memory, by kind; in each kind the least change first."""
+    trainer, engine = config.trainer, config.engine
+    budget, longest = trainer.tokens_per_micro_batch, engine.max_context_tokens
+    shorter = [
+        ({"trainer.tokens_per_micro_batch": number} if budget > number else {})
+        | ({"engine.max_context_tokens": number} if longest > number else {})
+        for number in _halves(max(budget, longest), MIN_TOKENS)
+    ]
+    return (
+        [] if trainer.gradient_checkpointing else [{"trainer.gradient_checkpointing": True}],
+        [{"engine.kv_tokens": number} for number in _halves(engine.kv_tokens or 2**20, longest)],
+        [{"trainer.num_ranks": number} for number in range(trainer.num_ranks + 1, machine.num_gpus + 1)],
+        [] if trainer.lora else [{"trainer.lora": LoraConfig()}],
+        shorter,
+    )
+
+
+def _halves(largest: int, smallest: int) -> Sequence[int]:
+    return [largest >> number for number in range(1, largest.bit_length()) if largest >> number >= smallest]
+
+
+def _changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    for key, value in changes.items():
+        name, _, leaf = key.partition(".")
+        config = config.model_copy(update={name: getattr(config, name).model_copy(update={leaf: value})})
+    return config
+
+
+def _told(value: object) -> str:
+    return "{} (adapters, docs/lora.md)" if isinstance(value, LoraConfig) else str(value).lower()
+
+
+def _too_small(shape: ModelShape, config: Config, machine: Machine) -> set[int | None]:
+    """Return the places where a config is tight, or does not fit."""
+    needs = estimate(shape, config, machine).items()
+    return {
+        place
+        for place, parts in needs
+        if (size := _size_of(place, machine)) is not None and parts.total() > TIGHT * size
+    }

@@ -1,6 +1,7 @@
 """The command line that shows a run.
 
     python -m areal_agent.view RUN_DIR                       its newest groups: siblings, rewards, fates
+    python -m areal_agent.view RUN_DIR --text                the newest trained conversation
     python -m areal_agent.view RUN_DIR --text GROUP          all siblings of a group
     python -m areal_agent.view RUN_DIR --text SESSION        one session as a conversation
 
@@ -12,7 +13,7 @@ import difflib
 import io
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from areal_agent.command import Parser, run_command
@@ -21,12 +22,15 @@ from areal_agent.ledger import questions
 from areal_agent.ledger.files import Snapshot, ledger_in, reading
 from areal_agent.ledger.questions import STATUS_NOTE, RolloutSummary
 from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, Transcript
-from areal_agent.types import SessionPurpose, Status
+from areal_agent.types import Drop, Fate, SessionPurpose, Status
 from areal_agent.view.session import MAX_SIBLINGS, SessionView, fate_of, reward_of
 from areal_agent.view.terminal import Screen, in_line
 
 NUM_NEAR = 20_000
 """A misspelt name is compared with so many of the newest sessions of each file."""
+NUM_RANKED = 500
+"""Of so many of the newest groups, those with trained rollouts come first: the newest of all never came that far."""
+ORPHAN = Fate(dropped=Drop.ORPHAN)
 STATUS_WORDS = {"running": "running, or ended without a word"}
 
 
@@ -38,9 +42,8 @@ def main(given: list[str] | None = None) -> int:
         metavar="SESSION",
         nargs="?",
         const="",
-        default="",
-        help="show this session or group; without a name the newest groups, which are shown anyway: text is all there "
-        "is so far",
+        help="read one session as a conversation, or list one group; without a name read the newest trained session "
+        "(of the groups that --step, --failed, --lowest or --eval choose)",
     )
     parser.add_argument("--step", metavar="N", type=int, help="only groups trained or leased for this step")
     parser.add_argument("--failed", action="store_true", help="only rollouts that did not complete")
@@ -61,8 +64,9 @@ def main(given: list[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     screen = Screen(sys.stdout, is_full=args.full)
     with reading(path) as snapshot:
-        if args.text:
-            _show_named(screen, snapshot, args.text, path.parent, args.tokenizer)
+        name = _newest_conversation(snapshot, args) if args.text == "" else args.text
+        if name:
+            _show_named(screen, snapshot, name, path.parent, args.tokenizer)
         else:
             _show_groups(screen, snapshot, args)
     return 0
@@ -73,22 +77,21 @@ def _show_groups(screen: Screen, snapshot: Snapshot, args: Namespace) -> None:
     counts, status = questions.counts(snapshot), questions.note(snapshot, STATUS_NOTE) or "not begun"
     screen.line((str(args.run_dir), "bold"), f": {STATUS_WORDS.get(status, status)}")
     screen.line(f"rollouts: {counts.fates}, {counts.num_open:,} open; {counts.num_eval:,} for evaluation")
-    purpose = SessionPurpose.EVAL if args.eval else SessionPurpose.TRAIN
-    found = questions.group_ids(snapshot, purpose, step=args.step, only_failed=args.failed, lowest_first=args.lowest)
-    for group_id, siblings in questions.rollouts_of(snapshot, found[: args.limit]).items():
-        shown = [one for one in siblings if one.purpose == purpose]
-        if all(one.status is None and not one.num_turns for one in shown):
-            shown = []  # it has just begun
-        if args.failed:
-            shown = [one for one in shown if one.status not in (None, Status.COMPLETED)]
-        if args.lowest:
-            shown.sort(key=lambda one: (one.status != Status.COMPLETED, one.rewards.total))
+    num_found, groups = _chosen(snapshot, args)
+    for group_id, siblings in groups.items():
+        asked = _shown(siblings, args)
+        orphans = [one for one in asked if one.fate == ORPHAN]
+        shown = [one for one in asked if one.fate != ORPHAN]
         _show_group(screen, group_id, siblings, shown[:MAX_SIBLINGS])
         if len(shown) > MAX_SIBLINGS:
             screen.line((f"  ... and {len(shown) - MAX_SIBLINGS:,} more: --text {group_id}", "dim"))
+        if orphans:
+            reasons = ", ".join(sorted({one.error for one in orphans if one.error})) or "not trained"
+            screen.line((f"  {len(orphans):,} dropped(orphan): {reasons}", "dim"))
     screen.line()
-    if found:
-        number = f"{min(args.limit, len(found)):,} of {len(found):,} groups"
+    if groups:
+        first = "" if args.failed or args.lowest or len(groups) == num_found else ", the newest trained ones first"
+        number = f"{len(groups):,} of {num_found:,} groups{first}"
         screen.line(f"{number}; one of them, or a session: python -m areal_agent.view {args.run_dir} --text NAME")
     elif args.step is not None or args.failed or args.eval:
         screen.line("no group fits; without options the newest are shown")
@@ -96,6 +99,40 @@ def _show_groups(screen: Screen, snapshot: Snapshot, args: Namespace) -> None:
         screen.line("all rollouts here are of evaluations: --eval shows them")
     else:
         screen.line("nothing is recorded here; the rollouts of an online run are in the ledger of its gateway")
+
+
+def _chosen(snapshot: Snapshot, args: Namespace) -> tuple[int, Mapping[str, Sequence[RolloutSummary]]]:
+    """Return the number of groups that were asked for, and the rollouts of the first ones: the newest trained ones."""
+    purpose = SessionPurpose.EVAL if args.eval else SessionPurpose.TRAIN
+    found = questions.group_ids(snapshot, purpose, step=args.step, only_failed=args.failed, lowest_first=args.lowest)
+    if args.failed or args.lowest:
+        return len(found), questions.rollouts_of(snapshot, found[: args.limit])
+    groups = questions.rollouts_of(snapshot, found[: max(args.limit, NUM_RANKED)])
+    ranked = sorted(groups, key=lambda group_id: not any(map(_is_trained, groups[group_id])))  # keeps their order
+    return len(found), {group_id: groups[group_id] for group_id in ranked[: args.limit]}
+
+
+def _shown(siblings: Sequence[RolloutSummary], args: Namespace) -> list[RolloutSummary]:
+    """Return those rollouts of a group that were asked for, in their order."""
+    purpose = SessionPurpose.EVAL if args.eval else SessionPurpose.TRAIN
+    shown = [one for one in siblings if one.purpose == purpose]
+    if all(one.status is None and not one.num_turns for one in shown):
+        shown = []  # it has just begun
+    if args.failed:
+        shown = [one for one in shown if one.status not in (None, Status.COMPLETED)]
+    if args.lowest:
+        shown.sort(key=lambda one: (one.status != Status.COMPLETED, one.rewards.total))
+    return shown
+
+
+def _newest_conversation(snapshot: Snapshot, args: Namespace) -> str | None:
+    """Return the first trained session of the chosen groups; where there is none, the first with a turn."""
+    shown = [one for siblings in _chosen(snapshot, args)[1].values() for one in _shown(siblings, args) if one.num_turns]
+    return next((one.session_id for one in (*filter(_is_trained, shown), *shown)), None)
+
+
+def _is_trained(one: RolloutSummary) -> bool:
+    return one.fate is not None and one.fate.trained_step is not None
 
 
 def _show_group(

@@ -8,7 +8,7 @@
   that lends them has them while the trainer does not train.
 - Servers with shards stand on their GPUs, several embedded engines each on one; one that runs already takes nothing.
 - New weights take as many copies as are on their way at once.
-- A config that does not fit is reported with the best remedy; so is one that needs a missing GPU.
+- A config that does not fit is reported with what suffices, alone or together; so is any missing GPU.
 - The configs for GPUs are valid, fit by this estimate, and have their tasks and workflows.
 """
 
@@ -38,6 +38,7 @@ from tests.doctor.shapes import QWEN3_06B, QWEN3_4B, QWEN3_17B
 ONE_GPU = Machine(memory_bytes=128 * GIB, num_gpus=1, gpu_bytes=80 * GIB)
 EIGHT_GPUS = Machine(memory_bytes=512 * GIB, num_gpus=8, gpu_bytes=80 * GIB)
 NO_GPU = Machine(memory_bytes=16 * GIB)
+CONFIGS = Path(__file__).parents[2] / "configs"
 PARAMETERS = 596_049_920  # of Qwen3-0.6B
 
 
@@ -251,7 +252,7 @@ def test_a_trainer_process_takes_about_as_much_as_estimated(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("values", "machine", "remedy"),
     [
-        ({"trainer": {"tokens_per_micro_batch": 200_000}}, ONE_GPU, "gradient_checkpointing"),
+        ({"trainer": {"tokens_per_micro_batch": 40_000}}, ONE_GPU, "gradient_checkpointing"),
         (
             {"trainer": {"tokens_per_micro_batch": 500_000, "gradient_checkpointing": True}},
             ONE_GPU,
@@ -259,7 +260,7 @@ def test_a_trainer_process_takes_about_as_much_as_estimated(tmp_path: Path) -> N
         ),
         ({"engine": {"kv_tokens": 10**6}, "trainer": {"device": "cpu"}}, ONE_GPU, "engine.kv_tokens"),
         ({"trainer": {"num_ranks": 2}}, ONE_GPU, "lower trainer.num_ranks"),
-        ({}, Machine(memory_bytes=GIB), "gradient_checkpointing"),
+        ({}, Machine(memory_bytes=GIB), "use a smaller model"),
     ],
 )
 async def test_what_does_not_fit_is_told_with_a_remedy(
@@ -270,7 +271,32 @@ async def test_what_does_not_fit_is_told_with_a_remedy(
     assert failed and all(remedy in finding.change for finding in failed)
 
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+@pytest.mark.parametrize(
+    ("name", "overrides", "shape", "num_gpus", "gib", "change"),
+    [
+        ("qwen3_4b_8gpu", ["trainer.num_ranks=1"], QWEN3_4B, 1, 24, "set trainer.lora={} (adapters, docs/lora.md)"),
+        ("qwen3_4b_8gpu", [], QWEN3_4B, 1, 24, "set trainer.lora={} (adapters, docs/lora.md)"),
+        ("qwen3_4b_8gpu", ["trainer.num_ranks=1"], QWEN3_4B, 8, 80, "set trainer.num_ranks=2, or trainer.lora"),
+        ("qwen3_4b_1gpu_lora", [], QWEN3_4B, 1, 40, "set engine.kv_tokens=32768, or trainer.tokens_per_micro_batch="),
+        ("qwen3_4b_1gpu_lora", [], QWEN3_4B, 1, 24, "use a smaller model, or GPUs with more memory"),
+        ("qwen3_1.7b_1gpu", ["trainer.gradient_checkpointing=false"], QWEN3_17B, 1, 24,
+         "set trainer.gradient_checkpointing=true trainer.lora="),
+    ],
+)  # fmt: skip
+async def test_only_what_suffices_is_advised(
+    name: str, overrides: list[str], shape: ModelShape, num_gpus: int, gib: int, change: str
+) -> None:
+    machine = Machine(memory_bytes=256 * GIB, num_gpus=num_gpus, gpu_bytes=gib * GIB)
+    findings = await memory_findings(shape, Config.load(CONFIGS / f"{name}.yaml", overrides), machine)
+    assert {finding.check: finding for finding in findings}["GPU 0"].change.startswith(change)
+
+
+async def test_missing_gpus_of_servers_are_listed() -> None:
+    machine = Machine(memory_bytes=256 * GIB, num_gpus=4, gpu_bytes=80 * GIB)
+    findings = await memory_findings(QWEN3_4B, Config.load(CONFIGS / "qwen3_4b_8gpu.yaml"), machine)
+    missing = [finding for finding in findings if finding.state is State.FAIL]
+    assert [finding.check for finding in missing] == [f"GPU {number}" for number in range(4, 8)]
+    assert all(finding.change.startswith("lower engine.num_servers") for finding in missing)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 """`python -m areal_agent.view` shows what a run recorded, and changes nothing.
 
-1. groups are listed with their siblings, rewards and fates, and can be chosen; 2. a session is shown as a conversation:
-text, reasoning, calls, results, branches with their reasons, versions, what is in the loss and why the rest is not;
-3. hostile text reaches a terminal as escapes, and cannot pass for a heading; 4. only a terminal gets colours, and
-NO_COLOR is heeded; 5. a run that goes on is shown as far as it is, and no file changes; 6. a name that does not exist
-gets near ones; what is no readable ledger gets one line; 7. without a tokenizer the tokens are counted; 8. an export
-has the text of answers and whole conversations.
+1. groups are listed with their siblings, rewards and fates, trained ones first, and can be chosen; 2. a session is
+shown as a conversation: text, reasoning, calls, results, branches with their reasons, versions, what is in the loss
+and why the rest is not; 3. hostile text reaches a terminal as escapes, and cannot pass for a heading; 4. only a
+terminal gets colours, and NO_COLOR is heeded; 5. a run that goes on is shown as far as it is, and no file changes; 6.
+a name that does not exist gets near ones; what is no readable ledger gets one line; 7. without a tokenizer the tokens
+are counted; 8. an export has the text of answers and whole conversations.
 """
 
 import os
@@ -91,7 +91,11 @@ async def run(tmp_path: Path, small_model: Path) -> Path:
     await recorder.session("g2-0", hostile, ends=False, group_id="g2", started_s=4.0, task_id=HOSTILE)
     graded = recorder.turn("e-0-1", "user", "Is it so?", "Yes")
     await recorder.session("e-0", graded, group_id="e", purpose=SessionPurpose.EVAL)
-    await ledger.drop({"g0-1": Drop.STALE, "g1-0": Drop.ERROR})
+    for name in ("cut-0", "cut-1"):
+        turn = recorder.turn(f"{name}-1", "user", "What is 3?", "3")
+        cut_off: dict[str, Any] = {"status": Status.CANCELLED, "error": "the run ended first"}
+        await recorder.session(name, turn, group_id="cut", started_s=5.0, **cut_off)
+    await ledger.drop({"g0-1": Drop.STALE, "g1-0": Drop.ERROR, "cut-0": Drop.ORPHAN, "cut-1": Drop.ORPHAN})
     yield folder
     await ledger.aclose()
 
@@ -127,25 +131,29 @@ def show(run: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_groups_are_listed_with_siblings_rewards_and_fates(show) -> None:
     lines = show().splitlines()
-    assert "rollouts: 1 trained, 2 dropped (1 error, 1 stale); 0 leased, 0 waiting, 1 open; 1 for evaluation" in lines
+    assert (
+        "rollouts: 1 trained, 4 dropped (1 error, 2 orphan, 1 stale); 0 leased, 0 waiting, 1 open; 1 for evaluation"
+        in lines
+    )
     heads = [line.split()[0] for line in lines if "rollouts," in line and line[0] != "r"]
-    assert heads == ["g2", "g1", "g0"]
+    assert heads == ["g0", "cut", "g2", "g1"]
     rows = {line.split()[0]: line.split()[1:3] for line in lines if line.startswith("  ")}
     assert rows["g0-0"] == ["0.75", "trained(1)"]
     assert rows["g0-1"] == ["0", "dropped(stale)"]
     assert rows["g1-0"][1] == "dropped(error)"
     assert rows["g2-0"][0] == "open"
     assert any(line.endswith("KeyError: 'x' (a.py:3)") for line in lines)
+    assert "  2 dropped(orphan): the run ended first" in lines
 
 
 @pytest.mark.parametrize(
     ("options", "groups"),
     [
         (["--step", "1"], ["g0"]),
-        (["--failed"], ["g1"]),
+        (["--failed"], ["cut", "g1"]),
         (["--lowest"], ["g0"]),
         (["--eval"], ["e"]),
-        (["--limit", "1"], ["g2"]),
+        (["--limit", "1"], ["g0"]),
         (["--step", "7"], []),
         (["--text", "g1"], ["g1"]),
     ],
@@ -153,6 +161,13 @@ def test_groups_are_listed_with_siblings_rewards_and_fates(show) -> None:
 def test_groups_are_chosen(show, options: list[str], groups: list[str]) -> None:
     shown = [line.split()[0] for line in show(*options).splitlines() if " rollouts, " in line and "task" in line]
     assert shown == groups
+
+
+@pytest.mark.parametrize(
+    ("options", "session"), [([], "g0-0"), (["--step", "1"], "g0-0"), (["--eval"], "e-0"), (["--failed"], "cut-0")]
+)
+def test_text_without_a_name_is_the_newest_trained_conversation(show, options: list[str], session: str) -> None:
+    assert show("--text", *options).startswith(f"{session}  group ")
 
 
 def test_a_session_is_a_conversation(show) -> None:
