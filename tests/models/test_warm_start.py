@@ -82,20 +82,14 @@ def test_a_flat_loss_starts_the_decay(tokenizer: PreTrainedTokenizerFast, small_
 def test_without_numbers_there_is_no_copying(tokenizer: PreTrainedTokenizerFast, small_recipe: Recipe) -> None:
     silent: Conversation = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "I cannot do that."}]
     result, _ = train(tokenizer, [silent], replace(small_recipe, copy_gate=0.0))
-    assert (result.step, str(result)) == (4 + 2, f"loss {result.loss:.2f}")
+    assert (result.step, str(result)) == (4 + 2, f"step 6, loss {result.loss:.2f}")
 
 
 @pytest.mark.parametrize("gate", [0.0, 2.0])
-@pytest.mark.parametrize("typical", [2, 100])
 def test_progress_rises_to_one(
-    tokenizer: PreTrainedTokenizerFast,
-    conversations: list[Conversation],
-    small_recipe: Recipe,
-    gate: float,
-    typical: int,
+    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], small_recipe: Recipe, gate: float
 ) -> None:
-    recipe = replace(small_recipe, copy_gate=gate, typical_gate_steps=typical)
-    _, reports = train(tokenizer, conversations, recipe)
+    _, reports = train(tokenizer, conversations, replace(small_recipe, copy_gate=gate))
     fractions = [report.fraction for report in reports]
     assert fractions == sorted(fractions)
     assert fractions[-1] == 1.0
