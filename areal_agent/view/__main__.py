@@ -22,7 +22,7 @@ from areal_agent.ledger import questions
 from areal_agent.ledger.files import Snapshot, ledger_in, reading
 from areal_agent.ledger.questions import STATUS_NOTE, RolloutSummary
 from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, Transcript
-from areal_agent.types import Drop, Fate, SessionPurpose, Status
+from areal_agent.types import SessionPurpose, Status
 from areal_agent.view.session import MAX_SIBLINGS, SessionView, fate_of, reward_of
 from areal_agent.view.terminal import Screen, in_line
 
@@ -30,7 +30,6 @@ NUM_NEAR = 20_000
 """A misspelt name is compared with so many of the newest sessions of each file."""
 NUM_RANKED = 500
 """Of so many of the newest groups, those with trained rollouts come first: the newest of all never came that far."""
-ORPHAN = Fate(dropped=Drop.ORPHAN)
 STATUS_WORDS = {"running": "running, or ended without a word"}
 
 
@@ -80,14 +79,12 @@ def _show_groups(screen: Screen, snapshot: Snapshot, args: Namespace) -> None:
     num_found, groups = _chosen(snapshot, args)
     for group_id, siblings in groups.items():
         asked = _shown(siblings, args)
-        orphans = [one for one in asked if one.fate == ORPHAN]
-        shown = [one for one in asked if one.fate != ORPHAN]
+        shown = [one for one in asked if one.status != Status.CANCELLED]
         _show_group(screen, group_id, siblings, shown[:MAX_SIBLINGS])
         if len(shown) > MAX_SIBLINGS:
             screen.line((f"  ... and {len(shown) - MAX_SIBLINGS:,} more: --text {group_id}", "dim"))
-        if orphans:
-            reasons = ", ".join(sorted({one.error for one in orphans if one.error})) or "not trained"
-            screen.line((f"  {len(orphans):,} dropped(orphan): {reasons}", "dim"))
+        if len(shown) < len(asked):
+            screen.line((f"  {len(asked) - len(shown):,} cancelled: the run ended first", "dim"))
     screen.line()
     if groups:
         first = "" if args.failed or args.lowest or len(groups) == num_found else ", the newest trained ones first"

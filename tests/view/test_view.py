@@ -143,7 +143,7 @@ def test_groups_are_listed_with_siblings_rewards_and_fates(show) -> None:
     assert rows["g1-0"][1] == "dropped(error)"
     assert rows["g2-0"][0] == "open"
     assert any(line.endswith("KeyError: 'x' (a.py:3)") for line in lines)
-    assert "  2 dropped(orphan): the run ended first" in lines
+    assert "  2 cancelled: the run ended first" in lines
 
 
 @pytest.mark.parametrize(
