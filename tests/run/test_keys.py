@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 import yaml
 
 from areal_agent.files import RunFolder
@@ -48,6 +49,7 @@ async def solve(task, rollout):
 '''
 
 
+@pytest.mark.slow
 def test_a_run_leaves_and_prints_no_key(small_model: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (tmp_path / "leaky.py").write_text(WORKFLOW)

@@ -180,6 +180,7 @@ def test_a_dry_run_says_how_the_model_calls_tools(
     assert "Not tried were memory, disk, sandboxes" in last and f"doctor --config {QUICKSTART}" in last
 
 
+@pytest.mark.slow
 def test_a_context_at_which_positions_change_is_refused_for_training(tmp_path: Path) -> None:
     model = model_of(tmp_path, PHI3)
     require_trainable(model, VLLM)
