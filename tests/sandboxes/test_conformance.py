@@ -25,12 +25,7 @@ def mark(backend: str, number: int) -> list[pytest.MarkDecorator]:
 
 
 CASES = [
-    pytest.param(
-        backend,
-        row,
-        id=f"{backend}-{row.number}-{row.harm}",
-        marks=mark(backend, row.number),
-    )
+    pytest.param(backend, row, id=f"{backend}-{row.number}-{row.harm}", marks=mark(backend, row.number))
     for backend in ("subprocess", "jail")
     for row in ROWS
 ]
