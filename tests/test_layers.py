@@ -21,7 +21,8 @@ LAYERS = [
     ["ledger", "engine", "tokens", "algorithms", "models"],
     ["gateway", "weights"],
     ["rollout", "trainer"],
-    ["config", "cluster", "testing"],
+    ["cluster"],
+    ["config", "testing"],
     ["run", "config_reference"],
     ["__main__", "new", "train", "eval", "view", "doctor", "conformance"],
 ]

@@ -11,7 +11,6 @@ the same order, and every rank gets the same results.
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_agent.callback import Callback
 from areal_agent.errors import ConfigError, ProcessDied
-from areal_agent.process import LIFELINE_VARIABLE
+from areal_agent.process import LIFELINE_VARIABLE, how_it_ended
 from areal_agent.trainer.wire import Frame, error_of, read_frame
 
 logger = logging.getLogger(__name__)
@@ -161,8 +160,7 @@ class _Rank:
 
     def wait(self) -> str:
         """Wait until the process exits, and say how it did."""
-        code = self.process.wait()
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return how_it_ended(self.process.wait())
 
     def end(self, grace_s: float) -> None:
         self._callback.close()
