@@ -41,7 +41,8 @@ def require_same_vocabulary(model: Path, teacher: Path) -> Sequence[int]:
     known, what = theirs.get_vocab(), f"algorithm.teacher: the tokenizer of {str(teacher)!r} is not that of the policy"
     remedy = "a teacher scores the policy's own token ids, so choose one of the same family"
     vocabulary = ours.get_vocab()
-    if foreign := next((token for token, number in vocabulary.items() if known.get(token) != number), None):
+    in_order = sorted(vocabulary, key=lambda token: vocabulary[token])
+    if foreign := next((token for token in in_order if known.get(token) != vocabulary[token]), None):
         has = f"is {known[foreign]} there" if foreign in known else "is missing there"
         raise ConfigError(f"{what}: {foreign!r} is {vocabulary[foreign]} in {str(model)!r} and {has}; {remedy}")
     ids, others = (one.encode(PROBE, add_special_tokens=False).ids for one in (ours, theirs))
@@ -49,7 +50,7 @@ def require_same_vocabulary(model: Path, teacher: Path) -> Sequence[int]:
         raise ConfigError(
             f"{what}: it cuts {PROBE[:18]!r}... into {others[:8]}, and the policy's into {ids[:8]}; {remedy}"
         )
-    return [*ids, max(vocabulary.values())]
+    return [*ids, vocabulary[in_order[-1]]]
 
 
 def _tokenizer(folder: Path) -> Tokenizer:

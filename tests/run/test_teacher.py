@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from aiohttp import web
+from transformers import AutoModelForCausalLM
 
 from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.config import Config
@@ -147,16 +148,21 @@ def test_another_tokenizer_is_refused(small_model, tmp_path):
         told["model"]["merges"] = []
 
     for number, (change, reason) in enumerate(
-        [(swap, "'a' is [0-9]+ in .* and is [0-9]+ there"), (rename, "'~' is .* is missing there"), (cut, "'Naïve")]
+        [
+            (swap, "'a' is [0-9]+ in .* and is [0-9]+ there"),
+            (rename, "'~' is .* is missing there"),
+            (cut, "it cuts 'Naïve"),
+        ]
     ):
         other = other_tokenizer(small_model, tmp_path / str(number), change)
         with pytest.raises(ConfigError, match=f"is not that of the policy: {reason}"):
             require_same_vocabulary(small_model, other)
-    assert require_same_vocabulary(small_model, small_model)[-1] == 399
+    last = json.loads((small_model / "config.json").read_text())["vocab_size"] - 1
+    assert require_same_vocabulary(small_model, small_model)[-1] == last
 
 
-def taught(tmp_path: Path, model: Path, **teacher: object) -> Config:
-    return config(tmp_path, model, group_size=1, algorithm={"teacher": teacher}, steps=2)
+def taught(tmp_path: Path, policy: Path, **teacher: object) -> Config:
+    return config(tmp_path, policy, group_size=1, algorithm={"teacher": teacher}, steps=2)
 
 
 async def test_a_teacher_that_is_not_there_is_refused_before_anything_starts(small_model, tmp_path):
@@ -181,13 +187,17 @@ async def play(task: Any, rollout: Any) -> float:
 
 
 async def test_a_whole_run_learns_from_a_server(tmp_path, small_model):
-    async with serving(small_model, max_context_tokens=256) as server:
+    teacher = AutoModelForCausalLM.from_pretrained(small_model)
+    torch.manual_seed(1)
+    for parameter in teacher.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    teacher.save_pretrained(tmp_path / "teacher")
+    shutil.copy(small_model / "tokenizer.json", tmp_path / "teacher")
+    async with serving(tmp_path / "teacher", max_context_tokens=256) as server:
         settings = taught(tmp_path, small_model, url=server.base_url)
         async with Run(settings, workflow=play) as run:
             await train(run, 2)
             await end(run)
     rows = step_rows(read_metrics(run.folder.metrics))
-    assert [row["step"] for row in rows] == [1, 2]
-    assert abs(rows[0]["trainer/distill_kl"]) < 1e-4  # it begins as its own teacher
-    assert abs(rows[1]["trainer/distill_kl"]) > abs(rows[0]["trainer/distill_kl"])
-    assert all(row["trainer/seconds_teacher"] > 0 and row["reward/mean"] == 1.0 for row in rows)
+    assert [(row["step"], row["trainer/num_updates"], row["reward/mean"]) for row in rows] == [(1, 1, 1.0), (2, 1, 1.0)]
+    assert all(row["trainer/distill_kl"] > 0.01 and row["trainer/seconds_teacher"] > 0 for row in rows)
