@@ -72,13 +72,13 @@ def token_advantages(
     match config.advantage:
         case "gae":
             assert values is not None, "gae needs values"
-            raw = gae_advantages(lines, values, taken, config.gae_lambda)
-            scored = _normalised(raw) if config.divides_by_std else raw
+            scored = gae_advantages(lines, values, taken, config.gae_lambda)
         case "reinforce_pp":
-            returns = _returns(lines, taken)
-            scored = _normalised(returns) if config.divides_by_std else returns
+            scored = _returns(lines, taken)
         case _:
             scored = _against_the_group(records, lines, taken, config)
+    if config.whitens:
+        scored = _normalised(scored)
     return [_laid_out(record, of_record) for record, of_record in zip(records, scored, strict=True)]
 
 
@@ -284,8 +284,8 @@ def _group_sum(values: Tensor, groups: Tensor) -> Tensor:
 def whitened(values: Tensor) -> Tensor:
     """All values minus their mean, over their standard deviation (over n) + STD_EPSILON.
 
-    REINFORCE++ (arXiv 2501.03262) normalises over the global batch in this way; its variant with a group baseline is
-    not implemented. Shapes: [N] -> [N].
+    REINFORCE++ (arXiv 2501.03262) normalises over the global batch in this way: the returns, or what is left of them
+    after the group's mean. Shapes: [N] -> [N].
     """
     assert values.ndim == 1, values.shape
     if len(values) == 0:

@@ -64,7 +64,7 @@ def test_the_expected_gradient_is_that_of_the_reverse_divergence(behavior_logits
     (expected,) = torch.autograd.grad(exact, student, retain_graph=True)
     start = logprobs.detach()
     behavior = start if behavior_logits is None else torch.tensor(behavior_logits, dtype=torch.float64).log_softmax(0)
-    config = AlgorithmConfig(teacher=LOADED, behavior_weight_cap=100.0)
+    config = AlgorithmConfig(teacher=LOADED, behavior_weight_high=100.0)
     (advantages,) = distilled_advantages([teacher_differences(teacher, start)], None, TeacherConfig(**LOADED))
     tokens = LossTokens(  # every token once, with the probability of being sampled as its weight
         logprobs=logprobs,

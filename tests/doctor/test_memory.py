@@ -3,7 +3,8 @@
 - Parameters of published models, and bytes of a token's keys and values.
 - The trainer's parts on one GPU; with several ranks each has its share, and what is gathered and published is whole.
 - Activations with and without gradient checkpointing; the longest context counts where it may go alone.
-- A reference and a critic are counted, also in the checkpoint, and a teacher in the trainer; adapters count what is trained, and no reference.
+- A reference, a critic and a teacher are counted, the first two also in the checkpoint; adapters count what is
+  trained, and no reference.
 - An engine's keys and values: what was asked for, what its share leaves, what the embedded engine takes by itself; one
   that lends them has them while the trainer does not train.
 - Servers with shards stand on their GPUs, several embedded engines each on one; one that runs already takes nothing.
