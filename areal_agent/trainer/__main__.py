@@ -23,7 +23,15 @@ from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.model import choose_device
 from areal_agent.trainer.ranks import ALONE, Group, Ranks
 from areal_agent.trainer.trainer import Trainer
-from areal_agent.trainer.wire import Arrays, Frame, StepInput, decode_records, describe_error, read_frame
+from areal_agent.trainer.wire import (
+    Arrays,
+    Frame,
+    StepInput,
+    decode_records,
+    decode_teacher,
+    describe_error,
+    read_frame,
+)
 from areal_agent.types import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -138,12 +146,14 @@ class Worker:
         return asdict(replace(info, rank_process_ids=self._ranks.process_ids))
 
     def _train_step(self, arguments: JsonObject, arrays: Arrays) -> JsonObject:
+        records = decode_records(arguments["records"], arrays)
         given = StepInput(
             step=arguments["step"],
-            records=decode_records(arguments["records"], arrays),
+            records=records,
             rewards=arguments["rewards"],
             parts=arguments["parts"],
             incarnation=arguments["incarnation"],
+            teacher=decode_teacher(records, arrays),
         )
         report = self._ready().train_step(given)
         return {"metrics": report.metrics, "seconds": report.seconds}
