@@ -6,10 +6,15 @@
 - With `fp32_lm_head` the logits are products in float32.
 - One call gives what the loop over sequences gives, values and gradients; windows, soft caps, sinks, float32 and odd
   sizes are left to the loop. A kernel that fails or sees other sequences is not used.
-- On a GPU, the kernel is that of torch or flash-attn, and a train step is that of a CPU within rounding.
+- The benchmark for GPUs runs on a CPU. On a GPU, the kernel is that of torch or flash-attn, and a train step is that of
+  a CPU within rounding.
 """
 
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,6 +35,7 @@ from tests.trainer.test_families import SAMPLES
 HALF = GRADIENT_DESCENT.model_copy(update={"dtype": "bfloat16"})
 BOTH = Precision(layers=torch.bfloat16, rest=torch.bfloat16)
 LENGTHS = (3, 1, 5)
+ROOT = Path(__file__).parents[2]
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
@@ -247,6 +253,16 @@ def test_the_kernel_of_torch_is_called_as_it_asks_to_be() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.slow
+def test_the_benchmark_for_gpus_runs_on_a_cpu_and_says_what_it_lacks() -> None:
+    command = [sys.executable, "benchmarks/trainer/gpu.py", "--shapes", "tiny", "--tokens", "128", "--length", "32"]
+    done = subprocess.run([*command, "--device", "cpu", "--steps", "1"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for side in ("autocast", "loop", "float32 head"):
+        assert re.search(rf"\| tiny \| {side} \| \d+ \| \d+\.\d+ \| - \| - \|", done.stdout), done.stdout
+    assert "| tiny | one call | not run: no kernel" in done.stdout
 
 
 @pytest.mark.cuda
