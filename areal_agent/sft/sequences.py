@@ -74,12 +74,17 @@ class ChatRenderer:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
+        if renderer.answer_header:
+            return
         asked: list[JsonObject] = [{"role": "user", "content": "x"}]
-        turn = self._turn([*asked, {"role": "assistant", "content": "y"}], [])
-        if not renderer.answer_header and turn.answer.partition("y")[0].strip():
+        answered = renderer.template.render(
+            [*asked, {"role": "assistant", "content": "y"}], add_generation_prompt=False
+        )
+        header = answered.removeprefix(renderer.template.render(asked)).partition("y")[0]
+        if header.strip():
             raise ConfigError(
-                f"the chat template has no generation prompt: it writes {turn.answer.partition('y')[0]!r} before an "
-                "answer, but not where the model is to answer; write it there if add_generation_prompt is set"
+                f"the chat template has no generation prompt: it writes {header!r} before an answer, but not where the "
+                "model is to answer; write it there if add_generation_prompt is set"
             )
 
     def examples(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = ()) -> tuple[Example, ...]:
