@@ -1,8 +1,8 @@
 """A chat as token sequences, with the assistant's tokens in the loss, by the chat template's own rendering.
 
 Each answer is rendered twice: the messages before it, up to the place where the model answers (its prompt, as it will
-be served), and the messages up to it. The second text has to begin with the first; what follows, up to the token that
-ends the answer, is what the model learns to write::
+be served), and the messages up to it. What the second text has after the first, up to the token that ends the answer,
+is what the model learns to write::
 
     prompt       <user> 7 + 8? <assistant>
     with answer  <user> 7 + 8? <assistant> 15 <end>
@@ -123,18 +123,44 @@ class ChatRenderer:
         if not prompt:
             raise RequestError(f"{what} has nothing before it; begin the chat with a question")
         whole = renderer.template.render(forms, tools, add_generation_prompt=False)
-        if not whole.startswith(prompt):
-            _, opened = renderer.split_opened(prompt)
-            remedy = "give every answer reasoning_content, and set history_thinking to 'keep'"
+        start = len(prompt) if whole.startswith(prompt) else self._start_of_answer(forms, tools, prompt, whole)
+        if start is None:
             raise RequestError(
-                f"the chat template writes {what} elsewhere than where the model answers: its prompt ends with "
-                f"{prompt[-30:]!r}; " + (remedy if opened else "use a template that begins answers as it asks for them")
+                f"the chat template does not write {what} where the model answers, after {prompt[-30:]!r}: give every "
+                "answer the reasoning_content that this asks for; if it has one, set history_thinking to 'keep'"
             )
-        written = renderer.split_at_end(whole[len(prompt) :])
+        written = renderer.split_at_end(whole[start:])
         end = renderer.end_texts[-1 if form.get("tool_calls") else 0]  # of a template that ends no last answer
-        answer = whole[len(prompt) :] if written is None else written.answer
+        answer = whole[start:] if written is None else written.answer
         _require_said(form, answer, what)
         return _Turn(prompt=prompt, answer=answer, end=end if written is None else written.end)
+
+    def _start_of_answer(
+        self, forms: Sequence[JsonObject], tools: Sequence[JsonObject], prompt: str, whole: str
+    ) -> int | None:
+        """Return where the answer begins in `whole`, if the template changes what is before it as soon as it is there.
+
+        The text up to the answer is what the text with another answer begins with as well, through the same header and
+        opened thinking as in the prompt. What follows has to read back as the answer. None if it does not.
+        """
+        renderer, form = self._renderer, forms[-1]
+        history, opened = renderer.split_opened(prompt)
+        header = renderer.answer_header
+        if not header or not history.endswith(header):
+            return None
+        another = {"role": "assistant", "content": renderer.probe(0)}
+        other = renderer.template.render([*forms[:-1], another], tools, add_generation_prompt=False)
+        pairs = enumerate(zip(whole, other, strict=False))
+        num_shared = next((n for n, (ours, theirs) in pairs if ours != theirs), len(whole))
+        start = whole.rfind(header, 0, num_shared) + len(header) + len(opened)
+        if not whole[:start].endswith(header + opened):
+            return None
+        written = renderer.split_at_end(whole[start:])
+        answer = whole[start:] if written is None else written.answer
+        parsed = renderer.answer_format.parse(answer, is_thinking=renderer.thinking.is_open(opened))
+        said = (*split_thinking(form), [call["function"]["name"] for call in form.get("tool_calls") or ()])
+        read = {"content": parsed.content, "reasoning_content": parsed.reasoning}
+        return start if (*split_thinking(read), [call.name for call in parsed.tool_calls]) == said else None
 
 
 def _require_said(form: JsonObject, answer: str, what: str) -> None:

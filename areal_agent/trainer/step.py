@@ -8,6 +8,7 @@ A token's weight in an update is fixed before the update is split into micro-bat
 depend on the split. Every rank is given all records and makes the same choices; only forward and backward are shared.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -134,7 +135,7 @@ class Stepper:
             "learning_rate": learning_rate,
             "num_loss_tokens": num_tokens,
             "num_input_tokens": sums[1],
-            "num_skipped_updates": float(not np.isfinite(norm)),
+            "num_skipped_updates": float(not math.isfinite(norm)),
             **device_memory(self._policy.device, self._group),
         }
 

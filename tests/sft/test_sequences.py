@@ -7,6 +7,7 @@ answer of weight 0 is context; 5. what a template cannot write is refused; so is
 """
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from areal_agent.tokens.template import HistoryThinking
 from tests.tokens.conftest import CHATML, FAMILIES, REWRITES_HISTORY, STRIPS_THINKING, TEMPLATES, save, train_tokenizer
 from tests.tokens.test_real_templates import MODELS
 
-TOOLS = [{"type": "function", "function": {"name": "python", "description": "Runs.", "parameters": {"type": "object"}}}]
+SCHEMA = {"type": "object", "properties": {"code": {"type": "string"}}}
+TOOLS = [{"type": "function", "function": {"name": "python", "description": "Runs.", "parameters": SCHEMA}}]
 
 
 def user(text: str) -> dict[str, Any]:
@@ -40,6 +42,7 @@ RESULT = {"role": "tool", "content": "56", "tool_call_id": "call12345"}
 AGENT = [user("What is 7 times 8?"), calls("print(7 * 8)"), RESULT, says("It is 56."), user("And 1?"), says("One.")]
 
 
+@cache
 def of_template(template: str) -> Renderer:
     return Renderer(train_tokenizer(template))
 
@@ -84,20 +87,22 @@ def of_family(name: str, **options: Any) -> Renderer:
     return Renderer(train_tokenizer((TEMPLATES / "real" / f"{name}.jinja").read_text(), MODELS[name]), **options)
 
 
-WITHOUT_CALLS = ("deepseek_r1",)
-OPENS_AND_STRIPS = ("deepseek_r1",)
-"""Templates that open thinking for each answer, and write none in any."""
+THINKING = {
+    name: "Hm."
+    for name in ("qwen3", "qwen35", "nemotron_3", "step_35", "glm_45", "glm_47", "gpt_oss", "minimax_m2", "seed_oss")
+}
+OPENED = ("nemotron_3", "glm_47", "minimax_m2")
+"""Templates that open thinking for every answer, so that one without thinking cannot be learnt."""
+UNLIKE = ("deepseek_r1", "deepseek_v32")
+"""Templates that never write an answer after what they open for it."""
+CASES = [(name, None) for name in (*FAMILIES, *MODELS) if name not in (*OPENED, *UNLIKE)] + list(THINKING.items())
 
 
-@pytest.mark.parametrize("name", [name for name in (*FAMILIES, *MODELS) if name not in OPENS_AND_STRIPS])
-@pytest.mark.parametrize("thought", [None, "Hm."])
+@pytest.mark.parametrize(("name", "thought"), CASES)
 def test_each_answer_follows_the_prompt_that_is_served(name: str, thought: str | None) -> None:
     renderer = of_family(name)
-    if thought is not None and renderer.answer_format.thinking is None:
-        return  # nothing to think with: `test_what_a_template_leaves_out_is_refused`
-    messages = [
-        one | {"reasoning_content": thought} if "assistant" in one.values() and thought else one for one in AGENT
-    ]
+    more = {} if thought is None else {"reasoning_content": thought}
+    messages = [one | more if one["role"] == "assistant" else one for one in AGENT]
     examples = ChatRenderer(renderer).examples(messages, TOOLS)
     answers = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
     found = [pair for one in examples for pair in zip(before(renderer, one), learnt(renderer, one), strict=True)]
@@ -105,15 +110,21 @@ def test_each_answer_follows_the_prompt_that_is_served(name: str, thought: str |
     forms, tools = [renderer.form(one) for one in messages], renderer.tool_forms(TOOLS)
     for index, (prompt, answer) in zip(answers, found, strict=True):
         assert prompt == renderer.template.render(forms[:index], tools)
-        whole = renderer.template.render(forms[: index + 1], tools, add_generation_prompt=False)
-        assert answer.endswith(renderer.end_texts)
         end = next(text for text in renderer.end_texts if answer.endswith(text))
-        assert whole.startswith(prompt + answer.removesuffix(end))
-        parsed = renderer.answer_format.parse(answer.removesuffix(end), tools=TOOLS)
-        said = messages[index]
-        assert [call.arguments for call in parsed.tool_calls] == [
-            call["function"]["arguments"] for call in said.get("tool_calls", [])
-        ]
+        whole = renderer.template.render(forms[: index + 1], tools, add_generation_prompt=False)
+        assert answer.removesuffix(end) in whole[-len(answer) - len(end) :]
+        is_thinking = renderer.thinking.is_open(renderer.split_opened(prompt)[1])
+        parsed = renderer.answer_format.parse(answer.removesuffix(end), tools=TOOLS, is_thinking=is_thinking)
+        said: dict[str, Any] = messages[index]
+        called = [call["function"]["arguments"] for call in said.get("tool_calls", [])]
+        assert (parsed.content.strip(), parsed.reasoning or None) == (said["content"], thought)
+        assert [call.arguments for call in parsed.tool_calls] == called
+
+
+@pytest.mark.parametrize("name", [*OPENED, *UNLIKE])
+def test_an_answer_that_is_not_written_where_the_model_answers_is_refused(name: str) -> None:
+    with pytest.raises(RequestError, match=r"does not write messages\[1\] where the model answers, after .*think>"):
+        ChatRenderer(of_family(name)).examples(AGENT, TOOLS)
 
 
 def texts_of(renderer: Renderer, messages: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -153,7 +164,7 @@ def test_a_template_that_keeps_thinking_makes_one_sequence(tmp_path: Path) -> No
 
 def test_opened_thinking_is_learnt_by_the_template_that_keeps_it() -> None:
     thought = [user("a"), says("b", reasoning_content="one")]
-    with pytest.raises(RequestError, match=r"elsewhere than where the model answers: its prompt ends with .*'keep'"):
+    with pytest.raises(RequestError, match="if it has one, set history_thinking to 'keep'"):
         ChatRenderer(of_family("deepseek_r1")).examples(thought)
     renderer = of_family("deepseek_r1", history_thinking=HistoryThinking.KEEP)
     assert texts_of(renderer, thought) == [["one\n</think>\n\nb<｜end▁of▁sentence｜>"]]
