@@ -27,6 +27,7 @@ from areal_agent.run.preflight import (
     check_environment,
     check_ports,
     choose_folder,
+    idle_clip,
     import_own_functions,
     load_all_tasks,
     require_gateway,
@@ -118,9 +119,10 @@ async def _packages(config: Config) -> str:
 
 
 async def _algorithm(config: Config) -> str:
-    """Check that a user's own advantage and loss can be imported."""
+    """Check that a user's own advantage and loss can be imported, and say if the clip changes nothing."""
     import_own_functions(config.algorithm)
-    return ", ".join(name for name in (config.algorithm.advantage, config.algorithm.loss) if is_import_path(name))
+    own = (name for name in (config.algorithm.advantage, config.algorithm.loss) if is_import_path(name))
+    return "; ".join(text for text in (", ".join(own), idle_clip(config)) if text)
 
 
 async def _ports(config: Config) -> str:

@@ -25,6 +25,7 @@ from areal_agent.rollout.draws import Curriculum, in_order
 from areal_agent.rollout.tasks import HUB_NAME, TaskSet, load_tasks, require_json
 from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
 from areal_agent.run.serving import transcript_settings
+from areal_agent.section import is_import_path
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.trainer.checkpoint import latest_checkpoint, newest_step
 from areal_agent.types import Task
@@ -99,8 +100,22 @@ class Preflight:
         return (
             f"{action} {config.model} for {config.steps} steps of {answers} in {self.folder.path}\n{batches}; "
             f"max_staleness {config.max_staleness}, straggler {config.straggler}, preset {config.algorithm.preset}"
+            + (f"\n{idle}" if (idle := idle_clip(config)) else "")
             + ("" if is_here else hub)
         )
+
+
+def idle_clip(config: Config) -> str:
+    """Return one line for an algorithm whose clip never binds, since the policy is the one it is clipped around."""
+    algorithm = config.algorithm
+    is_fresh = algorithm.proximal == "recompute" or config.max_staleness == 0
+    if algorithm.minibatches > 1 or not is_fresh or is_import_path(algorithm.loss):
+        return ""
+    of_proximal = algorithm.proximal + (" and max_staleness 0" if algorithm.proximal == "behavior" else "")
+    return (
+        f"the clip of loss {algorithm.loss} changes nothing: with one update a step and proximal {of_proximal} its "
+        "ratio is 1; with algorithm.minibatches of 2 or more it moves"
+    )
 
 
 def require_sampling(config: Config) -> None:

@@ -47,6 +47,7 @@ from areal_agent.run.preflight import (
     Preflight,
     check_context,
     check_model_folder,
+    idle_clip,
     require_sampling,
     require_trainable,
 )
@@ -243,6 +244,8 @@ class Run:
         self.version, self.step = beginning.version, beginning.version.step
         self._metrics.open(folder.metrics, await self._open_trackers())
         self._stack.push_async_callback(self._metrics.aclose)
+        if idle := idle_clip(config):
+            self.progress.note(idle)
         await self._start_processes(model, beginning)
         await self._metrics.connect(self.source, self._process_ids)
         self.evaluation = Evaluation(
