@@ -118,7 +118,9 @@ class Config(ConfigFile):
 
     @model_validator(mode="after")
     def _suits_its_algorithm(self) -> Self:
-        if self.group_size == 1 and self.algorithm.advantage in GROUP_ADVANTAGES:
+        teacher = self.algorithm.teacher
+        has_rewards = teacher is None or not teacher.is_alone
+        if self.group_size == 1 and self.algorithm.advantage in GROUP_ADVANTAGES and has_rewards:
             raise ValueError(
                 f"group_size is 1, and advantage {self.algorithm.advantage!r} compares the rollouts of one group: "
                 "nothing would ever be learned; set group_size to 2 or more, or algorithm.advantage to reinforce_pp"

@@ -122,6 +122,8 @@ class TrainerSetup(Section):
     """A Hugging Face folder."""
     base: Path | None = None
     """The model folder that the run began with, whose weights the adapters of a checkpoint need."""
+    teacher: Path | None = None
+    """The folder of the teacher that is loaded here (`algorithm.teacher.model`)."""
     trainer: TrainerConfig
     algorithm: AlgorithmConfig = AlgorithmConfig()
     seed: int

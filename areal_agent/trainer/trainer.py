@@ -13,6 +13,7 @@ from torch import Tensor
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
+from areal_agent.trainer.forward import vocab_size
 from areal_agent.trainer.model import Critic, Policy, choose_device
 from areal_agent.trainer.optimizer import Optimizer, Schedule
 from areal_agent.trainer.ranks import ALONE, Group
@@ -46,6 +47,7 @@ class Trainer:
         has_reference, reference = algorithm.reference == "initial", None
         if has_reference and lora is None:
             reference = Policy.load(self._source, device, is_padded=is_padded).frozen()
+        teacher = None if setup.teacher is None else load_teacher(setup.teacher, policy, is_padded=is_padded)
         schedule = Schedule.of(config, setup.num_steps * algorithm.minibatches)
         # a critic copies the policy, which has to be done before that is adapted or sharded
         critic = Critic(policy, config, algorithm, schedule=schedule, group=group) if algorithm.critic else None
@@ -54,8 +56,9 @@ class Trainer:
         if config.gradient_checkpointing:
             policy.recompute_layers()
         policy.shard(group)
-        if reference is not None:
-            reference.shard(group)
+        for frozen in (reference, teacher):
+            if frozen is not None:
+                frozen.shard(group)
         self._training = Training(
             policy=policy,
             lora=lora,
@@ -74,6 +77,7 @@ class Trainer:
             algorithm,
             config,
             reference=by_reference,
+            teacher=None if teacher is None else teacher.logprobs_and_entropy,
             critic=critic,
             group=group,
         )
@@ -155,6 +159,21 @@ class Trainer:
         write_export(folder, self._policy, self._source, self._setup.chat_template)
         export_adapter(folder, self._training, self._source)
         write_training(folder, self._training)
+
+
+def load_teacher(folder: Path, policy: Policy, *, is_padded: bool) -> Policy:
+    """Load a frozen teacher beside the policy. Raises ConfigError if it cannot score every id that this may sample."""
+    try:
+        teacher = Policy.load(folder, policy.device, is_padded=is_padded).frozen()
+    except ConfigError as error:
+        raise ConfigError(f"algorithm.teacher: {error}") from error
+    known, needed = vocab_size(teacher.model), vocab_size(policy.model)
+    if known < needed:
+        raise ConfigError(
+            f"algorithm.teacher: {str(folder)!r} knows {known} ids, and the policy may sample any of {needed}; choose "
+            "a teacher with as many"
+        )
+    return teacher
 
 
 def _open_channel(

@@ -24,6 +24,7 @@ from areal_agent.trainer.wire import (
     Frame,
     StepInput,
     decode_records,
+    decode_teacher,
     describe_error,
     encode_records,
     read_frame,
@@ -139,12 +140,14 @@ class Worker:
         return asdict(replace(info, rank_process_ids=self._ranks.process_ids))
 
     def _train_step(self, arguments: JsonObject, arrays: Arrays) -> JsonObject:
+        records = decode_records(arguments["records"], arrays)
         given = StepInput(
             step=arguments["step"],
-            records=decode_records(arguments["records"], arrays),
+            records=records,
             rewards=arguments["rewards"],
             parts=arguments["parts"],
             incarnation=arguments["incarnation"],
+            teacher=decode_teacher(records, arrays),
         )
         report = self._ready().train_step(given)
         return {"metrics": report.metrics, "seconds": report.seconds}
