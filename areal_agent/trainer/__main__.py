@@ -6,7 +6,6 @@ ranks (`--rank K`) and forwards every command to them; those exit when a command
 """
 
 import logging
-import socket
 
 import torch
 from transformers.utils import logging as transformers_logging
