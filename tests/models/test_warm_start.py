@@ -58,8 +58,9 @@ def test_a_build_that_goes_on_skips_what_it_has_seen(
 def test_copying_is_the_probability_of_all_digits(tokenizer: PreTrainedTokenizerFast, small_recipe: Recipe) -> None:
     """Of the two conversations one has four digits, each with probability 1/2; its other tokens do not count."""
     silent: Conversation = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "I cannot do that."}]
-    warm_start = WarmStart(tokenizer, cycle([CONVERSATION, silent]), replace(small_recipe, num_check_conversations=2))
-    texts = [[tokenizer.decode([token]) for token in one.token_ids[one.loss_mask]] for one in warm_start.check]
+    copied: Conversation = [{"role": "user", "content": "1345?"}, {"role": "assistant", "content": "It is 1345."}]
+    warm_start = WarmStart(tokenizer, cycle([copied, silent]), replace(small_recipe, num_check_conversations=2))
+    texts = [[str(tokenizer.decode([token])) for token in one.token_ids[one.loss_mask]] for one in warm_start.check]
     logprobs = [[math.log(0.5) if text.isdigit() else -9.0 for text in tokens] for tokens in texts]
     assert warm_start.copy_accuracy(Check(step=1, logprobs=logprobs)) == pytest.approx(1 / 16)
 
