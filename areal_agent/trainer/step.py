@@ -8,6 +8,7 @@ A token's weight in an update is fixed before the update is split into micro-bat
 depend on the split. Every rank is given all records and makes the same choices; only forward and backward are shared.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -45,7 +46,7 @@ from areal_agent.trainer.model import Critic, Policy
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.ranks import ALONE, Group
 from areal_agent.trainer.wire import StepInput
-from areal_agent.types import WeightVersion
+from areal_agent.types import TokenRecord, WeightVersion
 
 
 class Stepper:
@@ -112,6 +113,43 @@ class Stepper:
             **{f"seconds_{phase}": seconds for phase, seconds in laps.seconds.items()},
             **device_memory(self._policy.device, self._group),
         }
+
+    # ------------------------------------------------------------------ supervised fine-tuning
+
+    def fit(self, records: Sequence[TokenRecord], rate: float = 1.0) -> dict[str, float]:
+        """Make one update towards the loss tokens of `records`, and return its metrics.
+
+        The loss is their mean negative log-probability in nats, -(1/N) sum_t log p_t over the N loss tokens of all
+        records. `rate` multiplies the schedule's learning rate. A gradient that is not finite makes no update.
+        """
+        samples = [sample_of(record) for record in records]
+        num_tokens = sum(one.num_loss_tokens for one in samples)
+        samples = [replace(one, weight=1.0 / max(num_tokens, 1)) for one in samples]
+        self._optimizer.clear_gradients()
+        loss, num_input_tokens = 0.0, 0
+        for _, batch in self._share(samples):
+            logprobs, _ = self._policy.logprobs_and_entropy(batch)
+            of_batch = -(logprobs * batch.weights).sum()
+            of_batch.backward()
+            loss += float(of_batch.detach())
+            num_input_tokens += batch.num_input_tokens
+        self._optimizer.rate = rate
+        learning_rate, norm = self._optimizer.learning_rate, self._optimizer.update()
+        sums = [sum(column) for column in zip(*self._group.gather([loss, num_input_tokens]), strict=True)]
+        return {
+            "loss": sums[0],
+            "grad_norm": norm,
+            "learning_rate": learning_rate,
+            "num_loss_tokens": num_tokens,
+            "num_input_tokens": sums[1],
+            "num_skipped_updates": float(not math.isfinite(norm)),
+            **device_memory(self._policy.device, self._group),
+        }
+
+    def measure(self, records: Sequence[TokenRecord]) -> list[Tensor]:
+        """Return the log-probability of each loss token of each record, [M] float32, in nats."""
+        samples = [sample_of(record) for record in records]
+        return self._by_sample(samples, lambda batch: self._policy.logprobs_and_entropy(batch)[0])
 
     # ------------------------------------------------------------------ before the updates
 

@@ -1,6 +1,6 @@
 """The cases that every change of the trainer has to pass and that need two ranks: real processes, gloo, FSDP2 (slow).
 
-4. gradients do not depend on the number of ranks
+4. gradients do not depend on the number of ranks; in bfloat16 within its rounding
 9. ranks have equally many micro-batches, also where there are fewer sequences than ranks
 15. a checkpoint of two ranks resumes at one rank, and back
 """
@@ -84,6 +84,7 @@ def outcome(labs, model_folder, first, second, saved_by_one, tmp_path_factory) -
         name: (config.model_copy(update={"tokens_per_micro_batch": BUDGET}), algorithm)
         for name, (config, algorithm) in labs.items()
     }
+    labs["bfloat16"] = (labs["first_fit"][0].model_copy(update={"dtype": "bfloat16"}), AlgorithmConfig())
     work = Work(model=model_folder, first=first, second=second, labs=labs, trainers=TRAINERS, checkpoints=saved_by_one)
     return run_two_ranks(work, tmp_path_factory.mktemp("two"))
 
@@ -98,6 +99,11 @@ def test_case_04_gradients_do_not_depend_on_the_number_of_ranks(labs, model_fold
     counted = outcome.metrics[name]
     for measure in ("loss", "grad_norm", "entropy", "num_loss_tokens", "num_input_tokens", "logp_diff_max"):
         assert counted[measure] == pytest.approx(metrics[measure], rel=1e-4, abs=1e-6), measure
+
+
+def test_case_04_gradients_in_bfloat16_are_those_of_float32_within_rounding(model_folder, outcome):
+    start, exact, half = Lab(model_folder).before, outcome.weights["first_fit"], outcome.weights["bfloat16"]
+    assert 0 < (half - exact).norm() < 0.03 * (exact - start).norm()
 
 
 @pytest.mark.parametrize("name", NAMES)
