@@ -62,7 +62,7 @@ class TimeAccount:
 
 
 class BusyClock:
-    """Counts how many of something are under way, the seconds in which at least one was, and the sum of all their times.
+    """Counts how many of something are under way, the seconds in which at least one was, and the sum of their times.
 
     >>> now = iter([0.0, 1.0, 3.0, 3.0, 5.0])
     >>> clock = BusyClock(now=lambda: next(now))

@@ -6,7 +6,7 @@ with n requests on average while it ran, f of its time beside a train step, took
     (c + k) (a + b n) (1 + g f)      seconds
 
 with a, b, k and g fitted by least squares over all turns. A train step alone took 1 / (1 + g u) of its recorded time,
-with requests at the engine for the share u of it. Tool waits are the gaps between the turns of a session.
+with a request at the engine for the share u of it. Tool waits are the gaps between the turns of a session.
 """
 
 from collections.abc import Iterator, Sequence
@@ -123,7 +123,7 @@ def costs_of(rows: Sequence[Row], turns: Sequence[TurnTime], *, num_servers: int
     crowd = requests.mean(starts, ends) / num_servers
     beside = Timeline(*training).mean(starts, ends)
     token_s, crowd_s, turn_tokens, contention = fit_engine(tokens, ends - starts, crowd, np.minimum(1.0, beside))
-    busy = Timeline(*_union(starts, ends)).mean(*training)
+    busy = np.minimum(1.0, requests.mean(*training))
     trained = [_spent(row, "training") for row in rows]
     others = [sum(value for name, value in row.items() if _is_between(name)) for row in rows]
     filtered = sum(row.get("rollouts/dropped/filtered") or 0 for row in rows)
@@ -178,14 +178,6 @@ class Timeline:
         """
         areas = np.interp(ends, self._times, self._areas) - np.interp(starts, self._times, self._areas)
         return areas / np.maximum(ends - starts, 1e-9)
-
-
-def _union(starts: Floats, ends: Floats) -> tuple[Floats, Floats]:
-    """Return the same time as spans that do not overlap."""
-    order = np.argsort(starts, kind="stable")
-    starts, latest = starts[order], np.maximum.accumulate(ends[order])
-    is_new = np.concatenate([[True], starts[1:] > latest[:-1]])
-    return starts[is_new], latest[np.concatenate([is_new[1:], [True]])]
 
 
 SHARES = (0.0, 0.1, 0.2, 0.4, 0.7, 1.0, 1.5, 2.0, 3.0)
