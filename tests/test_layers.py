@@ -22,7 +22,7 @@ LAYERS = [
     ["gateway", "weights"],
     ["rollout", "trainer"],
     ["config", "cluster", "testing"],
-    ["run", "config_reference"],
+    ["run", "sft", "config_reference"],
     ["__main__", "new", "train", "eval", "view", "doctor", "conformance"],
     ["plan"],
 ]
