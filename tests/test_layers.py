@@ -23,8 +23,9 @@ LAYERS = [
     ["rollout", "trainer"],
     ["cluster"],
     ["config", "testing"],
-    ["run", "config_reference"],
+    ["run", "sft", "config_reference"],
     ["__main__", "new", "train", "eval", "view", "doctor", "conformance"],
+    ["plan"],
 ]
 FACADE = "areal_agent"  # __init__.py: the public names, from wherever they live
 COMMANDS = {

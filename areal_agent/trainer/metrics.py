@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from areal_agent.algorithms.batching import Sample
-from areal_agent.algorithms.losses import Counts, LossStats, k3
+from areal_agent.algorithms.losses import Counts, LossStats, divergence
 from areal_agent.trainer.ranks import Group
 from areal_agent.trainer.wire import StepInput
 
@@ -29,7 +29,7 @@ class Mismatch(Counts):
     num_tokens: int = 0
     diff_sum: float = 0.0  # |proximal - behaviour|, nats
     diff_max: float = 0.0
-    kl_sum: float = 0.0  # KL of the proximal from the behaviour policy, estimator k3
+    kl_sum: float = 0.0  # KL(behaviour || proximal), estimator k3
     num_fresh: int = 0
     fresh_diff_max: float = 0.0
 
@@ -40,7 +40,8 @@ class Mismatch(Counts):
             return cls()
         diff = (proximal - behavior).abs()
         fresh_diff = torch.where(is_fresh, diff, 0.0)
-        values = [diff.sum(), diff.max(), k3(proximal - behavior).sum(), is_fresh.sum(), fresh_diff.max()]
+        kl = divergence(behavior, proximal, "k3")
+        values = [diff.sum(), diff.max(), kl.sum(), is_fresh.sum(), fresh_diff.max()]
         diff_sum, diff_max, kl_sum, num_fresh, fresh_diff_max = torch.stack(values).tolist()
         return cls(
             num_tokens=len(proximal),
@@ -58,7 +59,7 @@ class Mismatch(Counts):
             "logp_diff_max": self.diff_max,
             "logp_diff_fresh_max": self.fresh_diff_max,
             "num_fresh_tokens": self.num_fresh,
-            "mismatch_kl": self.kl_sum / count,
+            "kl_behavior_proximal": self.kl_sum / count,
         }
 
 
@@ -96,21 +97,31 @@ class Update:
 
     tally: Tally
     gradient_norm: float
+    gradient_clip: float
     learning_rate: float
-    is_skipped: bool  # because the norm was not finite
     critic_gradient_norm: float | None  # None without a critic
+
+    @property
+    def is_skipped(self) -> bool:
+        return not np.isfinite(self.gradient_norm)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.gradient_norm == 0.0
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Return token metrics over all updates, and the mean loss, gradient norm and learning rate of the updates."""
+    """Return token metrics over all updates, and means over the updates: loss, gradient norm, clip, learning rate."""
     tally = reduce(Tally.merge, [update.tally for update in updates], Tally())
     count = max(len(updates), 1)
     return {
         **tally.metrics(),
         "loss": tally.loss / count,
         "grad_norm": sum(update.gradient_norm for update in updates) / count,
+        "grad_clip": sum(update.gradient_clip for update in updates) / count,
         "learning_rate": sum(update.learning_rate for update in updates) / count,
-        "num_updates": sum(not update.is_skipped for update in updates),
+        "num_updates": sum(not (update.is_skipped or update.is_empty) for update in updates),
+        "num_empty_updates": sum(update.is_empty for update in updates),
         "num_skipped_updates": sum(update.is_skipped for update in updates),
     }
 
