@@ -1,6 +1,7 @@
-"""Shows what a run recorded, in a terminal: `python -m areal_agent.view RUN_DIR --text [SESSION]`.
+"""Shows what a run recorded: on a page in the browser, or in a terminal with `--list` and `--text [SESSION]`.
 
 `__main__.py` is the command line with the list of groups, `session.py` shows one session as a conversation, and
-`terminal.py` prints both, with the text of models and tools made harmless. What is shown is asked of the ledger by the
-functions of `ledger/questions.py`, and read by `tokens/transcript.py`.
+`terminal.py` prints both, with the text of models and tools made harmless. The page's server is `server.py`: it answers
+with what `recorded.py` reads of a run and `trajectory.py` of a rollout, and `page/` is what runs in the browser. What is
+shown is asked of the ledger by `ledger/questions.py` and `ledger/pages.py`, and read by `tokens/transcript.py`.
 """
