@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.algorithms.credit import returns_by_turn, rollouts_of
+from areal_agent.algorithms.credit import TOLERANCE, returns_by_turn, rollouts_of
 from areal_agent.types import TokenRecord
 
 STD_EPSILON = 1e-4
@@ -112,10 +112,10 @@ def _against_the_group(
 
     A_m = (G_m - b_ik) / s_ik for a token of turn k of rollout i, where b is `group_mean` (grpo, arXiv 2402.03300;
     dr_grpo, 2503.20783) or `leave_one_out` (rloo) of the group's returns from turn k on, and s is their `group_std` +
-    STD_EPSILON, or 1 without normalisation. 0 in groups of one rollout. With a single undiscounted reward at the end,
-    these returns equal the total reward at every turn, as in the papers. In general totals would be wrong: rollouts
-    that are all alike would be blamed in each turn for what earlier turns earned, and their spread of 0 would amplify
-    that.
+    STD_EPSILON, or 1 without normalisation. 0 in groups of one rollout, and exactly 0 where all rollouts earn the same.
+    With a single undiscounted reward at the end, these returns equal the total reward at every turn, as in the papers.
+    In general totals would be wrong: rollouts that are all alike would be blamed in each turn for what earlier turns
+    earned, and their spread of 0 would amplify that.
     """
     returns = _returns(lines, penalties)
     if not records:
@@ -129,7 +129,8 @@ def _against_the_group(
     scored: list[Tensor] = []
     for record, line, of_record in zip(records, lines, returns, strict=True):
         place = number_of[record.session_id], torch.from_numpy(line.turns)
-        scored.append((of_record - baselines[place]) * scales[place])
+        is_level = torch.isclose(of_record, baselines[place], rtol=TOLERANCE, atol=TOLERANCE)
+        scored.append(((of_record - baselines[place]) * scales[place]).masked_fill(is_level, 0.0))
     if config.step_group_weight == 0.0:
         return scored
     extra = step_advantages(records, lines, returns, config)

@@ -20,6 +20,8 @@ from areal_agent.types import TokenRecord
 
 Node = tuple[int, int]
 """A turn in the tree: branch, turn."""
+TOLERANCE = 1e-6
+"""Rewards with a smaller difference, times their size, are alike: they are added up as 32-bit floats."""
 
 
 def with_parts(

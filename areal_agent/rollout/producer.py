@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from areal_agent.algorithms.credit import earn_alike, with_causal_credit, with_parts
+from areal_agent.algorithms.credit import TOLERANCE, earn_alike, with_causal_credit, with_parts
 from areal_agent.errors import RolloutsFailing
 from areal_agent.ledger import questions
 from areal_agent.ledger.encoding import Lease
@@ -85,10 +85,6 @@ class ReadyGroup:
     def least_stale(self) -> int:
         """The step of its freshest trajectory's oldest token: when that is beyond the bound, so is the group."""
         return max(oldest_step(one) for one in self.trainable)
-
-
-TOLERANCE = 1e-6
-"""Rewards with a smaller relative difference are alike: they are added up as 32-bit floats."""
 
 
 @dataclass(slots=True)

@@ -45,7 +45,10 @@ class TrainerConfig(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 2e-5
     """AdamW's learning rate at the end of the warm-up."""
     schedule: LearningRateSchedule = "constant"
-    """What follows the warm-up: `constant`, or a `linear` or `cosine` decay to zero over all steps of the run."""
+    """What follows the warm-up: `constant`, or a `linear` or `cosine` decay to `learning_rate_floor` over all steps of
+    the run."""
+    learning_rate_floor: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The fraction of `learning_rate` that a `linear` or `cosine` schedule ends at."""
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.001
     """The fraction of the run's optimiser updates (`steps` times `algorithm.minibatches`) over which the learning rate
     rises linearly."""
@@ -57,6 +60,11 @@ class TrainerConfig(Section):
     """Weight decay of matrices; norms and biases are not decayed."""
     gradient_clip: Annotated[float, Field(gt=0)] = 1.0
     """Gradients with a larger norm are scaled down to this norm."""
+    gradient_clip_quantile: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Gradients are also scaled down to this quantile of the norms of the last 64 gradients before, once there are 8.
+    `gradient_clip` is a number of one model and task; this follows the gradients' own scale as it changes over a run.
+    0.5 is the median, for large models. 0.1 makes nearly all updates equally long, for tiny models whose rare failures
+    have gradients many times the usual ones."""
     tokens_per_micro_batch: Annotated[int, Field(ge=1)] = 8192
     """Tokens that go through the model at once, padding included."""
     oversized: Literal["alone", "refuse"] = "alone"
@@ -102,6 +110,8 @@ class TrainerConfig(Section):
         for name in ("transfer_host", "transfer_bucket_mib"):
             if self.transfer != "distributed" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"trainer.{name} only applies to trainer.transfer distributed; leave it out")
+        if self.schedule == "constant" and self.learning_rate_floor:
+            raise ValueError("trainer.learning_rate_floor only applies to trainer.schedule linear and cosine")
         return self
 
 

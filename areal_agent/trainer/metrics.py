@@ -96,21 +96,31 @@ class Update:
 
     tally: Tally
     gradient_norm: float
+    gradient_clip: float
     learning_rate: float
-    is_skipped: bool  # because the norm was not finite
     critic_gradient_norm: float | None  # None without a critic
+
+    @property
+    def is_skipped(self) -> bool:
+        return not np.isfinite(self.gradient_norm)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.gradient_norm == 0.0
 
 
 def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Return token metrics over all updates, and the mean loss, gradient norm and learning rate of the updates."""
+    """Return token metrics over all updates, and means over the updates: loss, gradient norm, clip, learning rate."""
     tally = reduce(Tally.merge, [update.tally for update in updates], Tally())
     count = max(len(updates), 1)
     return {
         **tally.metrics(),
         "loss": tally.loss / count,
         "grad_norm": sum(update.gradient_norm for update in updates) / count,
+        "grad_clip": sum(update.gradient_clip for update in updates) / count,
         "learning_rate": sum(update.learning_rate for update in updates) / count,
-        "num_updates": sum(not update.is_skipped for update in updates),
+        "num_updates": sum(not (update.is_skipped or update.is_empty) for update in updates),
+        "num_empty_updates": sum(update.is_empty for update in updates),
         "num_skipped_updates": sum(update.is_skipped for update in updates),
     }
 

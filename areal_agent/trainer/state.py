@@ -5,7 +5,8 @@ This file reads and writes; checkpoint.py publishes folders. All ranks read and 
 ranks wrote. Nothing is pickled: numbers are JSON, and hyperparameters come from the config.
 
     training/shard-....safetensors   optimizer.*  generator  critic.*  critic_optimizer.*  reference.*  adapter.*
-             progress.json           numbers of updates, which of these parts exist, and the adapters' settings
+             progress.json           numbers of updates, the last gradients' norms, which of these parts exist, and the
+                                     adapters' settings
     adapter/                         the trained adapters, for other programs to load
 
 If adapters are trained, the export has them merged in; the weights without them are only in the folder that the run
@@ -146,8 +147,13 @@ def write_training(folder: Path, training: Training) -> None:
             storage_writer=HuggingFaceStorageWriter(str(folder / TRAINING), save_distributed=True),
         )
     if _is_first_rank():
-        num_updates = {name: optimizer.num_updates for name, (_, optimizer) in training.optimizers().items()}
-        progress = {"parts": parts, "num_updates": num_updates, "lora": _lora(training)}
+        optimizers = {name: optimizer for name, (_, optimizer) in training.optimizers().items()}
+        progress = {
+            "parts": parts,
+            "num_updates": {name: one.num_updates for name, one in optimizers.items()},
+            "norms": {name: list(one.norms) for name, one in optimizers.items()},
+            "lora": _lora(training),
+        }
         (folder / TRAINING / PROGRESS).write_bytes(orjson.dumps(progress))
 
 
@@ -179,6 +185,7 @@ def read_training(folder: Path, training: Training) -> None:
             state |= cast(dict[str, Any], read)
             set_optimizer_state_dict(model, optimizer.adamw, state, options=FLAT)
         optimizer.num_updates = int(progress["num_updates"][name])
+        optimizer.norms.extend(progress.get("norms", {}).get(name, ()))  # older checkpoints have none
     if training.lora is not None:
         _require_same_base(folder, training.policy)
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,8 +80,9 @@ class Stepper:
     def train(self, given: StepInput) -> dict[str, float]:
         """Train one step and return its metrics.
 
-        A minibatch without loss tokens or with a gradient that is not finite makes no update: see `num_updates` and
-        `num_skipped_updates`. Advantages that are all zero do make an update, with gradient zero.
+        A minibatch without loss tokens makes no update, nor does one whose gradient is not finite
+        (`num_skipped_updates`) or exactly zero (`num_empty_updates`), as when all groups are alike and the loss has no
+        other term.
         """
         laps = Laps()
         given = self._credited(given)
@@ -203,13 +203,13 @@ class Stepper:
             self._critic.optimizer.clear_gradients()
         for _, batch in self._share(samples):
             tally = tally.merge(self._backward(batch, start_version, is_first=is_first))
-        learning_rate = self._optimizer.learning_rate
+        learning_rate, clip = self._optimizer.learning_rate, self._optimizer.clip
         norm = self._optimizer.update()
         return Update(
             tally=reduce(Tally.merge, [tally.read(iter(one)) for one in self._group.gather(tally.numbers())]),
             gradient_norm=norm,
+            gradient_clip=clip,
             learning_rate=learning_rate,
-            is_skipped=not bool(np.isfinite(norm)),
             critic_gradient_norm=self._critic.optimizer.update() if self._critic is not None else None,
         )
 

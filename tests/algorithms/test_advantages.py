@@ -225,11 +225,11 @@ def test_a_reward_of_an_early_turn_is_not_earned_by_later_turns(make_record):
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo"])
-@pytest.mark.parametrize("rewards", [[0.0, 0.0, 1.0], [0.5, 0.25, 0.25], [0.0, -0.125, 0.0]])
-@pytest.mark.parametrize("discount", [1.0, 0.5])
+@pytest.mark.parametrize("rewards", [[0.0, 0.0, 1.0], [0.5, 0.25, 0.25], [0.0, -0.125, 0.0], [0.1, 0.3, 0.7]])
+@pytest.mark.parametrize("discount", [1.0, 0.5, 0.83])
 def test_rollouts_that_are_all_alike_have_advantage_zero_at_every_turn(make_record, advantage, rewards, discount):
     turns = [[(False, [1]), (True, [2])]] * 3
-    records = [make_record(f"s{i}", "g", turns, rewards) for i in range(4)]
+    records = [make_record(f"s{i}", "g", turns, rewards) for i in range(7)]
     for one in token_advantages(records, AlgorithmConfig(advantage=advantage, discount=discount)):
         assert one.tolist() == [0.0] * 6
 

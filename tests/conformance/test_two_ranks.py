@@ -32,8 +32,13 @@ LABS = {
     "adapters": (GRADIENT_DESCENT.model_copy(update={"lora": LORA}), WITH_REFERENCE),
     "recomputed": (GRADIENT_DESCENT.model_copy(update={"gradient_checkpointing": True}), AlgorithmConfig(preset="ppo")),
 }
-TRAINER = TrainerConfig(learning_rate=1e-3, tokens_per_micro_batch=BUDGET)
-TRAINERS = {"whole": (TRAINER, WITH_ALL), "adapters": (TRAINER.model_copy(update={"lora": LORA}), WITH_REFERENCE)}
+TRAINER = TrainerConfig(
+    learning_rate=1e-3, gradient_clip=100.0, gradient_clip_quantile=0.1, tokens_per_micro_batch=BUDGET
+)
+TRAINERS = {  # whole: the quantile's history begins in the first step and clips in the second
+    "whole": (TRAINER, WITH_ALL.model_copy(update={"minibatches": 5})),
+    "adapters": (TRAINER.model_copy(update={"lora": LORA}), WITH_REFERENCE),
+}
 
 
 @pytest.fixture(scope="module")

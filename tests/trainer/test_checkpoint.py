@@ -2,7 +2,8 @@
 
 - A saved folder loads with AutoModelForCausalLM and AutoTokenizer and holds exactly the trained weights.
 - Its chat template is the one that the rollouts were made with.
-- Going on from one makes the very next steps bit for bit, with several minibatches a step.
+- Going on from one makes the very next steps bit for bit, with several minibatches a step
+  and with gradients clipped at a quantile.
 - A writer that fails or is killed leaves no checkpoint; what it left is removed by the next.
 - The newest intact one is found: damaged ones are passed over with a warning.
 - Only the last ones are kept, and none of an abandoned lineage; one of the same step is replaced.
@@ -90,6 +91,17 @@ def test_going_on_from_a_checkpoint_is_exact(load_trainer, model_folder, make_ba
     for step in (3, 4):
         train_alike(steady, resumed, as_input(make_batch(step)))
         assert weights_of(steady) == weights_of(resumed)
+
+
+def test_the_quantile_of_gradient_norms_goes_on_exactly(open_trainer, model_folder, make_batch, as_input, tmp_path):
+    config = CONFIG.model_copy(update={"gradient_clip": 100.0, "gradient_clip_quantile": 0.1})
+    steady = open_trainer(model_folder, config, ALGORITHM)
+    for step in (1, 2, 3):
+        steady.train_step(as_input(make_batch(step)))  # nine updates, of which the last is clipped at the quantile
+    resumed = open_trainer(steady.save(tmp_path / "checkpoints", step=3, incarnation=0).path, config, ALGORITHM)
+    metrics = train_alike(steady, resumed, as_input(make_batch(4)))
+    assert weights_of(steady) == weights_of(resumed)
+    assert 100.0 > metrics["grad_norm"] > metrics["grad_clip"]
 
 
 def test_a_checkpoint_of_a_checkpoint_keeps_the_tokenizer(load_trainer, model_folder, make_batch, as_input, tmp_path):

@@ -1,10 +1,12 @@
 """The learning rate and the optimiser.
 
-- The rate rises linearly to its peak; constant stays there, linear and cosine fall, and never reach zero.
+- The rate rises linearly to its peak; constant stays there, linear and cosine fall to a floor, and never reach zero.
 - The warm-up is a share of the run's updates: the paper's 0.001 of 1,000 is one update, which is no warm-up.
 - A run that goes on beyond its planned updates keeps the last rate. Each update uses the schedule's next rate.
 - Matrices are decayed, vectors are not. A gradient beyond the clip is scaled; the norm before is returned.
-- A gradient that is not finite changes nothing and is no update.
+- With a quantile, gradients are clipped at that of the last 64 norms, from the eighth on, and never above the clip.
+- A gradient that is not finite changes nothing and is no update. One of zero changes nothing, but the schedule goes on;
+  the norms of neither are remembered.
 """
 
 import math
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.optimizer import Optimizer, Schedule
+from tests.trainer.lab import GRADIENT_DESCENT
 
 
 def rates(shape: str, num_warmup: int, num_updates: int) -> list[float]:
@@ -36,6 +39,21 @@ def test_cosine_is_half_of_the_peak_half_way():
     assert falling[:3] == [1.0, 2.0, 2.0]
     assert falling[6] == pytest.approx(1.0)
     assert falling[4] == pytest.approx(1.0 + math.cos(math.pi / 4))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [("linear", [2.0, 1.75, 1.5, 1.25]), ("cosine", [2.0, 1.5 + math.sqrt(0.125), 1.5, 1.5 - math.sqrt(0.125)])],
+)
+def test_rates_with_a_floor_of_half_the_peak_by_hand(shape, expected):
+    config = TrainerConfig(learning_rate=2.0, schedule=shape, learning_rate_floor=0.5, warmup_fraction=0.0)
+    schedule = Schedule.of(config, num_updates=4)
+    assert [schedule.at(number) for number in range(4)] == pytest.approx(expected)
+
+
+def test_a_floor_without_a_decay_is_refused():
+    with pytest.raises(ValueError, match="learning_rate_floor only applies to"):
+        TrainerConfig(learning_rate_floor=0.1)
 
 
 def test_the_warm_up_is_a_share_of_all_updates():
@@ -75,17 +93,15 @@ def test_the_learning_rate_follows_the_schedule():
 
 
 def test_matrices_are_decayed_and_vectors_are_not():
-    matrix, vector = parameter(2, 2, gradient=0.0), parameter(2, gradient=0.0)
+    matrix, vector = parameter(2, 2, gradient=1e-12), parameter(2, gradient=1e-12)
     Optimizer([matrix, vector], TrainerConfig(learning_rate=0.1, weight_decay=0.5)).update()
     assert matrix.flatten().tolist() == pytest.approx([0.95] * 4)
-    assert vector.tolist() == [1.0, 1.0]
+    assert vector.tolist() == pytest.approx([1.0, 1.0])
 
 
 def test_a_large_gradient_is_clipped():
-    # with betas 0 and a large epsilon, AdamW moves by learning_rate / epsilon * gradient: here by the clipped gradient
-    config = TrainerConfig(learning_rate=1e6, epsilon=1e6, betas=(0.0, 0.0), weight_decay=0.0, gradient_clip=1.0)
     one = parameter(2, 2, gradient=5.0)
-    norm = Optimizer([one], config).update()
+    norm = Optimizer([one], GRADIENT_DESCENT.model_copy(update={"gradient_clip": 1.0})).update()
     assert norm == pytest.approx(10.0)
     assert one.flatten().tolist() == pytest.approx([0.5] * 4, abs=1e-5)
 
@@ -97,3 +113,59 @@ def test_a_gradient_that_is_not_finite_changes_nothing(gradient):
     optimizer.update()
     assert one.flatten().tolist() == [1.0] * 4
     assert optimizer.num_updates == 0
+
+
+def moved_by(optimizer: Optimizer, one: torch.nn.Parameter, gradient: float) -> float:
+    """Return by how much an update with this gradient lowers a parameter of one element."""
+    before = one.item()
+    one.grad = torch.full_like(one, gradient)
+    optimizer.update()
+    return before - one.item()
+
+
+def optimizer_with(one: torch.nn.Parameter, *norms: float, clip: float = 1e9) -> Optimizer:
+    """Return gradient descent that is clipped at the lower quartile, with updates of these gradient norms made."""
+    config = GRADIENT_DESCENT.model_copy(update={"gradient_clip": clip, "gradient_clip_quantile": 0.25})
+    optimizer = Optimizer([one], config)
+    for norm in norms:
+        moved_by(optimizer, one, norm)
+    return optimizer
+
+
+def test_a_gradient_is_clipped_at_a_quantile_of_those_before_it():
+    one = parameter(1, gradient=0.0)
+    optimizer = optimizer_with(one, 8, 1, 7, 2, 6, 3, 5)
+    assert moved_by(optimizer, one, -4.0) == pytest.approx(-4.0, rel=1e-4)  # seven norms are too few
+    assert moved_by(optimizer, one, 100.0) == pytest.approx(2.75, rel=1e-4)  # three quarters from 2 to 3
+    assert moved_by(optimizer, one, 0.5) == pytest.approx(0.5, rel=1e-4)
+
+
+def test_the_fixed_clip_still_bounds():
+    one = parameter(1, gradient=0.0)
+    assert moved_by(optimizer_with(one, *[4.0] * 8, clip=1.5), one, 9.0) == pytest.approx(1.5, rel=1e-4)
+
+
+def test_only_the_last_64_norms_count():
+    one = parameter(1, gradient=0.0)
+    assert optimizer_with(one, *[1.0] * 100, *[3.0] * 47).clip == pytest.approx(1.0)
+    assert optimizer_with(one, *[1.0] * 100, *[3.0] * 49).clip == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(("gradient", "num_updates"), [(0.0, 9), (math.nan, 8), (math.inf, 8)])
+def test_norms_that_taught_nothing_are_not_remembered(gradient, num_updates):
+    one = parameter(1, gradient=0.0)
+    optimizer = optimizer_with(one, *[1.0] * 8, gradient)
+    assert list(optimizer.norms) == [1.0] * 8
+    assert optimizer.num_updates == num_updates
+
+
+def test_a_gradient_of_zero_changes_nothing():
+    one = parameter(2, 2, gradient=1.0)
+    optimizer = Optimizer([one], TrainerConfig(learning_rate=0.1, weight_decay=0.5))
+    optimizer.update()
+    before = one.detach().clone()
+    one.grad = torch.zeros(2, 2)
+    assert optimizer.update() == 0.0  # neither momentum nor decay moves the weights
+    assert torch.equal(one, before)
+    assert optimizer.adamw.state[one]["step"] == 1
+    assert optimizer.num_updates == 2

@@ -6,7 +6,8 @@
 - One minibatch starts at ratio 1; with more, the clip is around the weights at the start of the step.
 - Mismatch with the engine's log-probabilities is reported whatever the ratio is taken to, separately for fresh
   tokens, and without what the step's own updates change.
-- Without loss tokens or a finite gradient no update is made; with zero advantages one is.
+- Without loss tokens, a finite gradient or an advantage that is not zero no update is made, but a term of the loss that
+  does not need advantages still makes one.
 - With each preset rewarded tokens become likelier. Recomputed layers give the same gradient.
 - The default algorithm gives the same numbers on a fixed batch as it gave at first.
 - A critic learns returns; a reference pulls the policy, by the loss or by the rewards; the entropy bonus raises
@@ -103,7 +104,8 @@ def test_later_minibatches_are_clipped_around_the_start_of_the_step(model_folder
 
 def test_there_are_no_more_minibatches_than_rollouts(model_folder, make_batch, as_input):
     lab = Lab(model_folder, algorithm=AlgorithmConfig(minibatches=100))
-    assert lab.stepper.train(as_input(make_batch(1, num_groups=2)))["num_updates"] == 8
+    metrics = lab.stepper.train(as_input(make_batch(1, num_groups=2)))
+    assert metrics["num_updates"] + metrics["num_empty_updates"] == 8  # of some rollouts all tokens are clipped
 
 
 def test_mismatch_is_told_and_apart_for_fresh_tokens(lab, make_batch, as_input):
@@ -137,13 +139,31 @@ def test_without_loss_tokens_no_update_is_made(lab, make_batch, as_input, record
     assert torch.equal(lab.weights(), lab.before)
 
 
-def test_zero_advantages_make_an_update_of_gradient_zero(lab, make_batch):
-    batch = make_batch(1)
-    flat = [replace(record, turn_rewards=np.ones(2, dtype=np.float32) * [0, 1]) for record in batch.records]
-    given = StepInput(step=1, records=flat, rewards={record.session_id: 1.0 for record in flat})
-    metrics = lab.stepper.train(given)
-    assert (metrics["num_updates"], metrics["grad_norm"], metrics["flat_group_fraction"]) == (1, 0.0, 1.0)
-    assert torch.equal(lab.weights(), lab.before)
+@pytest.fixture
+def flat(make_batch):
+    """A step whose groups are all alike: all rollouts earn 0.1 by their second turn."""
+    records = [replace(one, turn_rewards=np.array([0, 0.1], dtype=np.float32)) for one in make_batch(2).records]
+    return StepInput(step=2, records=records, rewards={one.session_id: 0.1 for one in records})
+
+
+@pytest.mark.parametrize("options", [{}, {"preset": "rloo"}, {"advantage": "reinforce_pp"}, {"discount": 0.83}])
+def test_groups_that_are_all_alike_make_no_update(model_folder, given, flat, options):
+    lab = Lab(model_folder, TrainerConfig(learning_rate=1e-3), AlgorithmConfig(**options))
+    lab.stepper.train(given)  # so that there is momentum
+    before = lab.weights()
+    metrics = lab.stepper.train(flat)
+    assert (metrics["num_updates"], metrics["num_empty_updates"], metrics["num_skipped_updates"]) == (0, 1, 0)
+    assert (metrics["grad_norm"], metrics["flat_group_fraction"]) == (0.0, 1.0)
+    assert torch.equal(lab.weights(), before)
+
+
+@pytest.mark.parametrize("options", [{"entropy_coefficient": 0.1}, {"minibatches": 2, **REFERRED}])
+def test_other_terms_of_the_loss_update_also_where_all_groups_are_alike(
+    model_folder, other_folder, given, flat, options
+):
+    lab = Lab(model_folder, LEARNING, AlgorithmConfig(**options), reference=other_folder)
+    assert lab.stepper.train(flat)["num_empty_updates"] == 0
+    assert not torch.equal(lab.weights(), lab.before)
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_and_counted(lab, given):
