@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from areal_agent.errors import ConfigError
+from areal_agent.observe.token_records import TokenRecorder
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.model import Critic, Policy, choose_device
@@ -65,6 +66,9 @@ class Trainer:
         by_reference = None if reference is None else reference.logprobs_and_entropy
         if has_reference and lora is not None:  # without its adapter, the policy is what it was at the start
             by_reference = policy.logprobs_without_adapter
+        recorder = None
+        if setup.token_records is not None and setup.token_records_share > 0:
+            recorder = TokenRecorder(setup.token_records, setup.token_records_share, group.rank)
         self._stepper = Stepper(
             policy,
             self._training.optimizer,
@@ -74,6 +78,7 @@ class Trainer:
             reference=by_reference,
             critic=critic,
             group=group,
+            recorder=recorder,
         )
         self._channel = _open_channel(config, policy, setup.shared_memory, self._source) if group.rank == 0 else None
         if checkpoint is not None:

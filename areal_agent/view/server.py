@@ -13,6 +13,7 @@ reader has open can ask for anything. The page loads nothing from elsewhere, whi
 """
 
 import asyncio
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from aiohttp import web
 
 from areal_agent.errors import ArealAgentError, ConfigError, LedgerError, RequestError
 from areal_agent.gateway.auth import HostCheck
+from areal_agent.view.export import export
 from areal_agent.view.recorded import RecordedRun
 from areal_agent.view.trajectory import describe, tokens_of
 
@@ -92,11 +94,18 @@ def make_app(runs: Sequence[RecordedRun], key: str) -> web.Application:
 
     async def rollout(request: web.Request) -> web.Response:
         run = _run(runs, request)
-        return _json(await run.ask(describe, run.transcript, request.query.get("session", "")))
+        return _json(await run.ask(describe, run.transcript, run.path.parent, request.query.get("session", "")))
+
+    async def exported(request: web.Request) -> web.Response:
+        run, session = _run(runs, request), request.query.get("session", "")
+        text = await run.ask(export, run.transcript, run.path.parent, session, page)
+        name = re.sub(r"[^\w.-]", "_", session, flags=re.ASCII)
+        headers = {"Content-Disposition": f'attachment; filename="rollout-{name}.html"'}
+        return web.Response(text=text, content_type="text/html", charset="utf-8", headers=headers)
 
     async def tokens(request: web.Request) -> web.Response:
-        run, query = _run(runs, request), request.query
-        return _json(await run.ask(tokens_of, run.transcript, query.get("session", ""), query.get("turn", "")))
+        run, (session, turn) = _run(runs, request), (request.query.get(name, "") for name in ("session", "turn"))
+        return _json(await run.ask(tokens_of, run.transcript, run.path.parent, session, turn))
 
     app = web.Application(middlewares=[guard])
     under = "/{key}"
@@ -106,6 +115,7 @@ def make_app(runs: Sequence[RecordedRun], key: str) -> web.Application:
         "/api/{run}/rollouts": rollouts,
         "/api/{run}/rollout": rollout,
         "/api/{run}/tokens": tokens,
+        "/export/{run}": exported,
         "/{name:[^/]*}": file,
     }.items():
         app.router.add_get(under + path, handler)

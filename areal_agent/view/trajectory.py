@@ -1,13 +1,17 @@
 """One rollout for the page: its forest of turns as a conversation, and the tokens of one turn."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import Snapshot
 from areal_agent.ledger.questions import RolloutSummary
+from areal_agent.observe.token_records import read_seen
 from areal_agent.tokens.loss_rule import Mask
+from areal_agent.tokens.records import sampled_spans
 from areal_agent.tokens.transcript import Transcript
 from areal_agent.types import Completion, JsonObject, Trajectory, Turn
 from areal_agent.view.recorded import described
@@ -17,13 +21,14 @@ MAX_SIBLINGS = 64
 """Siblings named with a rollout; a group of an evaluation has one for every task."""
 
 
-def describe(snapshot: Snapshot, transcript: Transcript, session_id: str) -> JsonObject:
+def describe(snapshot: Snapshot, transcript: Transcript, run_dir: Path, session_id: str) -> JsonObject:
     """Return a rollout: what became of it, its siblings, and its turns with messages, answers and their facts.
 
     Raises LedgerError when there is no such session.
     """
     one, siblings, turns, trajectory = _read(snapshot, session_id)
     masks = transcript.loss_rule.masks(trajectory) if trajectory else {}
+    seen = _seen(run_dir, transcript, one, trajectory)
     whole = transcript.conversations(turns)
     described_turns: list[JsonObject] = []
     for index, turn in enumerate(turns):
@@ -48,6 +53,7 @@ def describe(snapshot: Snapshot, transcript: Transcript, session_id: str) -> Jso
                         "message": transcript.message(turn, answer) if transcript.has_text else None,
                         "reward": one.rewards.by_completion.get(answer.id),
                         "logprob": sum(answer.logprobs) / len(answer.logprobs) if answer.logprobs else None,
+                        "advantage": seen[answer.id].mean_advantage if answer.id in seen else None,
                         **_facts(answer, one, masks),
                     }
                     for answer in turn.completions
@@ -63,7 +69,7 @@ def describe(snapshot: Snapshot, transcript: Transcript, session_id: str) -> Jso
     }
 
 
-def tokens_of(snapshot: Snapshot, transcript: Transcript, session_id: str, turn_id: str) -> JsonObject:
+def tokens_of(snapshot: Snapshot, transcript: Transcript, run_dir: Path, session_id: str, turn_id: str) -> JsonObject:
     """Return the tokens of a turn: those that its prompt added, and its answers with what is known of each token.
 
     Raises LedgerError when there is no such session or turn.
@@ -73,6 +79,7 @@ def tokens_of(snapshot: Snapshot, transcript: Transcript, session_id: str, turn_
     if turn is None:
         raise LedgerError(f"session {session_id!r} has no turn {turn_id!r}; it has {len(turns)}, see its page")
     masks = transcript.loss_rule.masks(trajectory) if trajectory else {}
+    seen = _seen(run_dir, transcript, one, trajectory)
     return {
         "session_id": session_id,
         "turn": turn_id,
@@ -86,11 +93,50 @@ def tokens_of(snapshot: Snapshot, transcript: Transcript, session_id: str, turn_
                 "ids": answer.token_ids,
                 "texts": transcript.texts_of(answer.token_ids),
                 "logprobs": answer.logprobs,
+                "seen": seen.get(answer.id),
                 **_facts(answer, one, masks),
             }
             for answer in turn.completions
         ],
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the trainer saw of the loss tokens of one answer, in the order of `places`, which count from its first."""
+
+    places: Sequence[int]
+    logprobs: Sequence[float]
+    proximal: Sequence[float]
+    advantages: Sequence[float]
+
+    @property
+    def mean_advantage(self) -> float | None:
+        return sum(self.advantages) / len(self.advantages) if self.advantages else None
+
+
+def _seen(
+    run_dir: Path, transcript: Transcript, one: RolloutSummary, trajectory: Trajectory | None
+) -> Mapping[str, Seen]:
+    """Return what the trainer kept of a rollout, by answer; an answer in several branches is trained in parts."""
+    kept = read_seen(run_dir, one.leased_step, one.session_id) if one.leased_step is not None else {}
+    if not kept or trajectory is None:
+        return {}
+    found: dict[str, Seen] = {}
+    for branch, spans in enumerate(sampled_spans(trajectory, transcript.loss_rule)):
+        if branch not in kept:
+            continue
+        positions, *columns = kept[branch]
+        for answer, (start, end) in spans.items():
+            own = (positions >= start) & (positions < end)
+            before = found.get(answer, Seen([], [], [], []))
+            found[answer] = Seen(
+                [*before.places, *(positions[own] - start).tolist()],
+                [*before.logprobs, *columns[0][own].tolist()],
+                [*before.proximal, *columns[1][own].tolist()],
+                [*before.advantages, *columns[2][own].tolist()],
+            )
+    return found
 
 
 def _read(

@@ -4,24 +4,20 @@
 conversation with its branches and facts, the tokens of a turn with their weights and interruptions; 2. rollouts are
 filtered, and searched for text and tools; 3. what a run adds is shown while one looks; 4. several runs stand side by
 side; 5. the keyboard suffices, narrow windows need no sideways scrolling, light and dark follow the reader; 6. hostile
-text harms nothing, a line of 1 MB is cut; 7. a list of any length has a handful of rows; 8. a wrong key, host or origin
-gets one line, and so does a call that is wrong; 9. a run that is damaged later gets one line, one of the schema before
-is shown; 10. a real process serves the page and ends with Ctrl-C; nothing is written and nothing is fetched elsewhere.
+text harms nothing, a line of 1 MB is cut; 7. a list of any length has a handful of rows; 8. a run that is damaged later
+gets one line, one of the schema before is shown; 9. what the trainer kept stands beside each token; 10. an exported
+rollout is one file that needs no server; 11. nothing is fetched elsewhere.
 """
 
 import re
 import shutil
-import signal
 import sqlite3
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 import pytest_asyncio
@@ -30,7 +26,12 @@ pytest.importorskip("playwright", reason="playwright is not installed; pip insta
 
 from playwright.async_api import Browser, Page, async_playwright, expect
 
+from areal_agent.ledger import questions
+from areal_agent.ledger.files import reading
 from areal_agent.observe.metrics import MetricsLog
+from areal_agent.observe.token_records import FOLDER, SeenTokens, TokenRecorder
+from areal_agent.tokens.loss_rule import LossRule
+from areal_agent.tokens.records import sampled_spans
 from tests import histories
 from tests.view.browser import CHROMIUM, FLAGS, Reader
 
@@ -41,6 +42,7 @@ pytestmark = [
 
 VERSIONS = Path(__file__).parents[1] / "ledger" / "versions"
 MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script>\u202eright to left\x1b[2J"
+THOUGHT = {"role": "assistant", "reasoning_content": "Is it?", "content": "No."}
 PARTS = {"seconds/wall": 4.0, "seconds/engine/generating": 3.0, "seconds/engine/waiting_for_agents": 1.0}
 SIDE = {"seconds/trainer/training": 2.0, "seconds/trainer/waiting_for_rollouts": 2.0, "push/stall_s": 0.5}
 
@@ -132,7 +134,7 @@ async def test_rollouts_have_their_siblings_rewards_and_fates(run: Path, reader:
     assert await rows_of(page) == ["cut-1", "cut-0", "e-0", "g2-0", "g1-0", "g0-1", "g0-0"]
     found = page.locator(".rows .row", has_text="g0-0")
     assert await found.locator("> span").all_inner_texts() == [
-        "g0-0", "0.75", "", "trained(1)", "1", "0–1", "4", "66", "8.0 s", "0",
+        "g0-0", "0.75", "", "trained(1)", "1", "0–1", "4", "116", "8.0 s", "0",
     ]  # fmt: skip
     assert await found.locator(".siblings i").evaluate_all("all => all.map((one) => one.className)") == [
         "self good",
@@ -150,7 +152,7 @@ FILTERS = {
     "step=1": ["g0-0"],
     "least_reward=0.5&purpose=train": ["g0-0"],
     "most_reward=0.5": ["g0-1"],
-    "least_tokens=60": ["g0-0"],
+    "least_tokens=100": ["g0-0"],
     "version=7": [],
     "group=g0": ["g0-1", "g0-0"],
     "tool=python": ["g0-0"],
@@ -186,7 +188,6 @@ async def test_a_rollout_is_a_conversation_with_its_branches(run: Path, reader: 
     said = page.locator(".turn").first
     await expect(said.locator(".message.user")).to_contain_text("What is 2 + 2?")
     await expect(said.locator(".message.call")).to_contain_text("a = 2\nprint(a + 2)", use_inner_text=True)
-    await expect(page.locator(".message.reasoning")).to_contain_text("It is 4.")
     await expect(page.locator(".turn").nth(1).locator(".message.tool")).to_contain_text("4")
     await expect(page.locator(".turn").nth(3)).to_contain_text("its first 1 messages are those of turn 1")
     facts = await page.locator(".facts").all_inner_texts()
@@ -288,7 +289,9 @@ async def test_narrow_windows_and_both_schemes(run: Path, reader: Reader) -> Non
 
 async def test_hostile_text_harms_nothing(run: Path, reader: Reader) -> None:
     with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
-        big = orjson.dumps([{"role": MARKUP, "content": MARKUP}, {"role": "user", "content": "x" * 2**20 + "end"}])
+        big = orjson.dumps(
+            [{"role": MARKUP, "content": MARKUP}, {"role": "user", "content": "x" * 2**20 + "end"}, THOUGHT]
+        )
         connection.execute("UPDATE turns SET request_delta = ? WHERE id = 'e-0-1'", (big.decode(),))
         connection.execute("UPDATE sessions SET task_id = ? WHERE id = 'e-0'", (MARKUP,))
     page = await reader.open(run, at="#/rollouts/0")
@@ -298,6 +301,7 @@ async def test_hostile_text_harms_nothing(run: Path, reader: Reader) -> None:
     await page.goto(f"{reader.address}#/rollout/0/e-0")
     await expect(page.locator(".turn")).to_contain_text("<script>alert(2)</script>\\u202eright to left\\u001b[2J")
     assert await page.locator("main img, main script").count() == 0
+    await expect(page.locator(".message.reasoning")).to_contain_text("Is it?")
     assert len(await page.locator(".message.user .text").inner_text()) < 5000
     await page.get_by_role("button", name="show all 1,048,579 characters").click()
     await expect(page.locator(".message.user .text .block").last).to_have_text("x" * 8576 + "end")
@@ -324,48 +328,6 @@ async def test_a_long_list_has_a_handful_of_rows(tmp_path: Path, reader: Reader)
     assert await page.locator(".rows .row").count() < 80
     await page.goto(f"{reader.address}#/rollouts/0?purpose=eval")
     await expect(page.locator(".rows .rollout").last).to_have_text("s0")
-
-
-def get(address: str, **headers: str) -> tuple[int, str]:
-    try:
-        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=30) as reply:
-            return reply.status, reply.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-@pytest.fixture
-def served(run: Path) -> Any:
-    """The address that a real process prints; Ctrl-C ends it."""
-    command = [sys.executable, "-m", "areal_agent.view", str(run)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
-
-
-def test_who_may_ask_and_what(run: Path, served: str) -> None:
-    before = (run / "ledger.sqlite").read_bytes(), sorted(path.name for path in run.iterdir())
-    assert get(served)[0] == get(f"{served}api/0/state", Origin=served.rpartition("/")[0].rpartition("/")[0])[0] == 200
-    wrong = f"{served[:-2]}?/"
-    for address, headers, status, message in (
-        (wrong, {}, 403, "the key in it is missing or wrong"),
-        (f"{wrong}api/0/state", {}, 403, "the key in it is missing or wrong"),
-        (f"{served}api/0/state", {"Host": "evil.example"}, 403, "evil.example"),
-        (f"{served}api/0/state", {"Origin": "http://evil.example"}, 403, "evil.example"),
-        (f"{served}../../etc/passwd", {}, 403, "the key"),
-        (f"{served}api/1/state", {}, 404, "there is no run 1"),
-        (f"{served}api/0/rollouts?colour=red", {}, 400, "there is no filter 'colour'"),
-        (f"{served}api/0/rollouts?step=x", {}, 400, "step is 'x'; give a number"),
-        (f"{served}api/0/rollout?session=none", {}, 422, "the ledger has no session 'none'"),
-        (f"{served}api/0/tokens?session=g0-0&turn=none", {}, 422, "has no turn 'none'"),
-        (f"{served}none.js", {}, 404, "there is no 'none.js'"),
-    ):
-        assert get(address, **headers)[0] == status, address
-        assert message in get(address, **headers)[1]
-        assert "\n" not in get(address, **headers)[1]
-    assert ((run / "ledger.sqlite").read_bytes(), sorted(path.name for path in run.iterdir())) == before
 
 
 async def test_a_run_that_is_damaged_later_gets_one_line(run: Path, reader: Reader) -> None:
@@ -396,4 +358,49 @@ async def test_a_run_of_the_schema_before_is_shown(tmp_path: Path, reader: Reade
 
 
 def contents(folder: Path) -> Mapping[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.glob("*.sqlite")}
+
+
+async def test_what_the_trainer_kept_stands_beside_each_token(run: Path, reader: Reader) -> None:
+    """The first answer of g0-0 is trained in the branch that ends with it: those after it keep none of its tokens."""
+    recorder = TokenRecorder(run / FOLDER, share=1.0)
+    with reading(run / "ledger.sqlite") as snapshot:
+        trajectory = questions.trajectory(snapshot, "g0-0")
+    branches = enumerate(one.get("t1-c", (0, 0)) for one in sampled_spans(trajectory, LossRule()))
+    branch, start = next((branch, start) for branch, (start, end) in branches if end > start)
+    values = (np.array(one, np.float32) for one in ([-0.25, -1.5], [-0.5, -1.5], [2.0, -1.0]))
+    recorder.add("g0-0", branch, SeenTokens(np.array([start, start + 2], np.int32), *values))
+    recorder.write(1)
+    page = await reader.open(run, at="#/rollout/0/g0-0")
+    await expect(page.locator(".facts").first).to_contain_text("credit 0.5")
+    await page.goto(f"{reader.address}#/tokens/0/g0-0/t1")
+    await expect(page.locator("section > header")).to_contain_text("The trainer's values of 2 tokens were kept.")
+    await page.locator(".token").nth(22).click()  # its prompt has 22
+    seen = page.locator(".rows .row.selected > span")
+    assert (await seen.all_inner_texts())[3:] == ["-0.5000", "-0.2500", "1.2840", "2.0000", "0:0", "in the loss"]
+    await page.keyboard.press("j")
+    assert (await seen.all_inner_texts())[4:] == ["", "", "", "0:0", "not in the loss: too old"]
+    await page.locator("select").select_option("advantage")
+    await expect(page.locator(".legend")).to_have_text("-1 to 2; full colour at 2")
+    assert await page.locator(".token.high7, .token.low4").count() == 2
+
+
+async def test_an_exported_rollout_is_one_file(run: Path, tmp_path: Path, reader: Reader) -> None:
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
+        hostile = orjson.dumps([{"role": "user", "content": "</script>" + MARKUP}])
+        connection.execute("UPDATE turns SET request_delta = ? WHERE id = 't1'", (hostile.decode(),))
+    page = await reader.open(run, at="#/rollout/0/g0-0")
+    async with page.expect_download() as download:
+        await page.get_by_role("link", name="export").click()
+    made = await download.value
+    assert made.suggested_filename == "rollout-g0-0.html"
+    await made.save_as(tmp_path / "sent.html")
+    num_asked = len(reader.asked)
+    page = await reader.visit((tmp_path / "sent.html").as_uri())
+    await expect(page.locator("h2")).to_have_text("g0-0")
+    await expect(page.locator(".turn").first).to_contain_text("</script><img src=x")
+    assert await page.locator(".turn").count() == 4
+    await page.get_by_role("link", name="tokens").nth(1).click()
+    await expect(page.locator("h2")).to_contain_text("turn 2 of 4")
+    await expect(page.locator(".token").last).to_contain_text("<|im_end|>")
+    assert all(one.startswith("file:") for one in reader.asked[num_asked:])

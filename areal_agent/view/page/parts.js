@@ -52,6 +52,10 @@ export function longText(text, kind = "div.text") {
   return box;
 }
 
+/** The colour of how a rollout ended. */
+export const tone = (one) =>
+  one.status == null ? "pending" : one.reward == null || one.status !== "completed" ? "failed" : one.reward > 0 ? "good" : "bad";
+
 export const count = (number) => Number(number).toLocaleString("en-US");
 
 /** A number in few characters: 0.0312, 1.25, 340, 12.5k. */
@@ -74,7 +78,7 @@ export function duration(seconds) {
 
 /** Ask the server; an error is thrown with the line that it answered. */
 export async function ask(path, signal) {
-  if (exported) return exported[path];
+  if (exported) return exported[new URLSearchParams(path.split("?")[1]).get("turn") ?? ""];
   let reply;
   try {
     reply = await fetch(path, { signal });

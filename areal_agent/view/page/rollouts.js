@@ -1,6 +1,6 @@
 // The rollouts of a run, the newest first: filters, a search through what was said, and rows that load as one scrolls.
 
-import { VirtualList, ask, count, duration, el, notify, query, word } from "./parts.js";
+import { VirtualList, ask, count, duration, el, notify, query, tone, word } from "./parts.js";
 
 const MAX_SEARCHED = 10000;
 const ROW_HEIGHT = 30;
@@ -132,6 +132,3 @@ class Rollouts {
     this.stop.abort();
   }
 }
-
-export const tone = (one) =>
-  one.status == null ? "pending" : one.reward == null || one.status !== "completed" ? "failed" : one.reward > 0 ? "good" : "bad";

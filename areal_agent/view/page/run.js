@@ -16,7 +16,7 @@ const FAULTS = /^(rollouts\/dropped\/(error|infra|orphan|missing_reward)|trainer
 /** What is known of a run, which `update` brings up to date. */
 export class Run {
   constructor(number, folder) {
-    Object.assign(this, { number, folder, state: {}, next: 0, steps: [], evaluations: [], starts: 0 });
+    Object.assign(this, { number, folder, state: {}, next: 0, steps: [], evaluations: [], numDamaged: 0 });
   }
 
   get name() {
@@ -32,8 +32,9 @@ export class Run {
     const before = JSON.stringify([this.next, this.state.status, this.state.num_rollouts]);
     do {
       this.state = await ask(`api/${this.number}/state?offset=${this.next}`);
-      if (this.state.next < this.next) Object.assign(this, { steps: [], evaluations: [] });
+      if (this.state.next < this.next) Object.assign(this, { steps: [], evaluations: [], numDamaged: 0 });
       this.next = this.state.next;
+      this.numDamaged += this.state.num_damaged_rows;
       this.state.rows.forEach((row) => this.add(row));
     } while (this.state.more);
     return before !== JSON.stringify([this.next, this.state.status, this.state.num_rollouts]);
@@ -85,7 +86,7 @@ function summary(run) {
   return el("article.summary", { title: run.folder },
     el("h2", {}, el(`i.mark.run${run.number % 6}`), word(run.name)),
     el("dl", {}, ...figures.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-    run.state.num_damaged_rows ? el("p.error", {}, `${run.state.num_damaged_rows} rows of metrics.jsonl are damaged and left out`) : null);
+    run.numDamaged ? el("p.error", {}, `${run.numDamaged} rows of metrics.jsonl are damaged and left out`) : null);
 }
 
 function charts(runs, root, held, redraw) {

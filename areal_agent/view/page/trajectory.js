@@ -1,7 +1,6 @@
 // One rollout: what became of it, its siblings, and its turns as a conversation. A branch is set in, with its reason.
 
-import { ask, copier, count, duration, el, exported, longText, short, word } from "./parts.js";
-import { tone } from "./rollouts.js";
+import { ask, copier, count, duration, el, exported, longText, short, tone, word } from "./parts.js";
 
 const MAX_INDENT = 4;
 const LABELS = { tool: "result" };
@@ -55,6 +54,7 @@ class Trajectory {
         data.num_siblings > data.siblings.length ? ` of ${count(data.num_siblings)}` : "") : null,
       exported ? null : el("p.actions", {},
         copier("link", () => location.href), copier("JSON", () => JSON.stringify(data, null, 2)),
+        el("a.button.quiet", { href: `export/${this.number}?session=${encodeURIComponent(this.session)}`, download: true, title: "this rollout as one file" }, "export"),
         copier("curl", () => `curl '${new URL(this.path, document.baseURI).href}'`, "a command that fetches this rollout as JSON")));
   }
 
