@@ -19,6 +19,7 @@ COMMANDS = [
     "areal_agent.new",
     "areal_agent.train",
     "areal_agent.eval",
+    "areal_agent.sft",
     "areal_agent.doctor",
     "areal_agent.view",
     "areal_agent.engine",

@@ -144,10 +144,10 @@ def test_the_resolved_file_means_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize("old", PRESETS)
 @pytest.mark.parametrize("new", PRESETS)
 def test_another_preset_over_a_resolved_file_is_that_preset(tmp_path: Path, old: str, new: str) -> None:
-    resolved = Config.load(write(tmp_path, algorithm={"preset": old, "behavior_weight_cap": 3.0}))
+    resolved = Config.load(write(tmp_path, algorithm={"preset": old, "behavior_weight_high": 3.0}))
     (tmp_path / "resolved.yaml").write_text(resolved.to_yaml())
     changed = Config.load(tmp_path / "resolved.yaml", ["algorithm.minibatches=2", f"algorithm.preset={new}"])
-    assert changed.algorithm == AlgorithmConfig(preset=new, behavior_weight_cap=3.0, minibatches=2)
+    assert changed.algorithm == AlgorithmConfig(preset=new, behavior_weight_high=3.0, minibatches=2)
 
 
 def test_what_is_given_beside_a_preset_holds_in_any_order(tmp_path: Path) -> None:

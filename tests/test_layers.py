@@ -22,7 +22,7 @@ LAYERS = [
     ["gateway", "weights"],
     ["rollout", "trainer"],
     ["config", "cluster", "testing"],
-    ["run", "config_reference"],
+    ["run", "sft", "config_reference"],
     ["__main__", "new", "train", "eval", "view", "doctor", "conformance"],
 ]
 FACADE = "areal_agent"  # __init__.py: the public names, from wherever they live

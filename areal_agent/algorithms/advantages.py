@@ -72,13 +72,13 @@ def token_advantages(
     match config.advantage:
         case "gae":
             assert values is not None, "gae needs values"
-            raw = gae_advantages(lines, values, taken, config.gae_lambda)
-            scored = _normalised(raw) if config.divides_by_std else raw
+            scored = gae_advantages(lines, values, taken, config.gae_lambda)
         case "reinforce_pp":
-            returns = _returns(lines, taken)
-            scored = _normalised(returns) if config.divides_by_std else returns
+            scored = _returns(lines, taken)
         case _:
             scored = _against_the_group(records, lines, taken, config)
+    if config.whitens:
+        scored = _normalised(scored)
     return [_laid_out(record, of_record) for record, of_record in zip(records, scored, strict=True)]
 
 
@@ -129,12 +129,17 @@ def _against_the_group(
     scored: list[Tensor] = []
     for record, line, of_record in zip(records, lines, returns, strict=True):
         place = number_of[record.session_id], torch.from_numpy(line.turns)
-        is_level = torch.isclose(of_record, baselines[place], rtol=TOLERANCE, atol=TOLERANCE)
-        scored.append(((of_record - baselines[place]) * scales[place]).masked_fill(is_level, 0.0))
+        scored.append(_above(of_record, baselines[place]) * scales[place])
     if config.step_group_weight == 0.0:
         return scored
     extra = step_advantages(records, lines, returns, config)
     return [one + config.step_group_weight * other for one, other in zip(scored, extra, strict=True)]
+
+
+def _above(values: Tensor, baselines: Tensor) -> Tensor:
+    """Values minus baselines; exactly 0 where they differ by rounding alone."""
+    is_level = torch.isclose(values, baselines, rtol=TOLERANCE, atol=TOLERANCE)
+    return (values - baselines).masked_fill(is_level, 0.0)
 
 
 def _scales(values: Tensor, groups: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -163,7 +168,7 @@ def step_advantages(
     if not met:
         return list(returns)
     values, groups = torch.stack(met), _numbered(states)
-    by_turn = (values - group_mean(values, groups)) * _scales(values, groups, config)
+    by_turn = _above(values, group_mean(values, groups)) * _scales(values, groups, config)
     of_records = by_turn.split([len(of_record) for of_record in firsts])
     return [_spread(one, first, len(line.turns)) for one, first, line in zip(of_records, firsts, lines, strict=True)]
 
@@ -284,8 +289,8 @@ def _group_sum(values: Tensor, groups: Tensor) -> Tensor:
 def whitened(values: Tensor) -> Tensor:
     """All values minus their mean, over their standard deviation (over n) + STD_EPSILON.
 
-    REINFORCE++ (arXiv 2501.03262) normalises over the global batch in this way; its variant with a group baseline is
-    not implemented. Shapes: [N] -> [N].
+    REINFORCE++ (arXiv 2501.03262) normalises over the global batch in this way: the returns, or what is left of them
+    after the group's mean. Shapes: [N] -> [N].
     """
     assert values.ndim == 1, values.shape
     if len(values) == 0:

@@ -18,16 +18,56 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "grpo": {},
     "rloo": {"advantage": "rloo"},
     "ppo": {"advantage": "gae", "critic": True},
-    "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4, "minibatches": 4},
     "cispo": {"loss": "cispo", "proximal": "behavior", "clip_low": 1.0, "clip_high": 4.0},
-    "dapo": {"clip_high": 0.28, "dynamic_sampling": True},
+    "dapo": {"clip_high": 0.28, "dynamic_sampling": True, "minibatches": 4},
 }
 """The choices of each preset in place of AlgorithmConfig's defaults. Keys that the user sets override them."""
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo")
-DIVIDING_ADVANTAGES = ("grpo", "reinforce_pp", "gae")
+BATCH_ADVANTAGES = ("reinforce_pp", "gae")
+REWARD_KEYS = ("advantage", "normalize_by_std", "whiten", "step_group_weight", "discount", "critic", "kl_in")
+"""The keys of an algorithm that count only where advantages come from rewards."""
+RENAMED = {"behavior_weight_cap": "behavior_weight_high"}
+"""Keys of the stored configs of earlier runs, and their names today."""
 ARGUMENTS = {"advantage": ("records", "rewards", "config"), "loss": ("tokens", "config")}
 """What a user's own functions are called with."""
+
+
+class TeacherConfig(Section):
+    """On-policy distillation: a second model says how likely it finds each token that the policy sampled.
+
+    The advantage of a token is log p_teacher - log p_student, whose gradient is that of the reverse KL divergence. See
+    docs/distillation.md.
+    """
+
+    model: Annotated[str, Field(min_length=1)] | None = None
+    """The teacher's Hugging Face folder or hub name, which the trainer loads beside the policy. Its tokenizer must be
+    the policy's. With `url`, only its tokenizer is read."""
+    url: Annotated[str, Field(min_length=1)] | None = None
+    """A running server that has the teacher instead: areal_agent's own, SGLang's or vLLM's. Without `model` too, the
+    folder that it serves has to be readable here, so that the tokenizers can be compared."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the teacher's part of the advantage."""
+    reward_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the advantage by rewards (`algorithm.advantage`). 0: the teacher alone; rewards are only measured.
+    Above 0: each part is normalised by itself and then weighted, rewards as `algorithm.advantage` does it, and the
+    teacher's part by its root mean square over the batch."""
+    wait_s: Annotated[float, Field(gt=0)] = 600.0
+    """With `url`: how long a train step waits for a server that does not answer before the run ends, to be resumed."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether rewards have no part in the advantages."""
+        return self.reward_weight == 0.0
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> Self:
+        if self.model is None and self.url is None:
+            raise ValueError("the section has neither model nor url; give the teacher's folder or its server")
+        if self.url is None and self.wait_s != type(self).model_fields["wait_s"].default:
+            raise ValueError("wait_s only applies to a teacher with url; leave it out")
+        return self
 
 
 class AlgorithmConfig(Section):
@@ -35,22 +75,27 @@ class AlgorithmConfig(Section):
 
     >>> AlgorithmConfig(preset="rloo").divides_by_std
     False
+    >>> AlgorithmConfig(preset="ppo").whitens
+    True
     >>> AlgorithmConfig(preset="dapo", clip_low=0.1).clip_high
     0.28
     """
 
     preset: Preset = "grpo"
     """A set of choices for the keys below; keys that are set override it. `grpo`: the defaults. `rloo`: advantage rloo.
-    `ppo`: advantage gae with a critic. `gspo`: loss gspo, sequence_mean, clips 0.0003 and 0.0004. `cispo`: loss cispo,
-    proximal behavior, clips 1 (none below) and 4. `dapo`: clip_high 0.28, dynamic_sampling."""
+    `ppo`: advantage gae with a critic. `gspo`: loss gspo, sequence_mean, clips 0.0003 and 0.0004, 4 minibatches.
+    `cispo`: loss cispo, proximal behavior, clips 1 (none below) and 4. `dapo`: clip_high 0.28, dynamic_sampling, 4
+    minibatches."""
     advantage: str = "grpo"
     """`grpo`: return minus the group's mean at that turn. `dr_grpo`: the same, never divided. `rloo`: minus the mean of
-    the others. `reinforce_pp`: return, normalised over the batch. `gae`: by a critic. Or the user's own function,
+    the others. `reinforce_pp`: the return alone. `gae`: by a critic. Or the user's own function,
     `package.module:function`, as in `examples/custom_loss/`."""
     normalize_by_std: bool | None = None
-    """Divide advantages by a standard deviation: grpo, dr_grpo and rloo by that of the group's rewards; reinforce_pp
-    and gae by that of the batch, whose mean they subtract. The default follows the papers: yes for grpo, reinforce_pp
-    and gae."""
+    """Divide advantages by the standard deviation of their group's rewards (grpo and rloo). The default follows the
+    papers: yes for grpo."""
+    whiten: bool | None = None
+    """Subtract from all advantages of a train step their mean, and divide by their standard deviation. The default
+    follows the papers: yes for reinforce_pp and gae. With dr_grpo that is REINFORCE++ with a group baseline."""
     dynamic_sampling: bool = False
     """Drop groups whose advantages are all zero because all their rollouts earn the same from every turn on, and roll
     out other tasks instead. Only rollouts with a token to train count."""
@@ -69,12 +114,18 @@ class AlgorithmConfig(Section):
     """The policy in the ratio's denominator. `recompute`: the trainer's at the start of the step. `approximate`: the
     same, estimated from the token's age without a forward pass. `behavior`: the policy that sampled the token, as in
     PPO without decoupling."""
-    behavior_weight_cap: Annotated[float, Field(ge=1)] = 5.0
-    """The importance weight (proximal over behaviour probability) is truncated at this value."""
-    behavior_weight_level: Literal["token", "sequence", "none"] = "token"
-    """The level of that weight. `token`: each token has its own. `sequence`: one product for all tokens of a sequence.
-    `none`: it is 1; only with `max_staleness: 0`, where engine and trainer have the same weights. Two runs of one seed
-    then end with identical weights, because the loss reads nothing that depends on what else an engine computed."""
+    behavior_weight_level: Literal["token", "sequence", "geometric", "none"] = "token"
+    """The level of the importance weight, proximal over behaviour probability. `token`: each token has its own.
+    `sequence`: the product over a sequence's tokens, for all of them. `geometric`: their geometric mean. `none`: it is
+    1; only with `max_staleness: 0`, where engine and trainer have the same weights. Two runs of one seed then end with
+    identical weights, because the loss reads nothing that depends on what else an engine computed."""
+    behavior_weight_mode: Literal["truncate", "mask"] = "truncate"
+    """A weight outside its bounds becomes the bound (`truncate`, as in TIS), or its tokens leave the policy's loss
+    (`mask`, as in IcePop and MIS)."""
+    behavior_weight_low: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The lower bound of the importance weight; 0 bounds nothing."""
+    behavior_weight_high: Annotated[float, Field(ge=1)] = 5.0
+    """The upper bound of the importance weight, and of the ratio that weights the divergence in the loss."""
     aggregation: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
     """The weight of one token over a whole optimiser update. `token_mean`: every token counts the same.
     `sequence_mean`: every rollout counts the same. `constant`: 1 / (rollouts * aggregation_tokens)."""
@@ -99,23 +150,32 @@ class AlgorithmConfig(Section):
     kl_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the divergence from the reference."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the divergence is applied: added to the loss, or subtracted from each token's reward."""
+    """Where the divergence KL(policy || reference) is applied. `loss`: added, with exactly its gradient. `reward`:
+    subtracted from each token's reward."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1: -log x, k2: (log x)^2 / 2, k3: x - 1 - log x, where x is the reference's probability over the policy's."""
+    """The estimate in the reward. k1: -log x, k2: (log x)^2 / 2, k3: x - 1 - log x, where x is the reference's
+    probability over the policy's. In the loss its gradient does not depend on the estimate, and k3 is shown."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
+    teacher: TeacherConfig | None = None
+    """Learn from a teacher on the policy's own answers. Without this section there is none."""
 
     @property
     def divides_by_std(self) -> bool:
         """The value of `normalize_by_std`, or the advantage's own default."""
-        return self.advantage in DIVIDING_ADVANTAGES if self.normalize_by_std is None else self.normalize_by_std
+        return self.advantage == "grpo" if self.normalize_by_std is None else self.normalize_by_std
+
+    @property
+    def whitens(self) -> bool:
+        """The value of `whiten`, or the advantage's own default."""
+        return self.advantage in BATCH_ADVANTAGES if self.whiten is None else self.whiten
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in_the_preset(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        given = cast(Mapping[str, object], values)
+        given = {RENAMED.get(name, name): value for name, value in cast(Mapping[str, object], values).items()}
         return {**PRESETS.get(str(given.get("preset", "grpo")), {}), **given}
 
     @field_validator("advantage", "loss", mode="after")
@@ -133,9 +193,37 @@ class AlgorithmConfig(Section):
         return self
 
     def _faults(self) -> tuple[tuple[bool, str], ...]:
+        return (*self._faults_with_a_teacher(), *self._faults_of_keys())
+
+    def _faults_with_a_teacher(self) -> tuple[tuple[bool, str], ...]:
+        """Rewards that are not used, or not normalised before the teacher's part is added to them."""
+        if self.teacher is None:
+            return ()
+        given = {name: getattr(self, name) for name in REWARD_KEYS}
+        idle = [name for name, value in given.items() if value != type(self).model_fields[name].default]
+        return (
+            (
+                self.dynamic_sampling,
+                "dynamic_sampling drops groups from which a teacher would teach; set it to false",
+            ),
+            (
+                self.teacher.is_alone and bool(idle),
+                f"{', '.join(idle)} has no effect without rewards, and teacher.reward_weight is 0; leave it out (a "
+                "preset may set it), or raise teacher.reward_weight",
+            ),
+            (
+                not (self.teacher.is_alone or self.divides_by_std or self.whitens or is_import_path(self.advantage)),
+                f"teacher.reward_weight is {self.teacher.reward_weight:g}, and advantage {self.advantage!r} is not "
+                "normalised, so rewards of another scale would weigh differently; set normalize_by_std or whiten to "
+                "true",
+            ),
+        )
+
+    def _faults_of_keys(self) -> tuple[tuple[bool, str], ...]:
         is_gae = self.advantage == "gae"
         is_constant = self.aggregation == "constant"
         is_penalised = self.kl_coefficient > 0
+        is_bounded = self.behavior_weight_mode != "truncate" or self.behavior_weight_low > 0
         return (
             (is_gae and not self.critic, "advantage gae needs values: set critic to true, or preset to ppo"),
             (
@@ -152,7 +240,12 @@ class AlgorithmConfig(Section):
                 "advantage dr_grpo is never divided by a deviation: with normalize_by_std that is advantage grpo",
             ),
             (
-                self.dynamic_sampling and self.advantage in ("gae", "reinforce_pp"),
+                self.normalize_by_std is not None and self.advantage in BATCH_ADVANTAGES,
+                f"normalize_by_std divides by the deviation of a group, and advantage {self.advantage!r} has none: "
+                "set it to null; whether the batch is normalised is said by whiten",
+            ),
+            (
+                self.dynamic_sampling and self.advantage in BATCH_ADVANTAGES,
                 f"dynamic_sampling drops groups from which advantage {self.advantage!r} would learn; it is for "
                 f"{', '.join(GROUP_ADVANTAGES)}",
             ),
@@ -170,9 +263,14 @@ class AlgorithmConfig(Section):
                 "proximal approximate is for minibatches > 1: with one, recompute costs nothing and is exact",
             ),
             (
-                self.proximal == "behavior" and self.behavior_weight_level != "token",
-                f"behavior_weight_level {self.behavior_weight_level} has no effect with proximal behavior: that weight "
-                "is 1",
+                self.proximal == "behavior" and (is_bounded or self.behavior_weight_level != "token"),
+                "behavior_weight_level, behavior_weight_mode and behavior_weight_low have no effect with proximal "
+                "behavior: that weight is 1",
+            ),
+            (
+                self.behavior_weight_level == "none" and is_bounded,
+                "behavior_weight_mode and behavior_weight_low have no effect with behavior_weight_level none: that "
+                "weight is 1",
             ),
             (is_constant and self.aggregation_tokens is None, "aggregation constant needs aggregation_tokens"),
             (
@@ -188,8 +286,9 @@ class AlgorithmConfig(Section):
                 "kl_in and kl_estimator have no effect without kl_coefficient",
             ),
             (
-                is_penalised and self.kl_in == "loss" and self.kl_estimator == "k1",
-                "kl_estimator k1 in the loss has a gradient of expectation zero: use k2 or k3, or kl_in reward",
+                self.kl_in == "loss" and self.kl_estimator != "k3",
+                f"kl_estimator {self.kl_estimator} has no effect in the loss, whose gradient is the divergence's own: "
+                "leave it out, or set kl_in to reward",
             ),
             (
                 is_penalised and self.kl_in == "reward" and is_import_path(self.advantage),

@@ -3,13 +3,15 @@
     L = -sum_t w_t r_t J_t  +  kl_coefficient sum_t w_t KL_t  -  entropy_coefficient sum_t w_t H_t
 
 J_t is an *objective*: `ppo_clip`, `gspo`, `cispo` or a user's own. w_t is fixed for the whole optimiser update
-(packing.py), so the losses of micro-batches add up to the loss of the update, however it was split. r_t is the
-truncated importance weight of the proximal over the behaviour policy, so with `ppo_clip` the first term is decoupled
-PPO (AReaL, arXiv 2505.24298, eq. 5). r_t does not apply to the divergence and the entropy.
+(packing.py), so the losses of micro-batches add up to the loss of the update, however it was split. r_t is the bounded
+importance weight of the proximal over the behaviour policy, so with `ppo_clip` the first term is decoupled PPO (AReaL,
+arXiv 2505.24298, eq. 5). r_t does not apply to the entropy; KL_t, of the policy from the reference, has a weight of its
+own (`reverse_kl`).
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Literal, Self, cast
 
 import torch
@@ -20,6 +22,8 @@ from areal_agent.section import is_import_path
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to this: e**20 is far outside every clip, and e**89 would be infinite in float32."""
+MAX_KL = 10.0
+"""The estimate of a divergence at one token is clamped to this, in nats: k3 of one outlier may be e**20."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -51,8 +55,8 @@ class LossTokens:
         return len(self.logprobs)
 
     @property
-    def log_ratio(self) -> Tensor:
-        """log pi_theta / pi_prox, clamped; differentiable. [M]"""
+    def clamped_log_ratio(self) -> Tensor:
+        """log pi_theta / pi_prox, clamped to MAX_LOG_RATIO either way; differentiable within. [M]"""
         return (self.logprobs - self.proximal.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     @property
@@ -102,7 +106,7 @@ def _merged(name: str, one: Any, other: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossStats(Counts):
-    """The statistics of the policy loss; `metrics` takes the means."""
+    """The statistics of the policy loss; `metrics` takes the means. Divergences are KL(p || q), estimated by k3."""
 
     num_tokens: int = 0
     ratio_sum: float = 0.0  # pi_theta / pi_prox; with gspo, of the sequence
@@ -110,22 +114,23 @@ class LossStats(Counts):
     clipped_low: float = 0.0  # tokens whose gradient the lower clip cut off; with cispo, whose weight it bounded
     clipped_high: float = 0.0
     dual_clipped: float = 0.0
-    kl_sum: float = 0.0  # KL of the current from the proximal policy, estimator k3
-    kl_ref_sum: float = 0.0  # KL of the current policy from the reference, estimator k3
-    weight_sum: float = 0.0  # pi_prox / pi_behav, capped
+    kl_proximal_policy_sum: float = 0.0
+    kl_policy_reference_sum: float = 0.0
+    weight_sum: float = 0.0  # pi_prox / pi_behav, bounded
     weight_square_sum: float = 0.0
-    weight_max: float = 0.0  # before the cap
-    capped: float = 0.0
+    weight_max: float = 0.0  # before it is bounded
+    bounded_low: float = 0.0  # tokens whose weight was below or above its bounds
+    bounded_high: float = 0.0
     num_referred: int = 0  # tokens with a reference
 
     @classmethod
-    def of(cls, tokens: LossTokens, ratio: Tensor, uncapped: Tensor, config: AlgorithmConfig) -> Self:
-        """Count over `tokens`. `ratio` is what the loss clips, `uncapped` the importance weight. Shapes: [M], [M]."""
+    def of(cls, tokens: LossTokens, ratio: Tensor, unbounded: Tensor, config: AlgorithmConfig) -> Self:
+        """Count over `tokens`. `ratio` is what the loss clips, `unbounded` the importance weight. Shapes: [M], [M]."""
         if len(tokens) == 0:
             return cls()
         is_bad, is_good = tokens.advantages < 0, tokens.advantages > 0
         is_cispo = config.loss == "cispo"  # which clips whatever the advantage's sign
-        weight = uncapped.clamp_max(config.behavior_weight_cap)
+        weight = bounded(unbounded, config)
         zero = torch.zeros_like(ratio)
         kl_ref = zero if tokens.reference is None else divergence(tokens.logprobs.detach(), tokens.reference, "k3")
         sums = {
@@ -134,14 +139,15 @@ class LossStats(Counts):
             "clipped_low": ((is_bad | is_cispo) & (ratio < 1.0 - config.clip_low)).sum(),
             "clipped_high": ((is_good | is_cispo) & (ratio > 1.0 + config.clip_high)).sum(),
             "dual_clipped": zero.sum() if config.dual_clip is None else (is_bad & (ratio > config.dual_clip)).sum(),
-            "kl_sum": k3(tokens.log_ratio.detach()).sum(),
-            "kl_ref_sum": kl_ref.sum(),
+            "kl_proximal_policy_sum": divergence(tokens.proximal, tokens.logprobs, "k3").detach().sum(),
+            "kl_policy_reference_sum": kl_ref.sum(),
             "weight_sum": weight.sum(),
             "weight_square_sum": weight.square().sum(),
-            "weight_max": uncapped.max(),
-            "capped": (uncapped > config.behavior_weight_cap).sum(),
+            "weight_max": unbounded.max(),
+            "bounded_low": (unbounded < config.behavior_weight_low).sum(),
+            "bounded_high": (unbounded > config.behavior_weight_high).sum(),
         }
-        values = torch.stack([value.to(ratio.dtype) for value in sums.values()]).tolist()  # one transfer, not eleven
+        values = torch.stack([value.to(ratio.dtype) for value in sums.values()]).tolist()  # one transfer, not twelve
         return cls(
             num_tokens=len(tokens),
             num_referred=0 if tokens.reference is None else len(tokens),
@@ -151,56 +157,61 @@ class LossStats(Counts):
     def metrics(self) -> dict[str, float]:
         """Return means over tokens. The effective sample size is (sum w)^2 / sum w^2 / number of tokens: 1 is ideal.
 
-        `kl_ref` is present if there is a reference.
+        `kl_policy_reference` is present if there is a reference.
         """
         count = max(self.num_tokens, 1)
+        of_reference = {"kl_policy_reference": self.kl_policy_reference_sum / max(self.num_referred, 1)}
         return {
             "ratio_mean": self.ratio_sum / count,
             "ratio_max": self.ratio_max,
             "clip_fraction_low": self.clipped_low / count,
             "clip_fraction_high": self.clipped_high / count,
             "dual_clip_fraction": self.dual_clipped / count,
-            "approx_kl": self.kl_sum / count,
+            "kl_proximal_policy": self.kl_proximal_policy_sum / count,
             "behavior_weight_mean": self.weight_sum / count,
             "behavior_weight_max": self.weight_max,
-            "behavior_weight_capped_fraction": self.capped / count,
+            "behavior_weight_low_fraction": self.bounded_low / count,
+            "behavior_weight_high_fraction": self.bounded_high / count,
             "effective_sample_size": self.weight_sum**2 / max(self.weight_square_sum, 1e-30) / count,
-            **({"kl_ref": self.kl_ref_sum / self.num_referred} if self.num_referred else {}),
+            **(of_reference if self.num_referred else {}),
         }
 
 
-Objective = Callable[[LossTokens, AlgorithmConfig], Tensor]
+Objective = Callable[[LossTokens], Tensor]
 """The quantity to maximise for each token: [M], differentiable in `logprobs`, not weighted or aggregated."""
+LossFunction = Callable[[LossTokens, AlgorithmConfig], Tensor]
+"""A user's own objective, `algorithm.loss: package.module:function`: an Objective that is given the section as well."""
 
 
 def choose_objective(config: AlgorithmConfig) -> Objective:
     """Return the objective that `config.loss` names. Raises ConfigError for a function that cannot be imported."""
     match config.loss:
         case "ppo_clip":
-            return ppo_clip
+            return partial(ppo_clip, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip)
         case "gspo":
-            return gspo
+            return partial(gspo, clip_low=config.clip_low, clip_high=config.clip_high)
         case "cispo":
-            return cispo
+            return partial(cispo, clip_low=config.clip_low, clip_high=config.clip_high)
         case _:
-            return cast(Objective, load_own(config, "loss"))
+            own = cast(LossFunction, load_own(config, "loss"))
+            return lambda tokens: own(tokens, config)
 
 
 def policy_loss(tokens: LossTokens, config: AlgorithmConfig, objective: Objective) -> tuple[Tensor, LossStats]:
     """The loss L of this module, to be minimised, and its statistics. Shapes: LossTokens of M -> scalar."""
-    uncapped = importance_weights(tokens, config)
-    values = objective(tokens, config)
+    unbounded = importance_weights(tokens, config.behavior_weight_level)
+    values = objective(tokens)
     if is_import_path(config.loss):
         _check_own(values, tokens, config)
-    loss = -(tokens.weights * uncapped.clamp_max(config.behavior_weight_cap) * values).sum()
+    loss = -(tokens.weights * bounded(unbounded, config) * values).sum()
     if config.kl_coefficient > 0 and config.kl_in == "loss":
-        assert tokens.reference is not None, "a divergence needs a reference"
-        kl = divergence(tokens.logprobs, tokens.reference, config.kl_estimator)
+        has_weight = config.behavior_weight_level != "none"
+        kl = reverse_kl(tokens, tokens.behavior if has_weight else tokens.proximal, cap=config.behavior_weight_high)
         loss = loss + config.kl_coefficient * (tokens.weights * kl).sum()
     if config.entropy_coefficient > 0:
         loss = loss - config.entropy_coefficient * (tokens.weights * tokens.entropy).sum()
-    ratio = sequence_ratio(tokens) if config.loss == "gspo" else tokens.log_ratio.exp()
-    return loss, LossStats.of(tokens, ratio.detach(), uncapped, config)
+    ratio = sequence_ratio(tokens) if config.loss == "gspo" else tokens.clamped_log_ratio.exp()
+    return loss, LossStats.of(tokens, ratio.detach(), unbounded, config)
 
 
 def _check_own(values: object, tokens: LossTokens, config: AlgorithmConfig) -> None:
@@ -220,38 +231,55 @@ def _check_own(values: object, tokens: LossTokens, config: AlgorithmConfig) -> N
         )
 
 
-def importance_weights(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
-    """pi_prox / pi_behav before truncation, which corrects for the policy that sampled. Detached.
+def importance_weights(tokens: LossTokens, level: Literal["token", "sequence", "geometric", "none"]) -> Tensor:
+    """pi_prox / pi_behav before it is bounded, which corrects for the policy that sampled. Detached.
 
-    By `behavior_weight_level` it is of each token; of each sequence, the product over its loss tokens, which is the
-    exact weight of the sequence given its observations; or 1. `policy_loss` truncates it at `behavior_weight_cap`
-    (truncated importance sampling). Shapes: [M] -> [M].
+    By `level` it is of each token; of each sequence, the product over its loss tokens, which is the exact weight of the
+    sequence given its observations, or their geometric mean, whose spread does not grow with the length; or 1.
+    Shapes: [M] -> [M].
     """
     log_weights = tokens.log_importance
-    if config.behavior_weight_level == "none":
-        return torch.ones_like(log_weights)
-    if config.behavior_weight_level == "sequence":
-        log_weights = tokens.sequence_sums(log_weights)
+    match level:
+        case "none":
+            return torch.ones_like(log_weights)
+        case "token":
+            pass
+        case "sequence":
+            log_weights = tokens.sequence_sums(log_weights)
+        case "geometric":
+            log_weights = tokens.sequence_means(log_weights)
     return log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def ppo_clip(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
+def bounded(weights: Tensor, config: AlgorithmConfig) -> Tensor:
+    """Importance weights within `behavior_weight_low` and `behavior_weight_high`. Shapes: [M] -> [M].
+
+    A weight outside becomes the bound (`truncate`, truncated importance sampling) or 0 (`mask`), which takes its tokens
+    out of the policy's loss; the weights w_t of the others stay as they are.
+    """
+    low, high = config.behavior_weight_low, config.behavior_weight_high
+    if config.behavior_weight_mode == "truncate":
+        return weights.clamp(low, high)
+    return torch.where((weights < low) | (weights > high), 0.0, weights)
+
+
+def ppo_clip(tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> Tensor:
     """PPO's clipped objective (arXiv 1707.06347, eq. 7), with clip-higher (2503.14476) and dual clip (1912.09729).
 
     J_t = min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t),  u_t = pi_theta / pi_prox;
     with `dual_clip` c, and A_t < 0: max(J_t, c A_t), which bounds the loss of a bad token whose ratio has grown large.
     Shapes: [M] -> [M].
     """
-    ratio = tokens.log_ratio.exp()
-    clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    ratio = tokens.clamped_log_ratio.exp()
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     objective = torch.minimum(ratio * tokens.advantages, clipped * tokens.advantages)
-    if config.dual_clip is None:
+    if dual_clip is None:
         return objective
-    floor = torch.maximum(objective, config.dual_clip * tokens.advantages)
+    floor = torch.maximum(objective, dual_clip * tokens.advantages)
     return torch.where(tokens.advantages < 0, floor, objective)
 
 
-def gspo(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
+def gspo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> Tensor:
     """GSPO (arXiv 2507.18071), in its token form: one ratio for each sequence, clipped alike for all its tokens.
 
     J_t = min(s_t A_t, clip(s_t, 1 - clip_low, 1 + clip_high) A_t),  s_t = sg[s] pi_t / sg[pi_t], s = exp(mean_t log
@@ -260,36 +288,50 @@ def gspo(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
     one branch of a rollout; tokens that branches share are in the loss and the ratio of only one. Shapes: [M] -> [M].
     """
     ratio = sequence_ratio(tokens).detach() * (tokens.logprobs - tokens.logprobs.detach()).exp()
-    clipped = ratio.clamp(1.0 - config.clip_low, 1.0 + config.clip_high)
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     return torch.minimum(ratio * tokens.advantages, clipped * tokens.advantages)
 
 
 def sequence_ratio(tokens: LossTokens) -> Tensor:
     """GSPO's length-normalised ratio of each token's sequence: [M]."""
-    return tokens.sequence_means(tokens.log_ratio).exp()
+    return tokens.sequence_means(tokens.clamped_log_ratio).exp()
 
 
-def cispo(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
+def cispo(tokens: LossTokens, *, clip_low: float, clip_high: float) -> Tensor:
     """CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is clipped as a weight, and no token loses its gradient.
 
     J_t = sg[clip(u_t, 1 - clip_low, 1 + clip_high)] A_t log pi_theta. The gradient flows through log pi_theta alone.
     Shapes: [M] -> [M].
     """
-    weight = tokens.log_ratio.exp().clamp(1.0 - config.clip_low, 1.0 + config.clip_high).detach()
+    weight = tokens.clamped_log_ratio.exp().clamp(1.0 - clip_low, 1.0 + clip_high).detach()
     return weight * tokens.advantages * tokens.logprobs
 
 
+def reverse_kl(tokens: LossTokens, sampler: Tensor, *, cap: float) -> Tensor:
+    """KL(policy || reference) of each token for the loss: its expectation has the divergence's value and its gradient.
+
+    KL_t = rho_t k3_t,  grad KL_t = rho_t log(pi_theta / pi_ref) grad log pi_theta,  rho_t = min(pi_theta / pi_s, cap)
+    with the log-probabilities `sampler` of the policy s that sampled. That is the gradient of rho_t k3_t through both
+    factors (DeepSeek-V3.2, arXiv 2512.02556, section 3.1), without the terms that cancel. Without rho_t, k3 has the
+    gradient of KL(reference || policy). Estimates and log-ratio are clamped to MAX_KL. Shapes: [M] -> [M].
+    """
+    assert tokens.reference is not None, "a divergence needs a reference"
+    policy = tokens.logprobs.detach()
+    weight = (policy - sampler.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp_max(cap)
+    log_ratio = (policy - tokens.reference.detach()).clamp(-MAX_KL, MAX_KL)
+    value = divergence(policy, tokens.reference, "k3")
+    return weight * (value + log_ratio * (tokens.logprobs - policy))
+
+
 def divergence(policy: Tensor, reference: Tensor, estimator: Literal["k1", "k2", "k3"]) -> Tensor:
-    """KL(policy || reference) of each token, from log-probabilities; differentiable in `policy`: [M], [M] -> [M]."""
+    """KL(policy || reference) of each token, estimated from log-probabilities of tokens that the policy sampled.
+
+    Clamped to MAX_KL either way; no gradient. Shapes: [M], [M] -> [M].
+    """
     assert policy.shape == reference.shape, (policy.shape, reference.shape)
-    log_ratio = (reference.detach() - policy).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    match estimator:
-        case "k1":
-            return k1(log_ratio)
-        case "k2":
-            return k2(log_ratio)
-        case "k3":
-            return k3(log_ratio)
+    log_ratio = (reference - policy).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    estimate = {"k1": k1, "k2": k2, "k3": k3}[estimator]
+    return estimate(log_ratio).clamp(-MAX_KL, MAX_KL)
 
 
 def k1(log_ratio: Tensor) -> Tensor:
@@ -301,7 +343,7 @@ def k1(log_ratio: Tensor) -> Tensor:
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """(log p/q)^2 / 2: biased, never negative; its gradient is unbiased."""
+    """(log p/q)^2 / 2: biased, never negative."""
     return log_ratio.square() / 2
 
 

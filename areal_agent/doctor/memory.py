@@ -6,6 +6,7 @@ micro-batch, or the longest context where that may go alone. Bytes:
 
     a rank of the trainer, always      12 P / N         weights and Adam's two moments, in float32
                                         4 P / N         a reference (algorithm.reference)
+                                        4 P" / N        a teacher of P" parameters (algorithm.teacher)
                                        12 (P' + H) / N  a critic, whose P' are the policy's below its output layer
       while it trains, besides          4 P / N         gradients, and 4 (P' + H) / N of a critic
                                         2 P             on a GPU: the matrices in bfloat16, kept for the backward pass
@@ -337,6 +338,7 @@ class TrainerMemory:
                 "trainer: Adam's moments": self._share(2 * FLOAT32_BYTES * self._trained),
                 "trainer: critic with its moments": self._share(3 * FLOAT32_BYTES * self._critic),
                 "trainer: reference": self._share(FLOAT32_BYTES * self._reference),
+                "trainer: teacher": self._share(FLOAT32_BYTES * self._shape.num_teacher_parameters),
                 "trainer: new weights for the engine": self.published_bytes if keeps_published else 0,
                 "trainer: CUDA": self._cuda_bytes(),
             }
@@ -362,7 +364,8 @@ class TrainerMemory:
         return self._share(FLOAT32_BYTES * (self._trained + self._critic))
 
     def _whole_bytes(self) -> int:
-        return FLOAT32_BYTES * (self._shape.num_parameters + self._reference + self._critic)
+        loaded = self._shape.num_parameters + self._reference + self._critic
+        return FLOAT32_BYTES * (loaded + self._shape.num_teacher_parameters)
 
     def _cuda_bytes(self) -> int:
         return CUDA_CONTEXT_BYTES if self._is_gpu else 0

@@ -337,6 +337,13 @@ def group_ids(
     return sorted(newest, key=newest.__getitem__, reverse=True)
 
 
+def rewarded(snapshot: Snapshot, min_reward: float) -> Sequence[str]:
+    """The completed training sessions with at least this reward in total, in the order of ids."""
+    query = f"SELECT s.id, {_TOTAL} AS reward {_OF_ROLLOUTS} s.purpose = ? AND reward >= ?"
+    given = (SessionPurpose.TRAIN, min_reward)
+    return sorted(row[0] for connection in snapshot for row in connection.execute(query, given))
+
+
 _SUMMARIES = (
     "SELECT s.id, s.group_id, s.task_id, s.purpose, e.status, e.error, l.step, l.num_loss_tokens, s.started_s, "
     "e.ended_s, (SELECT count(*) FROM turns t WHERE t.session = s.number), "

@@ -122,11 +122,15 @@ class TrainerSetup(Section):
     """A Hugging Face folder."""
     base: Path | None = None
     """The model folder that the run began with, whose weights the adapters of a checkpoint need."""
+    teacher: Path | None = None
+    """The folder of the teacher that is loaded here (`algorithm.teacher.model`)."""
     trainer: TrainerConfig
-    algorithm: AlgorithmConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     seed: int
     shared_memory: Path
-    """The folder in which weights are published."""
+    """The folder in which weights are published, and in which ranks meet."""
+    publishes: bool = True
+    """Whether engines read the weights. Without, they leave in checkpoints alone."""
     resume: bool = True
     """If `model` is a checkpoint, continue exactly where it was saved. Without, only its weights are loaded."""
     chat_template: str | None = None

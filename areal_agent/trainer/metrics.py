@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from areal_agent.algorithms.batching import Sample
-from areal_agent.algorithms.losses import Counts, LossStats, k3
+from areal_agent.algorithms.losses import Counts, LossStats, divergence
 from areal_agent.trainer.ranks import Group
 from areal_agent.trainer.wire import StepInput
 
@@ -29,7 +29,7 @@ class Mismatch(Counts):
     num_tokens: int = 0
     diff_sum: float = 0.0  # |proximal - behaviour|, nats
     diff_max: float = 0.0
-    kl_sum: float = 0.0  # KL of the proximal from the behaviour policy, estimator k3
+    kl_sum: float = 0.0  # KL(behaviour || proximal), estimator k3
     num_fresh: int = 0
     fresh_diff_max: float = 0.0
 
@@ -40,7 +40,8 @@ class Mismatch(Counts):
             return cls()
         diff = (proximal - behavior).abs()
         fresh_diff = torch.where(is_fresh, diff, 0.0)
-        values = [diff.sum(), diff.max(), k3(proximal - behavior).sum(), is_fresh.sum(), fresh_diff.max()]
+        kl = divergence(behavior, proximal, "k3")
+        values = [diff.sum(), diff.max(), kl.sum(), is_fresh.sum(), fresh_diff.max()]
         diff_sum, diff_max, kl_sum, num_fresh, fresh_diff_max = torch.stack(values).tolist()
         return cls(
             num_tokens=len(proximal),
@@ -58,7 +59,7 @@ class Mismatch(Counts):
             "logp_diff_max": self.diff_max,
             "logp_diff_fresh_max": self.fresh_diff_max,
             "num_fresh_tokens": self.num_fresh,
-            "mismatch_kl": self.kl_sum / count,
+            "kl_behavior_proximal": self.kl_sum / count,
         }
 
 

@@ -116,6 +116,8 @@ def run_one(trial: Trial, *, out: Path, results: Path | None) -> Outcome:
         "seed": trial.seed,
         "steps": trial.steps,
         "eval.num_tasks": trial.tasks,
+        "eval.tasks.source": "envs.calculator.tasks:load",
+        "eval.tasks.args.num": trial.tasks,  # by default the quickstart has a thousand
         "trainer.learning_rate": trial.rate,
         "run_dir": run_dir,
         "observe.progress": "none",

@@ -16,7 +16,7 @@ def smooth_clip(tokens: LossTokens, config: AlgorithmConfig) -> Tensor:
     Near 1 that is u; far from it the gradient fades and is never cut off. Returns what is maximised, per token: [M].
     The trainer adds importance weights, aggregation, divergence and entropy, as the config says.
     """
-    change = tokens.log_ratio.expm1()
+    change = tokens.clamped_log_ratio.expm1()
     room = torch.where(change > 0, config.clip_high, config.clip_low)
     return (1.0 + room * torch.tanh(change / room)) * tokens.advantages
 

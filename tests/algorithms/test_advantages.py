@@ -2,6 +2,7 @@
 
 - Baselines are the group's mean (grpo) or the mean of the others (rloo), found by group id in any order.
 - grpo divides by the group's standard deviation; `normalize_by_std` overrides either preset.
+- `whiten` normalises over all tokens of the batch; after the group's mean, that is REINFORCE++ with a baseline.
 - A failed sibling is absent; a group of one has advantage 0; a forked rollout counts once.
 - The reward reaches the first turn, also past a trailing observation; discounts count turns.
 - Observations change nothing, whatever they say and however long they are.
@@ -144,12 +145,19 @@ def test_reinforce_pp_normalises_over_the_tokens_of_the_batch_and_needs_no_group
     std = 0.1875**0.5 + 1e-4  # of 1, 1, 1, 0
     assert advantages[0].tolist() == pytest.approx([0, 0.25 / std, 0.25 / std, 0.25 / std])
     assert advantages[1].tolist() == pytest.approx([0, -0.75 / std])
-    raw = AlgorithmConfig(advantage="reinforce_pp", normalize_by_std=False)
+    raw = AlgorithmConfig(advantage="reinforce_pp", whiten=False)
     assert token_advantages([long, short], raw)[0].tolist() == [0, 1, 1, 1]
 
 
+def test_whitening_after_the_mean_of_the_group_is_reinforce_pp_with_a_baseline(make_record):
+    rewards = {"g0": (1.0, 0.0), "g1": (5.0, 4.0)}  # less the means of their groups: 0.5, -0.5, 0.5, -0.5
+    records = [make_record(f"{g}{i}", g, ONE_TURN, [one]) for g, pair in rewards.items() for i, one in enumerate(pair)]
+    advantages = token_advantages(records, AlgorithmConfig(advantage="dr_grpo", whiten=True))
+    assert [one[-1].item() for one in advantages] == pytest.approx([0.5 / 0.5001, -0.5 / 0.5001] * 2)
+
+
 TWO_TURNS = [[(False, [1]), (True, [2, 3])], [(False, [9, 9, 9]), (True, [4]), (False, [5, 5])]]
-PPO = AlgorithmConfig(preset="ppo", normalize_by_std=False, gae_lambda=0.5, discount=0.5)
+PPO = AlgorithmConfig(preset="ppo", whiten=False, gae_lambda=0.5, discount=0.5)
 
 
 def test_gae_skips_observations_in_time_and_ends_at_the_last_action(make_record):
@@ -190,7 +198,7 @@ def test_step_groups_compare_turns_that_saw_the_same(make_record):
 def test_the_reward_of_a_turn_without_a_loss_token_goes_to_the_action_before_it(make_record):
     turns = [[(False, [1])], [(False, [1]), (True, [2])], [(False, [3])], [(False, [3])]]
     record = make_record("s0", "g0", turns, [5.0, 0.0, 0.0, 4.0])
-    config = AlgorithmConfig(advantage="reinforce_pp", normalize_by_std=False, discount=0.5)
+    config = AlgorithmConfig(advantage="reinforce_pp", whiten=False, discount=0.5)
     assert token_advantages([record], config)[0].tolist() == [0, 0, 1.0, 0, 0]
 
 

@@ -25,16 +25,23 @@ def test_division_by_the_standard_deviation(preset, override, divides):
     [
         ("grpo", {"advantage": "grpo", "loss": "ppo_clip", "aggregation": "token_mean", "critic": False}),
         ("rloo", {"advantage": "rloo", "loss": "ppo_clip"}),
-        ("ppo", {"advantage": "gae", "critic": True, "loss": "ppo_clip", "divides_by_std": True}),
-        ("gspo", {"advantage": "grpo", "loss": "gspo", "aggregation": "sequence_mean", "clip_high": 4e-4}),
+        ("ppo", {"advantage": "gae", "critic": True, "loss": "ppo_clip", "divides_by_std": False, "whitens": True}),
+        (
+            "gspo",
+            {"loss": "gspo", "aggregation": "sequence_mean", "clip_high": 4e-4, "minibatches": 4, "whitens": False},
+        ),
         ("cispo", {"advantage": "grpo", "loss": "cispo", "proximal": "behavior", "clip_low": 1.0}),
-        ("dapo", {"advantage": "grpo", "clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean"}),
+        ("dapo", {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean", "minibatches": 4}),
     ],
 )
 def test_presets_are_tables_of_choices(preset, chosen):
     config = AlgorithmConfig(preset=preset)
     assert {name: getattr(config, name) for name in chosen} == chosen
     assert AlgorithmConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_a_config_of_an_earlier_run_is_understood():
+    assert AlgorithmConfig.model_validate({"behavior_weight_cap": 3.0}).behavior_weight_high == 3.0
 
 
 def test_what_is_set_wins_over_the_preset():
@@ -58,8 +65,12 @@ def test_what_is_set_wins_over_the_preset():
         ({"aggregation": "constant"}, "aggregation constant needs aggregation_tokens"),
         ({"aggregation_tokens": 9}, "aggregation_tokens has no effect on aggregation 'token_mean'"),
         ({"kl_coefficient": 0.1}, "kl_coefficient needs a reference to diverge from"),
+        (
+            {"advantage": "reinforce_pp", "normalize_by_std": False},
+            "has none: set it to null; whether the batch is normalised is said by whiten",
+        ),
         ({"kl_in": "reward"}, "kl_in and kl_estimator have no effect without kl_coefficient"),
-        ({"reference": "initial", "kl_coefficient": 0.1, "kl_estimator": "k1"}, "a gradient of expectation zero"),
+        ({"reference": "initial", "kl_coefficient": 0.1, "kl_estimator": "k2"}, "k2 has no effect in the loss"),
         (
             {"reference": "initial", "kl_coefficient": 0.1, "kl_in": "reward", "advantage": "my.code:score"},
             "does not reach the advantage function 'my.code:score'",
@@ -68,7 +79,10 @@ def test_what_is_set_wins_over_the_preset():
         ({"loss": "code.py"}, "is 'code.py'; give one of ppo_clip, gspo, cispo, or 'package.module:function'"),
         ({"dual_clip": 1.0}, "greater than 1"),
         ({"clip_low": 1.1}, "less than or equal to 1"),
-        ({"behavior_weight_cap": 0.5}, "greater than or equal to 1"),
+        ({"behavior_weight_high": 0.5}, "greater than or equal to 1"),
+        ({"behavior_weight_low": 1.5}, "less than or equal to 1"),
+        ({"behavior_weight_level": "none", "behavior_weight_mode": "mask"}, "with behavior_weight_level none"),
+        ({"preset": "cispo", "behavior_weight_low": 0.5}, "that weight is 1"),
         ({"preset": "gpro"}, "should be 'grpo', 'rloo', 'ppo', 'gspo', 'cispo' or 'dapo'"),
     ],
 )

@@ -76,7 +76,8 @@ def test_case_02_the_reward_reaches_turn_1(make_record, config, trailing):
 def test_case_03_a_split_step_is_the_whole_step(model_folder, make_batch, as_input, preset, budget):
     given_input = as_input(make_batch(1))
     whole, split = (
-        Lab(model_folder, algorithm=AlgorithmConfig(preset=preset), budget=tokens) for tokens in (4096, budget)
+        Lab(model_folder, algorithm=AlgorithmConfig(preset=preset, minibatches=1), budget=tokens)
+        for tokens in (4096, budget)
     )
     ours, theirs = whole.stepper.train(given_input), split.stepper.train(given_input)
     assert theirs["num_micro_batches"] > ours["num_micro_batches"]
@@ -91,7 +92,7 @@ def test_case_04_gradients_do_not_depend_on_the_packing_and_its_order(
 ):
     batch = make_batch(1)
     shuffled = [batch.records[index] for index in np.random.default_rng(3).permutation(len(batch.records))]
-    algorithm = AlgorithmConfig(preset=preset)
+    algorithm = AlgorithmConfig(preset=preset, minibatches=1)
     straight = Lab(model_folder, algorithm=algorithm).gradient(as_input(batch))
     config = GRADIENT_DESCENT.model_copy(update={"packing": packing})
     other = Lab(model_folder, config, algorithm, budget=100).gradient(as_input(batch, shuffled))

@@ -3,7 +3,8 @@
 - Parameters of published models, and bytes of a token's keys and values.
 - The trainer's parts on one GPU; with several ranks each has its share, and what is gathered and published is whole.
 - Activations with and without gradient checkpointing; the longest context counts where it may go alone.
-- A reference and a critic are counted, also in the checkpoint; adapters count what is trained, and no reference.
+- A reference, a critic and a teacher are counted, the first two also in the checkpoint; adapters count what is
+  trained, and no reference.
 - An engine's keys and values: what was asked for, what its share leaves, what the embedded engine takes by itself; one
   that lends them has them while the trainer does not train.
 - Servers with shards stand on their GPUs, several embedded engines each on one; one that runs already takes nothing.
@@ -12,6 +13,7 @@
 - The configs for GPUs are valid, fit by this estimate, and have their tasks and workflows.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from areal_agent.doctor.memory import (
     estimate,
     memory_findings,
 )
-from areal_agent.doctor.model import ModelShape
+from areal_agent.doctor.model import ModelShape, shape_of
 from areal_agent.doctor.settings import storage_findings
 from areal_agent.models.recipe import RECIPE
 from areal_agent.rollout.tasks import load_tasks, require_json
@@ -134,6 +136,16 @@ def test_a_reference_and_a_critic_are_counted() -> None:
     assert found["trainer: gradients"] == 4 * (PARAMETERS + critic)
     memory = TrainerMemory(shape=QWEN3_06B, config=asked, is_gpu=True)
     assert memory.checkpoint_bytes == 12 * PARAMETERS + 12 * critic + 4 * PARAMETERS
+
+
+async def test_a_teacher_in_the_trainer_is_counted(small_model) -> None:
+    algorithm = {"teacher": {"model": str(small_model)}}
+    shape = await shape_of(config(model=str(small_model), algorithm=algorithm), small_model)
+    found = parts_of(config(algorithm=algorithm), ONE_GPU, 0, replace(QWEN3_06B, num_teacher_parameters=2 * 10**9))
+    assert found["trainer: teacher"] == 8 * 10**9
+    assert shape.num_teacher_parameters == shape.num_parameters
+    served = config(model=str(small_model), algorithm={"teacher": {"url": "http://127.0.0.1:1"}})
+    assert (await shape_of(served, small_model)).num_teacher_parameters == 0
 
 
 def test_adapters_take_the_memory_of_what_is_trained() -> None:

@@ -33,6 +33,27 @@ def test_the_summary_says_when_a_model_is_on_the_hub(model: str, is_on_the_hub: 
     assert ("on the hub" in Preflight.check(config).summary()) == is_on_the_hub
 
 
+@pytest.mark.parametrize(
+    ("overrides", "is_idle"),
+    [
+        ([], True),
+        (["algorithm=ppo"], True),
+        (["algorithm.minibatches=2"], False),
+        (["algorithm.preset=gspo"], False),
+        (["algorithm.preset=gspo", "algorithm.minibatches=1"], True),
+        (["algorithm.preset=dapo"], False),
+        (["algorithm.preset=cispo"], False),
+        (["algorithm.preset=cispo", "max_staleness=0"], True),
+        (["algorithm.loss=examples.custom_loss.loss:smooth_clip"], False),
+    ],
+)
+def test_a_dry_run_says_where_the_clip_changes_nothing(
+    overrides: list[str], is_idle: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(QUICKSTART, [f"run_dir={tmp_path / 'run'}", *overrides], resume=None, is_dry=True)
+    assert (" changes nothing: with one update a step " in capsys.readouterr().out) is is_idle
+
+
 @pytest.mark.parametrize("key", ["algorithm.advantage", "algorithm.loss"])
 def test_a_dry_run_imports_functions_of_the_users(key: str, tmp_path: Path) -> None:
     overrides = [f"run_dir={tmp_path / 'run'}", f"{key}=examples.custom_loss.loss:smoothclip"]

@@ -45,7 +45,7 @@ async def real_process(tmp_path: Path) -> AsyncIterator[tuple[ManagedProcess, Tr
 
 
 class Lab:
-    """A policy that starts from the same weights every time, with a critic and a reference as the algorithm asks.
+    """A policy that starts from the same weights every time, with critic, reference and teacher as the algorithm asks.
 
     `reference` is a folder of other weights for the reference.
     """
@@ -62,11 +62,13 @@ class Lab:
         self.policy = Policy.load(folder, CPU)
         self.critic = Critic(self.policy, config, algorithm, group=group) if algorithm.critic else None
         other = Policy.load(reference or folder, CPU).frozen() if algorithm.reference == "initial" else None
+        judge = algorithm.teacher
+        teacher = None if judge is None or judge.model is None else Policy.load(Path(judge.model), CPU).frozen()
         if config.lora is not None:
             self.policy.adapt(config.lora, seed=0)
         if config.gradient_checkpointing:
             self.policy.recompute_layers()
-        for policy in (self.policy, other):
+        for policy in (self.policy, other, teacher):
             if policy is not None:
                 policy.shard(group)
         self.stepper = Stepper(
@@ -76,6 +78,7 @@ class Lab:
             algorithm,
             config.model_copy(update={"tokens_per_micro_batch": budget}),
             reference=other and other.logprobs_and_entropy,
+            teacher=teacher and teacher.logprobs_and_entropy,
             critic=self.critic,
             group=group,
         )

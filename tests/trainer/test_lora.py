@@ -138,8 +138,8 @@ def test_a_divergence_from_the_reference_needs_no_second_model(load_trainer, mod
     trainer = load_trainer(model_folder, algorithm=REFERRED)
     first = trainer.train_step(as_input(make_batch(1))).metrics
     second = trainer.train_step(as_input(make_batch(2))).metrics
-    assert first["kl_ref"] == pytest.approx(0.0, abs=1e-6)
-    assert second["kl_ref"] > 1e-5
+    assert first["kl_policy_reference"] == pytest.approx(0.0, abs=1e-6)
+    assert second["kl_policy_reference"] > 1e-5
     assert trainer._training.reference is None
 
 
