@@ -339,7 +339,7 @@ def group_ids(
 
 def rewarded(snapshot: Snapshot, min_reward: float) -> Sequence[str]:
     """The completed training sessions with at least this reward in total, in the order of ids."""
-    query = f"SELECT s.id, {_TOTAL} AS reward {_OF_ROLLOUTS} s.purpose = ? AND reward >= ?"
+    query = f"SELECT s.id, {TOTAL} AS reward {OF_ROLLOUTS} s.purpose = ? AND reward >= ?"
     given = (SessionPurpose.TRAIN, min_reward)
     return sorted(row[0] for connection in snapshot for row in connection.execute(query, given))
 
