@@ -173,11 +173,12 @@ async def test_rollouts_are_filtered_and_searched(run: Path, reader: Reader) -> 
 
 async def test_a_search_shows_the_place(run: Path, reader: Reader) -> None:
     page = await reader.open(run, at="#/rollouts/0")
+    await rows_of(page)
     await page.keyboard.press("/")
     await page.keyboard.type("answer is 4")
     await page.keyboard.press("Enter")
-    await expect(page.locator(".rows .row em")).to_contain_text("The answer is 4.")
     await expect(page.locator(".filters .dim")).to_have_text("1 of 7 rollouts; 7 read")
+    await expect(page.locator(".rows .row em")).to_contain_text("The answer is 4.")
 
 
 async def test_a_rollout_is_a_conversation_with_its_branches(run: Path, reader: Reader) -> None:
@@ -395,6 +396,7 @@ async def test_an_exported_rollout_is_one_file(run: Path, tmp_path: Path, reader
     made = await download.value
     assert made.suggested_filename == "rollout-g0-0.html"
     await made.save_as(tmp_path / "sent.html")
+    await page.close()
     num_asked = len(reader.asked)
     page = await reader.visit((tmp_path / "sent.html").as_uri())
     await expect(page.locator("h2")).to_have_text("g0-0")
