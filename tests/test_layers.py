@@ -24,6 +24,7 @@ LAYERS = [
     ["config", "cluster", "testing"],
     ["run", "sft", "config_reference"],
     ["__main__", "new", "train", "eval", "view", "doctor", "conformance"],
+    ["plan"],
 ]
 FACADE = "areal_agent"  # __init__.py: the public names, from wherever they live
 COMMANDS = {

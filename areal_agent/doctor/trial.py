@@ -438,4 +438,5 @@ class Trial:
     ) -> list[Finding]:
         async with memory_lent(memory):
             report = await trainer.train_step(batch_of(answers))
-        return [parity_finding(report, is_float32=info.device == "cpu")]
+        is_float32 = info.device == "cpu" and self.config.trainer.dtype != "bfloat16"
+        return [parity_finding(report, is_float32=is_float32)]

@@ -89,11 +89,11 @@ def load_data(config: SftConfig, folder: Path, context: int | None) -> Data:
     """
     data, renderer = config.data, Renderer.load(folder, history_thinking=config.history_thinking)
     chats = ChatRenderer(renderer)
-    rows = [_row(chat, chats) for file in data.files for chat in read_chats(Path(file))]
+    rows = [row_of(chat, chats) for file in data.files for chat in read_chats(Path(file))]
     if data.from_run is not None:
         assert data.min_reward is not None  # checked by DataConfig
         rows += read_rollouts(Path(data.from_run), data.min_reward, folder)
-    held_out = [_row(chat, chats) for chat in read_chats(Path(config.held_out.file))] if config.held_out.file else []
+    held_out = [row_of(chat, chats) for chat in read_chats(Path(config.held_out.file))] if config.held_out.file else []
     longest = data.max_tokens or context
     fitting, fitting_held_out = ([row for row in part if _fits(row, longest, data)] for part in (rows, held_out))
     num_too_long = len(rows) + len(held_out) - len(fitting) - len(fitting_held_out)
@@ -169,7 +169,8 @@ def _message(value: object, index: int) -> JsonObject:
     return {**message, "weight": weight}
 
 
-def _row(chat: Chat, chats: ChatRenderer) -> Row:
+def row_of(chat: Chat, chats: ChatRenderer) -> Row:
+    """Return a chat as it is learnt. Raises ConfigError when it cannot be."""
     try:
         examples = chats.examples(chat.messages, chat.tools)
     except RequestError as error:

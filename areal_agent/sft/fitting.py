@@ -6,10 +6,12 @@ The caller gets each step as it is made, and may save a checkpoint with `state`,
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from areal_agent.sft.config import FlatConfig
+from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.worker import Worker
 from areal_agent.types import JsonObject, TokenRecord
 
@@ -38,6 +40,17 @@ class Fitted:
     metrics: Mapping[str, float]  # of `Stepper.fit`
     seconds: float
     check: Check | None
+
+
+@contextmanager
+def loaded(setup: TrainerSetup) -> Generator[Worker]:
+    """Load the model of a setup in this process, with the other ranks beside it; they end on leaving."""
+    trainer = Worker()
+    try:
+        trainer.call("init", {"setup": setup.model_dump(mode="json")})
+        yield trainer
+    finally:
+        trainer.close()
 
 
 class Fitting:

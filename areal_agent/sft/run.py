@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from areal_agent.cluster.local import describe_model, obtain_model, weights_folder
 from areal_agent.errors import ArealAgentError, ConfigError, TrainerError
-from areal_agent.files import MANIFEST, RunFolder
+from areal_agent.files import RunFolder
 from areal_agent.models.recipe import demonstrations_of
 from areal_agent.observe.curve import draw_losses
 from areal_agent.observe.metrics import MetricsLog, Row, RowKind, evaluation_rows, numbers_of, read_metrics, step_rows
@@ -35,16 +35,14 @@ from areal_agent.rollout.tasks import HUB_NAME
 from areal_agent.section import one_line
 from areal_agent.sft.config import SftConfig
 from areal_agent.sft.data import Data, load_data
-from areal_agent.sft.fitting import Check, Fitted, Fitting
+from areal_agent.sft.fitting import Check, Fitted, Fitting, loaded
 from areal_agent.tokens.renderer import exported_template
-from areal_agent.trainer.checkpoint import RUN_STATE, TRAINING, Checkpoint, latest_checkpoint
+from areal_agent.trainer.checkpoint import FOR_RESUMES, Checkpoint, latest_checkpoint
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.worker import Worker
 
 logger = logging.getLogger(__name__)
 INTERRUPTED_CODE = 130
-NOT_EXPORTED = (TRAINING, RUN_STATE, MANIFEST)
-"""The parts of a checkpoint that only a resume needs."""
 
 
 def fine_tune(config: SftConfig, *, name: str, resume: str | None = None, is_dry: bool = False) -> int:
@@ -236,7 +234,7 @@ class SftRun:
         assert saved is not None  # the last step is saved
         half = folder.path / ".model"
         shutil.rmtree(half, ignore_errors=True)
-        shutil.copytree(saved.path, half, ignore=shutil.ignore_patterns(*NOT_EXPORTED))
+        shutil.copytree(saved.path, half, ignore=shutil.ignore_patterns(*FOR_RESUMES))
         half.rename(folder.model)
         rows = read_metrics(folder.metrics)
         steps, losses = step_rows(rows), [row["sft/held_out_loss"] for row in evaluation_rows(rows)]
@@ -258,17 +256,6 @@ class SftRun:
             f"  model    {folder.model}  (model: {folder.model} in a training run)\n"
             f"  curve    {folder.curve}\n  metrics  {folder.metrics}"
         )
-
-
-@contextmanager
-def loaded(setup: TrainerSetup) -> Generator[Worker]:
-    """Load the model of a setup in this process, with the other ranks beside it; they end on leaving."""
-    trainer = Worker()
-    try:
-        trainer.call("init", {"setup": setup.model_dump(mode="json")})
-        yield trainer
-    finally:
-        trainer.close()
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.forward import vocab_size
 from areal_agent.trainer.model import Critic, Policy, choose_device
 from areal_agent.trainer.optimizer import Optimizer, Schedule
-from areal_agent.trainer.ranks import ALONE, Group
+from areal_agent.trainer.ranks import ALONE, FLOAT32, Group, Precision
 from areal_agent.trainer.state import Training, export_adapter, form_of, read_training, write_export, write_training
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.wire import StepInput, StepReport, TrainerInfo
@@ -42,24 +42,29 @@ class Trainer:
         self._begun_with = self._source if checkpoint is None else setup.model
         self._step = 0 if checkpoint is None else checkpoint.step
         self._setup = setup
-        self._group = group
         is_padded = config.packing == "padded"
         self._policy = policy = Policy.load(self._source, device, is_padded=is_padded)
         has_reference, reference = algorithm.reference == "initial", None
         if has_reference and lora is None:
             reference = Policy.load(self._source, device, is_padded=is_padded).frozen()
         teacher = None if setup.teacher is None else load_teacher(setup.teacher, policy, is_padded=is_padded)
+        precision = Precision.of(config, device)
+        if group.mesh is None and precision != FLOAT32:
+            group = Group.of_one(device)
+        self._group = group
         schedule = Schedule.of(config, setup.num_steps * algorithm.minibatches)
         # a critic copies the policy, which has to be done before that is adapted or sharded
-        critic = Critic(policy, config, algorithm, schedule=schedule, group=group) if algorithm.critic else None
+        critic = None
+        if algorithm.critic:
+            critic = Critic(policy, config, algorithm, schedule=schedule, group=group, precision=precision)
         if lora is not None:
-            policy.adapt(lora, setup.seed)
+            policy.adapt(lora, setup.seed, precision)
         if config.gradient_checkpointing:
             policy.recompute_layers()
-        policy.shard(group)
+        policy.shard(group, precision)
         for frozen in (reference, teacher):
             if frozen is not None:
-                frozen.shard(group)
+                frozen.shard(group, precision)
         self._training = Training(
             policy=policy,
             lora=lora,

@@ -21,8 +21,8 @@ from areal_agent.errors import ConfigError
 from areal_agent.observe.metrics import evaluation_rows, read_metrics, step_rows
 from areal_agent.sft.config import FlatConfig, SftConfig
 from areal_agent.sft.data import load_data
-from areal_agent.sft.fitting import Fitting
-from areal_agent.sft.run import fine_tune, interruption, loaded
+from areal_agent.sft.fitting import Fitting, loaded
+from areal_agent.sft.run import fine_tune, interruption
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from tests.commands import run
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from areal_agent.algorithms.advantages import token_advantages
 from areal_agent.algorithms.config import AlgorithmConfig
@@ -19,30 +18,8 @@ from areal_agent.errors import ConfigError
 from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.wire import Frame, decode_records, decode_teacher, encode_records
-from tests.trainer.conftest import VOCAB_SIZE
+from tests.trainer.conftest import VOCAB_SIZE, save_random_model
 from tests.trainer.lab import GRADIENT_DESCENT, PLAIN, Lab, real_process
-
-
-def make(folder, seed=1, **changes):
-    torch.manual_seed(seed)
-    shape = {
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
-    config = Qwen3Config(**(shape | changes), tie_word_embeddings=True, initializer_range=0.15)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def teacher_folder(tmp_path_factory):
-    """Other weights, one layer more."""
-    return make(tmp_path_factory.mktemp("teacher"), num_hidden_layers=3)
 
 
 def taught_by(folder, **values):
@@ -161,7 +138,7 @@ def test_scores_survive_the_wire(given):
 
 
 def test_a_teacher_with_fewer_ids_is_refused(model_folder, open_trainer, tmp_path):
-    small = make(tmp_path / "small", vocab_size=VOCAB_SIZE - 1)
+    small = save_random_model(tmp_path / "small", vocab_size=VOCAB_SIZE - 1)
     with pytest.raises(
         ConfigError, match=rf"knows {VOCAB_SIZE - 1} ids, and the policy may sample any of {VOCAB_SIZE}"
     ):
