@@ -17,13 +17,14 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = [
     ["types", "errors", "protocols", "section"],
-    ["observe", "command", "files", "process", "staleness"],
+    ["observe", "callback", "command", "files", "process", "staleness"],
     ["ledger", "engine", "tokens", "algorithms", "models"],
     ["gateway", "weights"],
     ["rollout", "trainer"],
     ["config", "cluster", "testing"],
     ["run", "sft", "config_reference"],
     ["__main__", "new", "train", "eval", "view", "doctor", "conformance"],
+    ["plan"],
 ]
 FACADE = "areal_agent"  # __init__.py: the public names, from wherever they live
 COMMANDS = {

@@ -269,6 +269,30 @@ def _count_by(connection: sqlite3.Connection, column: str, table: str) -> Mappin
     )
 
 
+class TurnTime(NamedTuple):
+    """When a turn of an ended session began and ended, in Unix seconds, and the tokens that it sampled."""
+
+    session_id: str
+    group_id: str
+    purpose: str  # of `SessionPurpose`
+    session_started_s: float
+    session_ended_s: float
+    started_s: float
+    ended_s: float
+    num_tokens: int
+
+
+def turn_times(snapshot: Snapshot) -> Sequence[TurnTime]:
+    """The times of all turns, each session's together and in the order of recording. Scans all sessions."""
+    query = (
+        "SELECT s.id, s.group_id, s.purpose, s.started_s, e.ended_s, t.started_s, t.ended_s, "
+        "(SELECT coalesce(sum(length(c.token_ids)), 0) / 4 FROM completions c WHERE c.turn = t.number) "
+        "FROM turns t JOIN sessions s ON s.number = t.session JOIN endings e ON e.session = s.number "
+        "ORDER BY s.number, t.number"
+    )
+    return [TurnTime(*row) for connection in snapshot for row in connection.execute(query)]
+
+
 # ------------------------------------------------------------------------------- what a person asks
 
 

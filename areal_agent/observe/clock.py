@@ -4,9 +4,10 @@
     BusyClock         the seconds in which at least one of something was under way
     SpanLog           the same, with the spans, which a process keeps and sends
     SpanUnion         the seconds in which at least one of several processes was busy
+    ClockShift        how far the clock of a process on another machine is behind
     engine_seconds    fits such clocks into wall time: every second of an engine belongs to one activity
 
-Times are of the monotonic clock, which all processes of a machine share.
+Times are of the monotonic clock, which all processes of a machine share; a process elsewhere has its times shifted.
 """
 
 import time
@@ -62,20 +63,23 @@ class TimeAccount:
 
 
 class BusyClock:
-    """Counts how many of something are under way, and the seconds in which at least one was.
+    """Counts how many of something are under way, the seconds in which at least one was, and the sum of their times.
 
-    >>> now = iter([0.0, 2.0, 5.0])
+    >>> now = iter([0.0, 1.0, 3.0, 3.0, 5.0])
     >>> clock = BusyClock(now=lambda: next(now))
-    >>> with clock.one():                 # from 0.0 to 2.0
-    ...     num_inside = clock.num_running
-    >>> num_inside, clock.busy_s
-    (1, 2.0)
+    >>> with clock.one():                 # from 0.0 to 3.0
+    ...     with clock.one():             # from 1.0 to 3.0
+    ...         num_inside = clock.num_running
+    >>> num_inside, clock.busy_s, clock.total_s
+    (2, 3.0, 5.0)
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._busy_s = 0.0
         self._since = 0.0
+        self._total_s = 0.0
+        self._settled_at = 0.0
         self.num_running = 0
 
     @contextmanager
@@ -88,14 +92,23 @@ class BusyClock:
 
     def begin(self) -> None:
         """Count one more as under way, until its `end`."""
+        now = self._settle()
         if self.num_running == 0:
-            self._since = self._now()
+            self._since = now
         self.num_running += 1
 
     def end(self) -> None:
+        now = self._settle()
         self.num_running -= 1
         if self.num_running == 0:
-            self._count(self._since, self._now())
+            self._count(self._since, now)
+
+    def _settle(self) -> float:
+        """Add up the times of all that run until now, and return now."""
+        now = self._now()
+        self._total_s += self.num_running * (now - self._settled_at)
+        self._settled_at = now
+        return now
 
     def _count(self, start: float, end: float) -> None:
         self._busy_s += end - start
@@ -103,6 +116,13 @@ class BusyClock:
     @property
     def busy_s(self) -> float:
         return self._busy_s + (self._now() - self._since if self.num_running else 0.0)
+
+    @property
+    def total_s(self) -> float:
+        """The sum of the times of all, those under way included; over the time that passed: how many ran on average."""
+        if self.num_running:
+            self._settle()
+        return self._total_s
 
 
 Span = tuple[float, float]
@@ -184,6 +204,26 @@ class SpanUnion:
         horizon = min(self._until.values(), default=float("inf"))
         self._settled_s += sum(min(end, horizon) - start for start, end in self._open if start < horizon)
         self._open = [(max(start, horizon), end) for start, end in self._open if end > horizon]
+
+
+class ClockShift:
+    """The seconds by which this process's clock is ahead of another's, from what that one told when it was asked.
+
+    It changes only as far as the last answer requires: it stays 0 where both share a clock; otherwise it is wrong by at
+    most the time between question and answer, and follows a clock that drifts.
+
+    >>> same, other = ClockShift(), ClockShift()
+    >>> same.told(5.0, asked_s=4.9, got_s=5.1), other.told(100.0, asked_s=1.0, got_s=3.0)
+    (0.0, -97.0)
+    """
+
+    def __init__(self) -> None:
+        self._shift_s = 0.0
+
+    def told(self, time_s: float, *, asked_s: float, got_s: float) -> float:
+        """Return the shift, now that the other clock showed `time_s` at some time from `asked_s` to `got_s` here."""
+        self._shift_s = min(max(self._shift_s, asked_s - time_s), got_s - time_s)
+        return self._shift_s
 
 
 def _united(spans: Iterable[Span]) -> list[Span]:
