@@ -5,11 +5,12 @@
 
 A run of a million turns has 250,000 rollouts of four turns and 3,906 train steps. `--beside` runs the quickstart three
 times: without token records, with those of its default share, and with them while a browser has its page open. It
-compares the median time of a train step and the CPU-seconds of the server. It needs Chromium.
+compares the median time of a train step and the CPU-seconds of the server. It needs Chromium, and Linux.
 """
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -20,7 +21,6 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 from playwright.sync_api import Browser, sync_playwright
 
 from areal_agent.ledger.encoding import encode_completion, encode_turn
@@ -135,15 +135,21 @@ def endings(count: int) -> Iterator[Sequence[object]]:
 
 
 @contextmanager
-def page_of(run: Path) -> Iterator[tuple[str, psutil.Process]]:
-    """Serve the page by the command; its address and its process."""
+def page_of(run: Path) -> Iterator[tuple[str, int]]:
+    """Serve the page by the command; its address and the id of its process."""
     command = [sys.executable, "-m", "areal_agent.view", str(run)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().strip(), psutil.Process(process.pid)
+            yield process.stdout.readline().strip(), process.pid
         finally:
             process.terminate()
+
+
+def cpu_s(process_id: int) -> float:
+    """Return the CPU-seconds of a process until now. Linux only."""
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(browser: Browser, run: Path) -> None:
@@ -153,13 +159,12 @@ def measure(browser: Browser, run: Path) -> None:
         print(f"the command, until it prints an address: {time.perf_counter() - begun_s:.2f} s")
         page = browser.new_page()
         meter = page.context.new_cdp_session(page)
-        meter.send("Performance.enable")
+        meter.send("Performance.enable", {"timeDomain": "threadTicks"})  # CPU-seconds, whatever else runs
 
         def spent_s() -> tuple[float, float, float]:
-            """Seconds until now: of the clock, of the page's thread, and of the server's CPU."""
+            """Seconds until now: of the clock, of CPU in the page's thread, and of CPU in the server."""
             metrics = {one["name"]: one["value"] for one in meter.send("Performance.getMetrics")["metrics"]}
-            used = server.cpu_times()
-            return time.perf_counter(), metrics["TaskDuration"], used.user + used.system
+            return time.perf_counter(), metrics["TaskDuration"], cpu_s(server)
 
         for what, place, ready in (
             ("the page, from its address to the curves", "", "figure"),
@@ -208,8 +213,7 @@ def watch(browser: Browser, run: Path, process: subprocess.Popen[bytes]) -> floa
             for place in ("#/", "#/rollouts/0"):
                 page.goto(address + place)
                 page.wait_for_timeout(5000)
-        spent = server.cpu_times()
-        return spent.user + spent.system
+        return cpu_s(server)
 
 
 def median_times(rows: list[dict[str, Any]]) -> Mapping[str, float]:
