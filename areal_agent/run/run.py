@@ -358,9 +358,9 @@ class Run:
                 f"the trainer did not load its model within trainer.startup_timeout_s = {limit_s:g}; "
                 f"see {folder.logs / 'trainer.log'}"
             ) from None
-        name = self._trainer_process.name
-        ranks = {f"{name}_rank{number}": pid for number, pid in enumerate(loaded.rank_process_ids, start=1)}
-        self._process_ids = {name: self._trainer_process.pid, **ranks}
+        name, pid = self._trainer_process.name, self._trainer_process.pid
+        ranks = {f"{name}_rank{number}": one for number, one in enumerate(loaded.rank_process_ids, start=1)}
+        self._process_ids = {} if pid is None else {name: pid, **ranks}
 
     async def _start_watching(self) -> None:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
