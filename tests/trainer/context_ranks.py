@@ -1,9 +1,10 @@
-"""One rank of a test of context parallelism: `python -m tests.trainer.context_ranks RANK FOLDER`.
+"""Four ranks for a test of context parallelism: `python -m tests.trainer.context_ranks FOLDER`.
 
-Four processes play all layouts of `LAYOUTS` one after the other; a layout of two ranks leaves the others out. One group
-of processes does all of it, for what such a test costs is importing torch.
+They play all layouts of `LAYOUTS` one after the other; a layout of two ranks leaves the others out. They are forked,
+for what such a test costs is importing torch.
 """
 
+import os
 import pickle
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from tests.trainer.lab import CPU, Lab
 
 LAYOUTS = {"cp2": (2, 2), "cp4": (4, 4), "cp2 x dp2": (4, 2)}
 """The number of ranks, and of those that share a row."""
+NUM_RANKS = 4
 LENGTHS = (5, 9, 4)
 
 
@@ -75,16 +77,16 @@ def loss_and_gradient(folder: Path, batches: Sequence[Sequence[int]], group: Gro
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    models, given, config, algorithm = pickle.loads((folder / "work.pickle").read_bytes())
+    model, given, config, algorithm = pickle.loads((folder / "work.pickle").read_bytes())
     found: dict[str, Any] = {}
     for name, (size, parallel) in LAYOUTS.items():
         if rank >= size:
             continue
         group = Group.join(rank, size, folder / f"rendezvous-{parallel}-{size}", CPU, context_parallel=parallel)
         batches = [[0, 1, 2]] if size == parallel else [[0, 1], [2]]
-        found[name] = loss_and_gradient(models["float64"], batches, group)
+        found[name] = loss_and_gradient(model, batches, group)
         if name == "cp2 x dp2":
-            lab = Lab(models["trained"], config, algorithm, config.tokens_per_micro_batch, group=group)
+            lab = Lab(model, config, algorithm, config.tokens_per_micro_batch, group=group)
             metrics = lab.stepper.train(given)
             found["step"] = {"metrics": metrics, "weights": lab.weights()}
         group.leave()
@@ -93,4 +95,8 @@ def main(rank: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    for number in range(NUM_RANKS):
+        if os.fork() == 0:
+            main(number, Path(sys.argv[1]))
+            os._exit(0)
+    sys.exit(any(os.wait()[1] for _ in range(NUM_RANKS)))
