@@ -44,6 +44,7 @@ from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.models.recipe import demonstrations_of
 from areal_agent.observe.progress import Progress
+from areal_agent.observe.token_records import FOLDER as TOKEN_RECORDS
 from areal_agent.observe.trackers import TrackedRun, Trackers, require_installed, start_trackers
 from areal_agent.process import uninterrupted
 from areal_agent.run.evaluation import Evaluation
@@ -350,6 +351,8 @@ class Run:
                     resume=checkpoint is not None,
                     chat_template=template,
                     num_steps=config.steps,
+                    token_records=folder.path / TOKEN_RECORDS,
+                    token_records_share=config.observe.token_records,
                     shares_gpu=may_be_on(config.engine, config.trainer.num_ranks),
                 )
                 loaded = await self._trainer.init(setup)

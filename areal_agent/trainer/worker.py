@@ -46,7 +46,8 @@ class Worker:
     def call(self, command: str, arguments: JsonObject, records: Sequence[TokenRecord] = ()) -> JsonObject:
         """Carry out a command on all ranks, from their own process: no socket. Raises the error of whichever failed."""
         names, arrays = encode_records(records)
-        return self._together(Frame(header={"command": command, **arguments, "records": names}, arrays=arrays))
+        header = {"number": 0, "command": command, **arguments, "records": names}
+        return self._together(Frame(header=header, arrays=arrays))
 
     def close(self) -> None:
         """Close the trainer and end the other ranks. Harmless when closed before."""
