@@ -351,12 +351,12 @@ class Stepper:
     def _share(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], MicroBatch]]:
         """Yield this rank's micro-batches, each with the indices of its samples. Samples without loss are skipped.
 
-        Every rank gets equally many, because a forward pass is collective; a rank that runs out gets a sample without a
-        loss token.
+        Every data rank gets equally many, because a forward pass is collective; one that runs out gets a sample without
+        a loss token.
         """
         present = [index for index, one in enumerate(samples) if one.num_loss_tokens]
         lengths = [samples[index].num_tokens for index in present]
-        for part in deal(self._split(lengths), lengths, self._group.size)[self._group.rank]:
+        for part in deal(self._split(lengths), lengths, self._group.num_data_ranks)[self._group.data_rank]:
             indices = [present[place] for place in part]
             chosen = [samples[index] for index in indices] or [samples[present[0]].emptied()]
             yield indices, collate(chosen, self._policy.device, is_padded=self._config.packing == "padded")
@@ -365,7 +365,7 @@ class Stepper:
         budget = self._config.tokens_per_micro_batch
         match self._config.packing:
             case "balanced":
-                return balanced(lengths, budget, at_least=self._group.size)
+                return balanced(lengths, budget, at_least=self._group.num_data_ranks)
             case "first_fit":
                 return first_fit(lengths, budget)
             case "padded":
