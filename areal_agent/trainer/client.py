@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter
 
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.credit import reward_parts
 from areal_agent.errors import ProcessDied, TrainerError
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.wire import Frame, StepReport, TrainerInfo, encode_records, error_of, receive_frame
@@ -29,6 +31,7 @@ class TrainerClient:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        self._algorithm = AlgorithmConfig()
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
@@ -41,15 +44,16 @@ class TrainerClient:
 
         Raises ConfigError for a model or a device that cannot be used.
         """
+        self._algorithm = setup.algorithm
         return INFO.validate_python(await self._call("init", {"setup": setup.model_dump(mode="json")}))
 
     async def train_step(self, batch: RolloutBatch, *, incarnation: int = 0) -> StepReport:
-        """Train one step on a batch's records, with the total rewards of its trajectories and their named parts.
+        """Train one step on a batch's records, with the total rewards of its trajectories and their parts by name.
 
         `incarnation` is that of the run; it tells which tokens were sampled by this trainer's own weights.
         """
         rewards = {trajectory.session_id: trajectory.rewards.total for trajectory in batch.trained}
-        parts = {trajectory.session_id: dict(trajectory.rewards.parts) for trajectory in batch.trained}
+        parts = {trajectory.session_id: reward_parts(trajectory, self._algorithm) for trajectory in batch.trained}
         answer = await self._call(
             "train_step",
             {"step": batch.step, "incarnation": incarnation, "rewards": rewards, "parts": parts},

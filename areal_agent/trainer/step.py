@@ -150,7 +150,7 @@ class Stepper:
         return list(self._group.sum(measured).split(counts))
 
     def _scored(self, given: StepInput, samples: Sequence[Sample]) -> list[Sample]:
-        """Add advantages and, for a critic, returns."""
+        """Add advantages and, for a critic, returns. Then empty what `truncated: mask` takes out of the loss."""
         penalties = [self._penalty(one) for one in samples] if self._is_penalised else None
         values = [one.values for one in samples if one.values is not None] if self._critic is not None else None
         if self._own_advantage is None:
@@ -161,10 +161,13 @@ class Stepper:
             replace(sample, advantages=one[torch.from_numpy(record.loss_mask)])
             for sample, one, record in zip(samples, advantages, given.records, strict=True)
         ]
-        if values is None:
+        if values is not None:
+            returns = value_targets(given.records, values, self._algorithm, penalties=penalties)
+            scored = [replace(sample, returns=one) for sample, one in zip(scored, returns, strict=True)]
+        if self._algorithm.truncated == "train":
             return scored
-        returns = value_targets(given.records, values, self._algorithm, penalties=penalties)
-        return [replace(sample, returns=one) for sample, one in zip(scored, returns, strict=True)]
+        is_cut = [bool(record.truncated[-1]) for record in given.records]
+        return [sample.emptied() if cut else sample for sample, cut in zip(scored, is_cut, strict=True)]
 
     def _penalty(self, sample: Sample) -> Tensor:
         assert sample.proximal is not None and sample.reference is not None, "a divergence needs a reference"
