@@ -9,8 +9,10 @@ from areal_agent.errors import ConfigError
 COMMANDS = {
     "new": "make an environment of your own that runs at once, in a new folder",
     "train": "train a model with an agent workflow: the main job",
+    "sft": "fine-tune a model on chats, or on the best rollouts of a run",
     "eval": "grade a model on the held-out tasks of a config",
     "doctor": "examine a config on this machine: what of it works, and what to change",
+    "plan": "predict steps an hour for each split of GPUs between rollout and training",
     "view": "read what a run recorded: groups, rewards, fates, and conversations as text",
     "ledger": "verify RUN_DIR proves what a run recorded; export RUN_DIR hands it out",
     "gateway": "serve agents that live elsewhere, and lease their rollouts to a trainer",

@@ -7,7 +7,7 @@ cannot. Derived values are computed where they are needed and never asked for.
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import yaml
 from pydantic import Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -26,12 +26,55 @@ from areal_agent.trainer.config import TrainerConfig
 Straggler = Literal["wait", "drop", "mask"]
 
 _PRESET = "algorithm.preset"
-_SHORTHANDS: Mapping[str, str] = {"tasks": "source", "algorithm": "preset"}
-"""The key that a section's value alone stands for: `tasks: FILE`, `algorithm: ppo`."""
 
 
-class Config(Section):
+class ConfigFile(Section):
+    """A whole config file: a section that is read from YAML, with overrides."""
+
+    shorthands: ClassVar[Mapping[str, str]] = {}
+    """The key that a section's value alone stands for: `tasks: FILE`, `algorithm: ppo`."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _value_alone(cls, value: object, info: ValidationInfo) -> object:
+        key = cls.shorthands.get(str(info.field_name))
+        return {key: value} if key and isinstance(value, str) else value
+
+    @classmethod
+    def load(cls, path: Path | str, overrides: Sequence[str] = ()) -> Self:
+        """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values). Raises ConfigError."""
+        root, values = _read_yaml(Path(path))
+        # a preset first, then the keys that override it
+        for override in sorted(overrides, key=lambda one: not one.startswith(f"{_PRESET}=")):
+            _apply(values, override, cls.shorthands)
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            what = _explain(fault, cls)
+            location = [str(part) for part in fault["loc"]]
+            named = re.split(r"[^\w.]", what, maxsplit=1)[0].split(".")
+            if fault["type"] == "value_error" and named[: len(location)] == location:
+                location = named  # a fault between several keys begins with one of them
+            raise ConfigError(f"{_origin(location, root, path, overrides)}: {what}") from None
+
+    @classmethod
+    def parse(cls, values: Mapping[str, Any], where: str = "config") -> Self:
+        """Validate decoded values. Raises ConfigError with the first fault, the value received and the remedy."""
+        try:
+            return cls.model_validate(values)
+        except ValidationError as error:
+            raise ConfigError(f"{where}: {_explain(error.errors()[0], cls)}") from None
+
+    def to_yaml(self) -> str:
+        """The resolved config, as the run folder keeps it."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+class Config(ConfigFile):
     """Everything that defines a run. `python -m areal_agent.train --config FILE [key=value ...]` reads it."""
+
+    shorthands: ClassVar[Mapping[str, str]] = {"tasks": "source", "algorithm": "preset"}
 
     model: Annotated[str, Field(min_length=1)] = "tiny"
     """A Hugging Face folder, a hub name (`org/name`), or `tiny`: the quickstart's model, built on first use.
@@ -63,11 +106,6 @@ class Config(Section):
     observe: ObserveConfig = ObserveConfig()
     eval: EvalConfig = EvalConfig()
 
-    @field_validator(*_SHORTHANDS, mode="before")
-    @classmethod
-    def _value_alone(cls, value: object, info: ValidationInfo) -> object:
-        return {_SHORTHANDS[str(info.field_name)]: value} if isinstance(value, str) else value
-
     @model_validator(mode="before")
     @classmethod
     def _evaluate_nothing_online(cls, values: Any) -> Any:
@@ -80,7 +118,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _suits_its_algorithm(self) -> Self:
-        if self.group_size == 1 and self.algorithm.advantage in GROUP_ADVANTAGES:
+        teacher = self.algorithm.teacher
+        has_rewards = teacher is None or not teacher.is_alone
+        if self.group_size == 1 and self.algorithm.advantage in GROUP_ADVANTAGES and has_rewards:
             raise ValueError(
                 f"group_size is 1, and advantage {self.algorithm.advantage!r} compares the rollouts of one group: "
                 "nothing would ever be learned; set group_size to 2 or more, or algorithm.advantage to reinforce_pp"
@@ -133,36 +173,6 @@ class Config(Section):
     def batch_answers(self) -> int:
         """Rollouts per train step: B of the staleness bound."""
         return self.batch_size * self.group_size
-
-    @classmethod
-    def load(cls, path: Path | str, overrides: Sequence[str] = ()) -> Self:
-        """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values). Raises ConfigError."""
-        root, values = _read_yaml(Path(path))
-        # a preset first, then the keys that override it
-        for override in sorted(overrides, key=lambda one: not one.startswith(f"{_PRESET}=")):
-            _apply(values, override)
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            fault = error.errors()[0]
-            what = _explain(fault)
-            location = [str(part) for part in fault["loc"]]
-            named = re.split(r"[^\w.]", what, maxsplit=1)[0].split(".")
-            if fault["type"] == "value_error" and named[: len(location)] == location:
-                location = named  # a fault between several keys begins with one of them
-            raise ConfigError(f"{_origin(location, root, path, overrides)}: {what}") from None
-
-    @classmethod
-    def parse(cls, values: Mapping[str, Any], where: str = "config") -> Self:
-        """Validate decoded values. Raises ConfigError with the first fault, the value received and the remedy."""
-        try:
-            return cls.model_validate(values)
-        except ValidationError as error:
-            raise ConfigError(f"{where}: {_explain(error.errors()[0])}") from None
-
-    def to_yaml(self) -> str:
-        """The resolved config, as the run folder keeps it."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 ONLINE_KEYS = {
@@ -317,7 +327,7 @@ def _origin(location: Sequence[str], root: yaml.Node | None, path: Path | str, o
     return next(inner, str(path)) if line is None else f"{path}:{line}"
 
 
-def _apply(values: dict[str, Any], override: str) -> None:
+def _apply(values: dict[str, Any], override: str, shorthands: Mapping[str, str]) -> None:
     key, equals, text = override.partition("=")
     if not (equals and key):
         raise ConfigError(f"override {override!r} is not of the form key=value, for example steps=10")
@@ -329,8 +339,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
     place = values
     for name in sections:
         inner = place.get(name)
-        if isinstance(inner, str) and name in _SHORTHANDS:
-            inner = {_SHORTHANDS[name]: inner}
+        if isinstance(inner, str) and name in shorthands:
+            inner = {shorthands[name]: inner}
         if inner is None:
             inner = {}
         if not isinstance(inner, dict):
@@ -343,14 +353,14 @@ def _apply(values: dict[str, Any], override: str) -> None:
     place[leaf] = value
 
 
-def _explain(details: ErrorDetails) -> str:
+def _explain(details: ErrorDetails, file: type[Section]) -> str:
     """Return one line: the key, what is wrong with the value, and what is valid."""
     location = [str(part) for part in details["loc"]]
     key = ".".join(location)
     value = details["input"]
     match details["type"]:
         case "extra_forbidden":
-            siblings = [".".join([*location[:-1], name]) for name in _fields_at(location[:-1])]
+            siblings = [".".join([*location[:-1], name]) for name in _fields_at(location[:-1], file)]
             return f"unknown key {key!r}; {nearest(key, siblings)}"
         case "missing":
             return f"{key!r} is missing; give it a value"
@@ -366,8 +376,7 @@ def _explain(details: ErrorDetails) -> str:
             return f"{key} is {value!r}; {message}"
 
 
-def _fields_at(location: Sequence[str]) -> Sequence[str]:
-    section: type[Section] = Config
+def _fields_at(location: Sequence[str], section: type[Section]) -> Sequence[str]:
     for name in location:
         field = section.model_fields.get(name)
         inner = None if field is None else section_of(field)

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from areal_agent.command import Parser, run_command
 from areal_agent.config import Config
 from areal_agent.section import Section, section_of
+from areal_agent.sft.config import SftConfig
 
 HEAD = """# Configuration
 
@@ -19,17 +20,20 @@ section and key (`engine.threads=2`). Unknown keys are errors. This page is made
 `python -m areal_agent.config_reference > docs/configuration.md`.
 """
 
+SFT = "`python -m areal_agent.sft`"
+"""The heading of the keys of a fine-tuning. Its sections that a training run has too are described there."""
+
 
 def reference() -> str:
     """Return the page, in Markdown."""
-    return "\n".join([HEAD, *_table("", Config)]) + "\n"
+    return "\n".join([HEAD, *_table("", Config, "Top level"), *_table("", SftConfig, SFT)]) + "\n"
 
 
-def _table(prefix: str, section: type[Section]) -> Iterator[str]:
+def _table(prefix: str, section: type[Section], title: str) -> Iterator[str]:
     """Yield the lines of a section's own keys, then those of the sections in it."""
     fields = section.model_fields
     inner = {name: kind for name, field in fields.items() if (kind := section_of(field))}
-    yield f"## {prefix.rstrip('.') or 'Top level'}\n"
+    yield f"## {title}\n"
     if prefix:
         yield f"{' '.join((section.__doc__ or '').split('>>>')[0].split())}\n"
     yield "| key | default | |\n|---|---|---|"
@@ -40,8 +44,8 @@ def _table(prefix: str, section: type[Section]) -> Iterator[str]:
         yield f"| `{prefix}{name}` | {default} | {' '.join((field.description or '').split())} |"
     yield ""
     for name, kind in inner.items():
-        if not prefix or name not in Config.model_fields:
-            yield from _table(f"{prefix}{name}.", kind)
+        if section is Config or name not in Config.model_fields:
+            yield from _table(f"{prefix}{name}.", kind, f"{prefix}{name}")
 
 
 def _anchor(prefix: str, name: str) -> str:

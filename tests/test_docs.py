@@ -37,7 +37,7 @@ OURS = ("areal_agent", "sandboxes", "envs", "examples")
 PYTHON = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"python -m ((?:areal_agent|sandboxes)[\w.]*)((?:[^`\n])*)")
 KEYS = set(re.findall(r"^\| `([\w.]+)` \|", reference(), re.MULTILINE))
-TAKE_KEYS = ("areal_agent.train", "areal_agent.eval", "areal_agent.doctor")
+TAKE_KEYS = ("areal_agent.train", "areal_agent.eval", "areal_agent.sft", "areal_agent.doctor", "areal_agent.plan")
 pages = pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 
 

@@ -22,8 +22,9 @@ LAYERS = [
     ["gateway", "weights"],
     ["rollout", "trainer"],
     ["config", "cluster", "testing"],
-    ["run", "config_reference"],
+    ["run", "sft", "config_reference"],
     ["__main__", "new", "train", "eval", "view", "doctor", "conformance"],
+    ["plan"],
 ]
 FACADE = "areal_agent"  # __init__.py: the public names, from wherever they live
 COMMANDS = {

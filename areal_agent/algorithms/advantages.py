@@ -129,12 +129,17 @@ def _against_the_group(
     scored: list[Tensor] = []
     for record, line, of_record in zip(records, lines, returns, strict=True):
         place = number_of[record.session_id], torch.from_numpy(line.turns)
-        is_level = torch.isclose(of_record, baselines[place], rtol=TOLERANCE, atol=TOLERANCE)
-        scored.append(((of_record - baselines[place]) * scales[place]).masked_fill(is_level, 0.0))
+        scored.append(_above(of_record, baselines[place]) * scales[place])
     if config.step_group_weight == 0.0:
         return scored
     extra = step_advantages(records, lines, returns, config)
     return [one + config.step_group_weight * other for one, other in zip(scored, extra, strict=True)]
+
+
+def _above(values: Tensor, baselines: Tensor) -> Tensor:
+    """Values minus baselines; exactly 0 where they differ by rounding alone."""
+    is_level = torch.isclose(values, baselines, rtol=TOLERANCE, atol=TOLERANCE)
+    return (values - baselines).masked_fill(is_level, 0.0)
 
 
 def _scales(values: Tensor, groups: Tensor, config: AlgorithmConfig) -> Tensor:
@@ -163,7 +168,7 @@ def step_advantages(
     if not met:
         return list(returns)
     values, groups = torch.stack(met), _numbered(states)
-    by_turn = (values - group_mean(values, groups)) * _scales(values, groups, config)
+    by_turn = _above(values, group_mean(values, groups)) * _scales(values, groups, config)
     of_records = by_turn.split([len(of_record) for of_record in firsts])
     return [_spread(one, first, len(line.turns)) for one, first, line in zip(of_records, firsts, lines, strict=True)]
 

@@ -176,7 +176,7 @@ def logprobs_and_entropy(
     logp_i = log softmax(head(h_i) / temperature_i)[target_i];  H_i = -sum_v p_iv log p_iv.
     `hidden` holds the states at the *predicting* positions (one before each target), so nothing is computed for tokens
     outside the loss. With more than one chunk of `chunk_size` positions, logits are recomputed in the backward pass,
-    which changes memory, not values. Always computed in float32.
+    which changes memory, not values. Logits of any type are cast to float32 before the temperature and the softmax.
     Shapes: hidden [M, H], targets [M], temperatures [M] -> [M], [M].
     """
     num_tokens = len(targets)

@@ -33,10 +33,48 @@ GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 BATCH_ADVANTAGES = ("reinforce_pp", "gae")
 OVERLONG, LENGTH = "overlong", "length"
 """Reward parts that are computed."""
+REWARD_KEYS = ("advantage", "normalize_by_std", "whiten", "step_group_weight", "discount", "critic", "kl_in")
+"""The keys of an algorithm that count only where advantages come from rewards."""
 RENAMED = {"behavior_weight_cap": "behavior_weight_high"}
 """Keys of the stored configs of earlier runs, and their names today."""
 ARGUMENTS = {"advantage": ("records", "rewards", "config"), "loss": ("tokens", "config")}
 """What a user's own functions are called with."""
+
+
+class TeacherConfig(Section):
+    """On-policy distillation: a second model says how likely it finds each token that the policy sampled.
+
+    The advantage of a token is log p_teacher - log p_student, whose gradient is that of the reverse KL divergence. See
+    docs/distillation.md.
+    """
+
+    model: Annotated[str, Field(min_length=1)] | None = None
+    """The teacher's Hugging Face folder or hub name, which the trainer loads beside the policy. Its tokenizer must be
+    the policy's. With `url`, only its tokenizer is read."""
+    url: Annotated[str, Field(min_length=1)] | None = None
+    """A running server that has the teacher instead: areal_agent's own, SGLang's or vLLM's. Without `model` too, the
+    folder that it serves has to be readable here, so that the tokenizers can be compared."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Weight of the teacher's part of the advantage."""
+    reward_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the advantage by rewards (`algorithm.advantage`). 0: the teacher alone; rewards are only measured.
+    Above 0: each part is normalised by itself and then weighted, rewards as `algorithm.advantage` does it, and the
+    teacher's part by its root mean square over the batch."""
+    wait_s: Annotated[float, Field(gt=0)] = 600.0
+    """With `url`: how long a train step waits for a server that does not answer before the run ends, to be resumed."""
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether rewards have no part in the advantages."""
+        return self.reward_weight == 0.0
+
+    @model_validator(mode="after")
+    def _is_somewhere(self) -> Self:
+        if self.model is None and self.url is None:
+            raise ValueError("the section has neither model nor url; give the teacher's folder or its server")
+        if self.url is None and self.wait_s != type(self).model_fields["wait_s"].default:
+            raise ValueError("wait_s only applies to a teacher with url; leave it out")
+        return self
 
 
 class AlgorithmConfig(Section):
@@ -134,6 +172,8 @@ class AlgorithmConfig(Section):
     probability over the policy's. In the loss its gradient does not depend on the estimate, and k3 is shown."""
     entropy_coefficient: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the entropy bonus."""
+    teacher: TeacherConfig | None = None
+    """Learn from a teacher on the policy's own answers. Without this section there is none."""
 
     @property
     def divides_by_std(self) -> bool:
@@ -168,6 +208,33 @@ class AlgorithmConfig(Section):
         return self
 
     def _faults(self) -> tuple[tuple[bool, str], ...]:
+        return (*self._faults_with_a_teacher(), *self._faults_of_keys())
+
+    def _faults_with_a_teacher(self) -> tuple[tuple[bool, str], ...]:
+        """Rewards that are not used, or not normalised before the teacher's part is added to them."""
+        if self.teacher is None:
+            return ()
+        given = {name: getattr(self, name) for name in REWARD_KEYS}
+        idle = [name for name, value in given.items() if value != type(self).model_fields[name].default]
+        return (
+            (
+                self.dynamic_sampling,
+                "dynamic_sampling drops groups from which a teacher would teach; set it to false",
+            ),
+            (
+                self.teacher.is_alone and bool(idle),
+                f"{', '.join(idle)} has no effect without rewards, and teacher.reward_weight is 0; leave it out (a "
+                "preset may set it), or raise teacher.reward_weight",
+            ),
+            (
+                not (self.teacher.is_alone or self.divides_by_std or self.whitens or is_import_path(self.advantage)),
+                f"teacher.reward_weight is {self.teacher.reward_weight:g}, and advantage {self.advantage!r} is not "
+                "normalised, so rewards of another scale would weigh differently; set normalize_by_std or whiten to "
+                "true",
+            ),
+        )
+
+    def _faults_of_keys(self) -> tuple[tuple[bool, str], ...]:
         is_gae = self.advantage == "gae"
         is_constant = self.aggregation == "constant"
         is_penalised = self.kl_coefficient > 0

@@ -6,26 +6,27 @@ micro-batch, or the longest context where that may go alone. Bytes:
 
     a rank of the trainer, always      12 P / N         weights and Adam's two moments, in float32
                                         4 P / N         a reference (algorithm.reference)
+                                        4 P" / N        a teacher of P" parameters (algorithm.teacher)
                                        12 (P' + H) / N  a critic, whose P' are the policy's below its output layer
       while it trains, besides          4 P / N         gradients, and 4 (P' + H) / N of a critic
-                                        2 P             on a GPU: the matrices in bfloat16, kept for the backward pass
-                                        4 (V H + 2 layers)  with N > 1: what is gathered at a time
-                                        T (L + 1) a     activations; checkpointed: T (4 H L + 2 a)
+                                        c (V H + 2 layers)  in bfloat16 or with N > 1: what is gathered at a time
+                                        T (L + 1) a     activations; checkpointed: T (c H L + 2 a)
                                        20 min(T V, 2^24)    logits of one chunk: five float32 tensors of them
-                                        6 V H           the gradient of the output layer on its way (on a CPU 4 V H)
+                                        8 V H           the gradient of the output layer on its way (float32: 4 V H)
       while it updates, besides         8 P / N         gradients, and AdamW's own workspace
       while it loads                    4 P             of each model, whole, before it is spread
       while it publishes, N > 1         4 P             more on rank 0: the weights in one piece
 
-      a, of a token and a layer, on a GPU (residuals and norms in float32, the rest in bfloat16):
-              26 H + 6 Q D + 4 K D + 8 I  + 6 (Q D + K D) where queries and keys are normalised
-      and on a CPU, all in float32:
+      c bytes is a number that is computed with (`trainer.dtype`); of V H it is 4 with `trainer.fp32_lm_head`.
+      a, of a token and a layer, in bfloat16 (norms inside in float32), counted on a CPU:
+              16 H + 6 Q D + 4 K D + 8 I  + 6 (Q D + K D) where queries and keys are normalised
+      and in float32:
               24 H + 12 Q D + 8 K D + 16 I  + 8 (Q D + K D)
       where adapters are trained (`trainer.lora`), of A parameters, beside M parameters in matrices of layers:
-         always                         4 P / N         weights; of the M on a GPU 2 M where files are in bfloat16
+         always                         4 P / N         weights; of the M in bfloat16 2 M where files are in it too
                                        12 A / N         adapters and their moments; no reference
-         while it trains, besides       4 A / N         gradients, none of the output layer, and 2 (P - M) of copies
-                                        T L e R          a target: between the matrices of each adapter
+         while it trains, besides       4 A / N         gradients, none of the output layer
+                                        T L c R          a target: between the matrices of each adapter
          while it publishes             e M             merged weights, on rank 0
 
     an engine                           e P             weights, e bytes each: 4 on a CPU, 2 on a GPU
@@ -265,9 +266,11 @@ class TrainerMemory:
         # beside adapters, the reference is the model without them
         self._reference = shape.num_parameters if config.algorithm.reference == "initial" and not lora else 0
         self._trained = shape.num_adapter_parameters(lora.rank, lora.target_modules) if lora else shape.num_parameters
-        # frozen matrices stay in bfloat16 on a GPU, where their files are
-        self._in_bfloat16 = shape.num_matrix_parameters if lora and is_gpu and shape.dtype == "bfloat16" else 0
-        self._item_bytes = BFLOAT16_BYTES if is_gpu else FLOAT32_BYTES  # of one number as this device multiplies it
+        self._is_half = trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and is_gpu)
+        # frozen matrices stay in bfloat16, where their files are
+        self._in_bfloat16 = shape.num_matrix_parameters if lora and self._is_half and shape.dtype == "bfloat16" else 0
+        self._computed_bytes = BFLOAT16_BYTES if self._is_half else FLOAT32_BYTES  # of one number in a layer
+        self._item_bytes = BFLOAT16_BYTES if is_gpu else FLOAT32_BYTES  # of one number as an engine gets it
         self._pushes_adapter = lora is not None and lora.push == "adapter"
         self.published_bytes = (
             FLOAT32_BYTES * self._trained if self._pushes_adapter else self._item_bytes * shape.num_parameters
@@ -282,17 +285,17 @@ class TrainerMemory:
     def training(self) -> Parts:
         """Return the parts while gradients are computed."""
         shape = self._shape
-        gathered = FLOAT32_BYTES * (shape.num_embedding_parameters + 2 * shape.num_layer_parameters)
-        copied_bytes = BFLOAT16_BYTES if self._is_gpu else 0
+        of_rest = FLOAT32_BYTES if self._trainer.fp32_lm_head else self._computed_bytes
+        gathered = of_rest * shape.num_embedding_parameters + 2 * self._computed_bytes * shape.num_layer_parameters
+        is_gathered = self._is_half or self._trainer.num_ranks > 1
         head = 0 if self._lora else shape.num_embedding_parameters  # adapters do not change the output layer
         return self._always() + Parts(
             {
                 "trainer: gradients": self._gradients(),
-                "trainer: weights in bfloat16": copied_bytes * (shape.num_parameters - self._in_bfloat16),
-                "trainer: gathered layers": gathered if self._trainer.num_ranks > 1 else 0,
+                "trainer: gathered layers": gathered if is_gathered else 0,
                 "trainer: activations": self._activations(),
                 "trainer: logits": LOGIT_BYTES * min(self.tokens * shape.vocab_size, LOGITS_A_CHUNK),
-                "trainer: output layer's gradient": (FLOAT32_BYTES + copied_bytes) * head,
+                "trainer: output layer's gradient": FLOAT32_BYTES * (2 if self._is_half else 1) * head,
             }
         )
 
@@ -337,6 +340,7 @@ class TrainerMemory:
                 "trainer: Adam's moments": self._share(2 * FLOAT32_BYTES * self._trained),
                 "trainer: critic with its moments": self._share(3 * FLOAT32_BYTES * self._critic),
                 "trainer: reference": self._share(FLOAT32_BYTES * self._reference),
+                "trainer: teacher": self._share(FLOAT32_BYTES * self._shape.num_teacher_parameters),
                 "trainer: new weights for the engine": self.published_bytes if keeps_published else 0,
                 "trainer: CUDA": self._cuda_bytes(),
             }
@@ -346,23 +350,24 @@ class TrainerMemory:
         """Return the bytes kept for the backward pass, over all tokens that go through the model at once."""
         shape, lora = self._shape, self._lora
         normalised = shape.query_size + shape.kv_size if shape.has_head_norms else 0
-        if self._is_gpu:  # `a` above, of one token in one layer
-            plain = 26 * shape.hidden_size + 6 * shape.query_size + 4 * shape.kv_size + 8 * shape.intermediate_size
+        if self._is_half:  # `a` above, of one token in one layer
+            plain = 16 * shape.hidden_size + 6 * shape.query_size + 4 * shape.kv_size + 8 * shape.intermediate_size
             token = plain + 6 * normalised
         else:
             plain = 24 * shape.hidden_size + 12 * shape.query_size + 8 * shape.kv_size + 16 * shape.intermediate_size
             token = plain + 8 * normalised
         if lora is not None:  # between the two matrices of each adapter
-            token += len(lora.target_modules) * lora.rank * self._item_bytes
+            token += len(lora.target_modules) * lora.rank * self._computed_bytes
         if not self._trainer.gradient_checkpointing:
             return self.tokens * (shape.num_layers + 1) * token
-        return self.tokens * (FLOAT32_BYTES * shape.hidden_size * shape.num_layers + 2 * token)
+        return self.tokens * (self._computed_bytes * shape.hidden_size * shape.num_layers + 2 * token)
 
     def _gradients(self) -> int:
         return self._share(FLOAT32_BYTES * (self._trained + self._critic))
 
     def _whole_bytes(self) -> int:
-        return FLOAT32_BYTES * (self._shape.num_parameters + self._reference + self._critic)
+        loaded = self._shape.num_parameters + self._reference + self._critic
+        return FLOAT32_BYTES * (loaded + self._shape.num_teacher_parameters)
 
     def _cuda_bytes(self) -> int:
         return CUDA_CONTEXT_BYTES if self._is_gpu else 0

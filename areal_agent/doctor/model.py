@@ -17,7 +17,7 @@ an estimate. V vocabulary, H hidden, I intermediate, L layers, Q query and K key
 
 import asyncio
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -70,6 +70,7 @@ class ModelShape:
     num_experts: int = 0
     expert_size: int = 0  # the inner size of one expert; `intermediate_size` is that of all that one token passes
     dtype: str | None = None  # of its files
+    num_teacher_parameters: int = 0  # of a frozen teacher that the trainer holds beside it
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -213,11 +214,21 @@ def has_weights(folder: Path) -> bool:
 
 
 async def shape_of(config: Config, folder: Path | None) -> ModelShape:
-    """Return the model's sizes. Raises ConfigError where they are not known."""
+    """Return the model's sizes, and its teacher's. Raises ConfigError where they are not known."""
+    shape, teacher = _shape(config.model, folder), config.algorithm.teacher
+    if teacher is None or teacher.model is None or teacher.url is not None:
+        return shape
+    found = Path(teacher.model)
+    if not is_described(found):
+        found = await describe_model(teacher.model, config.seed)
+    return replace(shape, num_teacher_parameters=_shape(teacher.model, found).num_parameters)
+
+
+def _shape(model: str, folder: Path | None) -> ModelShape:
     if folder is not None:
         return ModelShape.read(folder)
-    if demonstrations_of(config.model) is None:
-        raise ConfigError(f"the sizes of {config.model!r} are not known because it is not here; give a folder")
+    if demonstrations_of(model) is None:
+        raise ConfigError(f"the sizes of {model!r} are not known because it is not here; give a folder")
     return ModelShape.of_recipe(RECIPE)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import orjson
 
+from areal_agent.cluster.local import describe_model
 from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, Report, State, attempt, gib, output_of
 from areal_agent.doctor.memory import NUM_SLOTS, Machine, TrainerMemory, uses_gpu
@@ -26,6 +27,7 @@ from areal_agent.rollout.workflow import import_path, load_workflow
 from areal_agent.run.preflight import (
     check_environment,
     check_ports,
+    check_teacher,
     choose_folder,
     idle_clip,
     import_own_functions,
@@ -33,6 +35,7 @@ from areal_agent.run.preflight import (
     require_gateway,
     require_sampling,
 )
+from areal_agent.run.teacher import open_teacher
 from areal_agent.section import is_import_path
 
 ASKING_S = 120.0
@@ -55,6 +58,7 @@ async def check_settings(config: Config, name: str, report: Report, *, is_here: 
     both = {
         "packages": _packages,
         "algorithm": _algorithm,
+        "teacher": _teacher,
         "ports": _ports,
         "trackers": _trackers,
         "run folder": folder,
@@ -123,6 +127,21 @@ async def _algorithm(config: Config) -> str:
     import_own_functions(config.algorithm)
     own = (name for name in (config.algorithm.advantage, config.algorithm.loss) if is_import_path(name))
     return "; ".join(text for text in (", ".join(own), idle_clip(config)) if text)
+
+
+async def _teacher(config: Config) -> str:
+    """Check that the teacher is there, and that its tokenizer is the model's as far as both are here."""
+    check_teacher(config)
+    teacher = config.algorithm.teacher
+    if teacher is None:
+        return ""
+    if teacher.url is None:
+        return f"{teacher.model}, in the trainer"
+    model = await describe_model(config.model, config.seed)
+    if model is None:
+        raise ConfigError(f"model {config.model!r} is not built yet, so tokenizers cannot be compared; run it once")
+    async with open_teacher(config, model, note=print):
+        return f"{teacher.url} scores the ids of {model}"
 
 
 async def _ports(config: Config) -> str:

@@ -24,8 +24,10 @@ from areal_agent.engine.config import may_be_on
 from areal_agent.engine.fleet.member import ServedEngine
 from areal_agent.engine.pushes import size_of
 from areal_agent.errors import ConfigError
+from areal_agent.observe.progress import Progress
 from areal_agent.protocols import Engine, MemoryHolder, Sampler
 from areal_agent.run.sources import connect_engine, memory_lent
+from areal_agent.run.teacher import obtain_teacher
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.trainer.client import TrainerClient
@@ -410,10 +412,13 @@ class Trial:
     async def _load(self, trainer: TrainerClient, shared_memory: Path) -> TrainerInfo:
         config = self.config
         started_s = time.perf_counter()
+        teacher = await obtain_teacher(config, self.model, self.logs, Progress(total_steps=1, mode="none"))
+        without = {} if teacher else {"teacher": None}  # a server's scores batches before the trainer has them
         setup = TrainerSetup(
             model=self.model,
+            teacher=teacher,
             trainer=config.trainer,
-            algorithm=config.algorithm,
+            algorithm=config.algorithm.model_copy(update=without),
             seed=config.seed,
             shared_memory=shared_memory,
             resume=False,
@@ -433,4 +438,5 @@ class Trial:
     ) -> list[Finding]:
         async with memory_lent(memory):
             report = await trainer.train_step(batch_of(answers))
-        return [parity_finding(report, is_float32=info.device == "cpu")]
+        is_float32 = info.device == "cpu" and self.config.trainer.dtype != "bfloat16"
+        return [parity_finding(report, is_float32=is_float32)]

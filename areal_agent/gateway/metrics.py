@@ -23,6 +23,7 @@ class GatewayStats:
     num_open_sessions: int
     num_engine_requests: int  # in flight
     engine_busy_s: float  # seconds with at least one engine request in flight
+    engine_request_s: float  # the times of all engine requests, added up
     generated_tokens: int
     turns: int
     altered_completions: int  # completions recorded with another probability than they were sampled with
@@ -74,6 +75,7 @@ class Counters:
             num_open_sessions=num_open_sessions,
             num_engine_requests=engine.num_running,
             engine_busy_s=engine.busy_s,
+            engine_request_s=engine.total_s,
             **counted,
         )
 
@@ -117,6 +119,7 @@ class Metrics:
             yield GaugeMetricFamily(PREFIX + name, text, value=value)
         for name, text, value in (
             ("engine_busy_seconds", "Time with an engine request in flight.", stats.engine_busy_s),
+            ("engine_request_seconds", "The times of all engine requests, added up.", stats.engine_request_s),
             ("generated_tokens", "Tokens that the engine sampled.", stats.generated_tokens),
             ("turns", "Turns that were recorded.", stats.turns),
             ("altered_completions", "Completions recorded with altered probabilities.", stats.altered_completions),

@@ -269,6 +269,30 @@ def _count_by(connection: sqlite3.Connection, column: str, table: str) -> Mappin
     )
 
 
+class TurnTime(NamedTuple):
+    """When a turn of an ended session began and ended, in Unix seconds, and the tokens that it sampled."""
+
+    session_id: str
+    group_id: str
+    purpose: str  # of `SessionPurpose`
+    session_started_s: float
+    session_ended_s: float
+    started_s: float
+    ended_s: float
+    num_tokens: int
+
+
+def turn_times(snapshot: Snapshot) -> Sequence[TurnTime]:
+    """The times of all turns, each session's together and in the order of recording. Scans all sessions."""
+    query = (
+        "SELECT s.id, s.group_id, s.purpose, s.started_s, e.ended_s, t.started_s, t.ended_s, "
+        "(SELECT coalesce(sum(length(c.token_ids)), 0) / 4 FROM completions c WHERE c.turn = t.number) "
+        "FROM turns t JOIN sessions s ON s.number = t.session JOIN endings e ON e.session = s.number "
+        "ORDER BY s.number, t.number"
+    )
+    return [TurnTime(*row) for connection in snapshot for row in connection.execute(query)]
+
+
 # ------------------------------------------------------------------------------- what a person asks
 
 
@@ -329,6 +353,13 @@ def group_ids(
     if lowest_first:
         return sorted(rewards, key=lambda group_id: (fmean(rewards[group_id]), -newest[group_id]))
     return sorted(newest, key=newest.__getitem__, reverse=True)
+
+
+def rewarded(snapshot: Snapshot, min_reward: float) -> Sequence[str]:
+    """The completed training sessions with at least this reward in total, in the order of ids."""
+    query = f"SELECT s.id, {_TOTAL} AS reward {_OF_ROLLOUTS} s.purpose = ? AND reward >= ?"
+    given = (SessionPurpose.TRAIN, min_reward)
+    return sorted(row[0] for connection in snapshot for row in connection.execute(query, given))
 
 
 _SUMMARIES = (

@@ -1,43 +1,42 @@
 """Builds the quickstart's model: tokenizer, model and warm start, put into a Hugging Face folder in one move.
 
-The warm start is supervised training on demonstrations until the model copies numbers, where they do. Reinforcement
-learning cannot teach that later: it strengthens habits, and a model that garbles every long number has no right answer
-to strengthen. So the learning rate stays up until digits are copied well, or where there is nothing to copy until the
-loss is flat, and only then decays. On one machine, the same seed gives the same model, also when its build was
-interrupted: a build goes on from its last check, which is in `.NAME.unfinished` beside the folder until that is there.
+The warm start is a supervised fine-tuning (areal_agent/sft) on demonstrations until the model copies numbers, where
+they do. Reinforcement learning cannot teach that later: it strengthens habits, and a model that garbles every long
+number has no right answer to strengthen. So the learning rate stays up until digits are copied well, or where there is
+nothing to copy until the loss is flat, and only then decays. On one machine, the same seed gives the same model, also
+when its build was interrupted: a build goes on from its last check, which is in `.NAME.unfinished` beside the folder
+until that is there. `--untrained` leaves the warm start out.
 
     python -m areal_agent.models.tiny --out DIR [--seed S] [--threads N] [--demonstrations MODULE:FUNCTION]
 """
 
 import contextlib
+import fcntl
 import math
 import os
-import pickle
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import orjson
 import torch
-from torch import Tensor
-from torch.nn import functional
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from areal_agent.command import Parser, run_command
 from areal_agent.errors import ConfigError
+from areal_agent.gateway.conversation import read_message
 from areal_agent.models.recipe import (
-    ASSISTANT,
     DEMONSTRATIONS,
     END,
     PAD,
     RECIPE,
-    START,
     Conversation,
     Recipe,
     copies_numbers,
@@ -48,6 +47,14 @@ from areal_agent.models.recipe import (
     train_tokenizer,
 )
 from areal_agent.process import exit_with_parent
+from areal_agent.sft.config import FlatConfig
+from areal_agent.sft.data import Chat, row_of
+from areal_agent.sft.fitting import Check, Fitting, loaded
+from areal_agent.sft.sequences import ChatRenderer
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.trainer.checkpoint import FOR_RESUMES, latest_checkpoint
+from areal_agent.trainer.config import TrainerConfig, TrainerSetup
+from areal_agent.types import TokenRecord
 
 REPORT_NAME = "warm_start.json"
 
@@ -66,18 +73,15 @@ class TinyReport:
     wall_s: float
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class WarmStartProgress:
     """How far a warm start is, with what its last check found."""
 
-    decay_starts: int  # at most; earlier when the gate opens
-    fraction: float = 0.0  # at least
     step: int = 0
+    fraction: float = 0.0  # at least
     num_tokens: int = 0
     loss: float = math.nan  # per spoken token, of the check's conversations
-    copy_accuracy: float = math.nan
-    best_loss: float = math.inf
-    num_flat_checks: int = 0  # in which the loss has not fallen
+    copy_accuracy: float = math.nan  # NaN where most numbers of the demonstrations are no copies
 
     def __str__(self) -> str:
         copying = "" if math.isnan(self.copy_accuracy) else f", copies {self.copy_accuracy:.0%} of numbers"
@@ -91,69 +95,68 @@ def build(
     demonstrations: str = DEMONSTRATIONS,
     recipe: Recipe = RECIPE,
     threads: int = 2,
+    is_untrained: bool = False,
     on_progress: Callable[[WarmStartProgress], None] | None = None,
 ) -> TinyReport:
-    """Build a model into the folder `out`, which appears complete or not at all.
+    """Build a model into the folder `out`, which appears complete or not at all. Without a warm start it is random.
 
     Raises ConfigError when `out` exists and is not an empty folder, or when `demonstrations` cannot be loaded.
     """
     started_s = time.monotonic()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"out: {str(out)!r} exists already; remove it, or name another folder")
-    unfinished = Unfinished(path=out.with_name(f".{out.name}.unfinished"), of=model_name(recipe, seed, demonstrations))
+    name = model_name(recipe, seed, demonstrations)
     conversations = load_demonstrations(demonstrations)(seed)
-    with _torch_settings(seed, threads):
-        texts = map(render, islice(conversations, recipe.num_tokenizer_conversations))
-        tokenizer = train_tokenizer(texts, vocab_size=recipe.vocab_size)
-        model = make_model(tokenizer, recipe)
-        warm_start = WarmStart(model, tokenizer, conversations, recipe)
-        if (state := unfinished.load()) is not None:
-            warm_start.load_state(state)
-        for progress in warm_start.run():
-            unfinished.save(warm_start.state())
-            if on_progress:
-                on_progress(progress)
-        end = warm_start.progress
-    report = TinyReport(
-        seed=seed,
-        num_parameters=model.num_parameters(),
-        vocab_size=len(tokenizer),
-        steps=end.step,
-        num_tokens=end.num_tokens,
-        loss=end.loss,
-        copy_accuracy=end.copy_accuracy,
-        wall_s=time.monotonic() - started_s,
-    )
-    _publish(out, model, tokenizer, report)
-    unfinished.path.unlink(missing_ok=True)
+    try:
+        with _torch_settings(seed, threads), _unfinished(out, name) as folder:
+            texts = map(render, islice(conversations, recipe.num_tokenizer_conversations))
+            tokenizer = train_tokenizer(texts, vocab_size=recipe.vocab_size)
+            model = make_model(tokenizer, recipe)
+            begun = _save(folder / "begun", model, tokenizer)
+            end = WarmStartProgress()
+            if not is_untrained:
+                warm_start = WarmStart(tokenizer, conversations, recipe)
+                for end in warm_start.run(begun, folder, seed, threads):
+                    if on_progress:
+                        on_progress(end)
+            report = TinyReport(
+                seed=seed,
+                num_parameters=model.num_parameters(),
+                vocab_size=len(tokenizer),
+                steps=end.step,
+                num_tokens=end.num_tokens,
+                loss=end.loss,
+                copy_accuracy=end.copy_accuracy,
+                wall_s=time.monotonic() - started_s,
+            )
+            saved = latest_checkpoint(folder)
+            _publish(out, saved.path if saved else begun, report)
+    except OSError as error:
+        raise ConfigError(f"out: cannot write {str(out)!r}: {error.strerror}") from error
     return report
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Unfinished:
-    """The file from which an interrupted build goes on. A file of another model, or a damaged one, counts as none."""
+@contextlib.contextmanager
+def _unfinished(out: Path, name: str) -> Generator[Path]:
+    """Yield the folder in which a model is built, with what an interrupted build of it has left there.
 
-    path: Path
-    of: str  # the model's name
-
-    def save(self, state: Mapping[str, Any]) -> None:
-        """Replace the file in one move. Raises ConfigError when it cannot be written."""
-        new = self.path.with_name(f"{self.path.name}-{os.getpid()}")
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save({"of": self.of, "state": dict(state)}, new)
-            os.replace(new, self.path)
-        except OSError as error:
-            raise ConfigError(f"out: cannot write {str(self.path)!r}: {error.strerror}") from error
-        finally:
-            new.unlink(missing_ok=True)
-
-    def load(self) -> Mapping[str, Any] | None:
-        try:
-            saved = torch.load(self.path, weights_only=True)
-            return saved["state"] if saved["of"] == self.of else None
-        except (OSError, EOFError, RuntimeError, KeyError, TypeError, pickle.UnpicklingError):
-            return None
+    It is removed when all went well. If another process is building there, this one gets a folder of its own.
+    """
+    unfinished = out.with_name(f".{out.name}.unfinished")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    fd = os.open(unfinished, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as own:
+            yield Path(own)
+        return
+    try:
+        yield unfinished / name
+        shutil.rmtree(unfinished)
+    finally:
+        os.close(fd)
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Qwen3ForCausalLM:
@@ -189,163 +192,127 @@ def _torch_settings(seed: int, threads: int) -> Generator[None]:
         torch.set_num_threads(threads_before)
 
 
-def _publish(out: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, report: TinyReport) -> None:
-    """Write beside `out`, then rename, so that nobody ever sees half a model.
+def _save(folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> Path:
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _publish(out: Path, weights: Path, report: TinyReport) -> None:
+    """Copy the folder `weights` beside `out`, then rename it, so that nobody ever sees half a model.
 
     Another process may have built the same model meanwhile; the first one wins, and the other copy is dropped.
     """
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
-            folder = Path(temporary) / "model"
-            model.save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-            (folder / REPORT_NAME).write_bytes(orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2))
-            with contextlib.suppress(OSError) if (out / "config.json").is_file() else contextlib.nullcontext():
-                os.rename(folder, out)
-    except OSError as error:
-        raise ConfigError(f"out: cannot write {str(out)!r}: {error.strerror}") from error
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Batch:
-    """Conversations, padded on the right: with a causal mask no real token sees the padding."""
-
-    inputs: Tensor  # [B, T] token ids
-    targets: Tensor  # [B, T] the next token where the model speaks, else -100
-    is_digit: Tensor  # [B, T] where the target is a digit
-    num_tokens: int
-
-
-class ConversationEncoder:
-    """Turns conversations into batches with the loss on what the assistant says."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._tokenizer = tokenizer
-        self._pad, self._start, self._end, self._assistant = (
-            token_id(tokenizer, token) for token in (PAD, START, END, ASSISTANT)
-        )
-        self._digits = torch.tensor([token_id(tokenizer, digit) for digit in "0123456789"])
-
-    def batch(self, conversations: Sequence[Conversation]) -> _Batch:
-        texts = [render(conversation) for conversation in conversations]
-        encodings = self._tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
-        rows = [encoding.ids for encoding in encodings]
-        longest = max(map(len, rows))
-        ids = torch.tensor([row + [self._pad] * (longest - len(row)) for row in rows])
-        spoken = torch.tensor([self.spoken(row) + [False] * (longest - len(row)) for row in rows])
-        targets = ids[:, 1:].masked_fill(~spoken[:, 1:], -100)
-        return _Batch(
-            inputs=ids[:, :-1],
-            targets=targets,
-            is_digit=torch.isin(targets, self._digits),
-            num_tokens=sum(map(len, rows)),
-        )
-
-    def spoken(self, ids: Sequence[int]) -> list[bool]:
-        """Mark the tokens that the model says: from after the opening of an assistant message to its end token."""
-        marks: list[bool] = []
-        speaks = False
-        for index, token in enumerate(ids):
-            marks.append(speaks)
-            if token == self._end:
-                speaks = False
-            elif index and token == self._assistant and ids[index - 1] == self._start:
-                speaks = True
-        return marks
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as temporary:
+        folder = Path(temporary) / "model"
+        shutil.copytree(weights, folder, ignore=shutil.ignore_patterns(*FOR_RESUMES))
+        (folder / REPORT_NAME).write_bytes(orjson.dumps(asdict(report), option=orjson.OPT_INDENT_2))
+        with contextlib.suppress(OSError) if (out / "config.json").is_file() else contextlib.nullcontext():
+            os.rename(folder, out)
 
 
 class WarmStart:
-    """One warm start of one model."""
+    """One warm start: a supervised fine-tuning on demonstrations, whose learning rate decays once they are learnt."""
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerFast,
-        demonstrations: Iterator[Conversation],
-        recipe: Recipe,
+        self, tokenizer: PreTrainedTokenizerFast, demonstrations: Iterator[Conversation], recipe: Recipe
     ) -> None:
-        self._model = model
-        self._encoder = ConversationEncoder(tokenizer)
-        self._demonstrations = demonstrations
         self._recipe = recipe
-        self._optimizer = torch.optim.AdamW(
-            model.parameters(), lr=recipe.learning_rate, betas=recipe.betas, weight_decay=recipe.weight_decay
-        )
+        self._demonstrations = demonstrations
+        self._chats = ChatRenderer(Renderer(tokenizer))
         check = [next(demonstrations) for _ in range(recipe.num_check_conversations)]
-        self._check, self._copies = self._encoder.batch(check), copies_numbers(check)
-        self.progress = WarmStartProgress(decay_starts=recipe.max_gate_steps)
+        self.check = [record for one in check for record in self._records(one)]
+        digits = [token_id(tokenizer, digit) for digit in "0123456789"]
+        self._is_digit = [np.isin(one.token_ids[one.loss_mask], digits) for one in self.check]
+        self._copies = copies_numbers(check)
 
-    def run(self) -> Iterator[WarmStartProgress]:
-        """Train at full learning rate until the gate opens, then through the decay; yield the progress at checks."""
-        recipe, progress = self._recipe, self.progress
-        while progress.step < progress.decay_starts + recipe.num_decay_steps:
-            self._train(self._rate(progress.step))
-            progress.step += 1
-            if progress.step % recipe.check_every == 0:
-                self._look()
-                yield replace(progress)
+    def run(self, begun: Path, folder: Path, seed: int, threads: int) -> Iterator[WarmStartProgress]:
+        """Train the model in `begun` to the end, from the newest checkpoint in `folder` if there is one.
 
-    def state(self) -> Mapping[str, Any]:
-        """Return what `load_state` needs to go on from here, with demonstrations that begin anew."""
-        parts = {"model": self._model.state_dict(), "optimizer": self._optimizer.state_dict()}
-        return {**parts, "progress": asdict(self.progress)}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state: the demonstrations that it has seen are skipped."""
-        self._model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.progress = WarmStartProgress(**state["progress"])
-        num_seen = self.progress.step * self._recipe.batch_size
-        next(islice(self._demonstrations, num_seen, num_seen), None)
-
-    @torch.no_grad()
-    def _look(self) -> None:
-        """Measure on conversations that are not trained on; the decay starts when it copies well or learns no more.
-
-        Copying: the probability that all digits of a conversation are copied, averaged over those with digits. NaN
-        where most numbers of the demonstrations are no copies: there a flat loss is the end.
+        Yields the progress at each check, once its checkpoint is in `folder`: a warm start may be interrupted there.
         """
-        check, progress, recipe = self._check, self.progress, self._recipe
-        losses = self._losses(check)  # [B, T]
-        progress.loss = (losses.sum() / (check.targets != -100).sum()).item()
-        if self._copies:
-            by_conversation = torch.where(check.is_digit, -losses, 0.0).sum(dim=1).exp()
-            progress.copy_accuracy = by_conversation[check.is_digit.any(dim=1)].mean().item()
-        progress.num_flat_checks += 1
-        if progress.loss < (1 - recipe.flat_share) * progress.best_loss:
-            progress.best_loss, progress.num_flat_checks = progress.loss, 0
-        is_flat = not self._copies and progress.num_flat_checks >= recipe.num_flat_checks
-        if progress.copy_accuracy >= recipe.copy_gate or is_flat:
-            progress.decay_starts = min(progress.decay_starts, progress.step)
-        progress.fraction = progress.step / (progress.decay_starts + recipe.num_decay_steps)
+        recipe, saved = self._recipe, latest_checkpoint(folder)
+        state = saved.run_state() if saved else {}
+        num_tokens: int = state.get("num_tokens", 0)
+        with loaded(self._setup(saved.path if saved else begun, folder, seed, threads)) as trainer:
+            fitting = Fitting(
+                trainer,
+                self.batches(num_done=saved.step if saved else 0),
+                self.check,
+                num_steps=recipe.max_gate_steps + recipe.num_decay_steps,
+                every=recipe.check_every,
+                flat=FlatConfig(
+                    checks=recipe.max_gate_steps if self._copies else recipe.num_flat_checks,
+                    min_fall=recipe.flat_share,
+                    decay_steps=recipe.num_decay_steps,
+                ),
+                step=saved.step if saved else 0,
+                state=state.get("fitting"),
+            )
+            for fitted in fitting.steps():
+                num_tokens += int(fitted.metrics["num_input_tokens"])
+                if fitted.check is None:
+                    continue
+                if self.copy_accuracy(fitted.check) >= recipe.copy_gate:
+                    fitting.wind_down()
+                place = {"directory": str(folder), "step": fitted.step, "incarnation": 0}
+                trainer.call("save", {**place, "run_state": {"fitting": fitting.state, "num_tokens": num_tokens}})
+                yield self._progress(fitting, fitted.check, num_tokens)
+            if saved and fitting.step == saved.step:  # it was interrupted at its end
+                yield self._progress(fitting, fitting.check(), num_tokens)
 
-    def _train(self, rate: float) -> None:
-        batch = self._draw(self._recipe.batch_size)
-        loss = self._losses(batch).sum() / (batch.targets != -100).sum()
-        self._optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._recipe.max_grad_norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step()
-        self.progress.num_tokens += batch.num_tokens
+    def _progress(self, fitting: Fitting, check: Check, num_tokens: int) -> WarmStartProgress:
+        return WarmStartProgress(
+            step=fitting.step,
+            fraction=fitting.step / fitting.num_steps,
+            num_tokens=num_tokens,
+            loss=check.loss,
+            copy_accuracy=self.copy_accuracy(check),
+        )
 
-    def _losses(self, batch: _Batch) -> Tensor:
-        """Return the negative log-likelihood of each spoken token, 0 elsewhere, [B, T]."""
-        logits = self._model(input_ids=batch.inputs, use_cache=False).logits  # [B, T, V]
-        losses = functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
-        return losses.view_as(batch.targets)
+    def copy_accuracy(self, check: Check) -> float:
+        """Return the probability that all digits of a conversation are copied, averaged over those with digits.
 
-    def _rate(self, step: int) -> float:
-        """Return the learning rate: linear warm-up, constant, linear decay to a fiftieth."""
+        NaN where most numbers of the demonstrations are no copies: there a flat loss is the end.
+        """
+        if not self._copies:
+            return math.nan
+        by_conversation = [
+            math.exp(np.asarray(logprobs)[is_digit].sum())
+            for logprobs, is_digit in zip(check.logprobs, self._is_digit, strict=True)
+            if is_digit.any()
+        ]
+        return math.fsum(by_conversation) / len(by_conversation)
+
+    def _setup(self, model: Path, folder: Path, seed: int, threads: int) -> TrainerSetup:
         recipe = self._recipe
-        warmup = min(1.0, (step + 1) / recipe.num_warmup_steps)
-        decay = max(0.02, 1.0 - max(0, step - self.progress.decay_starts) / recipe.num_decay_steps)
-        return recipe.learning_rate * warmup * decay
+        num_steps = recipe.max_gate_steps + recipe.num_decay_steps
+        config = TrainerConfig(
+            learning_rate=recipe.learning_rate,
+            warmup_fraction=recipe.num_warmup_steps / num_steps,
+            betas=recipe.betas,
+            epsilon=recipe.epsilon,
+            weight_decay=recipe.weight_decay,
+            gradient_clip=recipe.max_grad_norm,
+            keep_last=1,
+            threads=threads,
+            device="cpu",
+        )
+        return TrainerSetup(
+            model=model, trainer=config, seed=seed, shared_memory=folder, publishes=False, num_steps=num_steps
+        )
 
-    def _draw(self, num: int) -> _Batch:
-        return self._encoder.batch([next(self._demonstrations) for _ in range(num)])
+    def batches(self, num_done: int = 0) -> Iterator[list[TokenRecord]]:
+        """Yield batches without end, without the first `num_done`."""
+        num_seen = num_done * self._recipe.batch_size
+        next(islice(self._demonstrations, num_seen, num_seen), None)
+        while True:
+            batch = islice(self._demonstrations, self._recipe.batch_size)
+            yield [record for one in batch for record in self._records(one)]
+
+    def _records(self, conversation: Conversation) -> list[TokenRecord]:
+        messages = [read_message(message, index) for index, message in enumerate(conversation)]
+        return row_of(Chat(origin="demonstrations", messages=messages), self._chats).records()
 
 
 def main() -> int:
@@ -354,6 +321,7 @@ def main() -> int:
         prog="python -m areal_agent.models.tiny",
         description="Build the quickstart's model: about a million parameters, warm-started on demonstrations.",
     )
+    parser.add_argument("--untrained", action="store_true", help="without the warm start: random weights")
     parser.add_argument("--out", type=Path, required=True, help="folder to build it into; must not exist")
     parser.add_argument("--seed", type=int, default=0, help="seeds the weights and the demonstrations (0)")
     parser.add_argument("--threads", type=int, default=2, help="threads to compute with (2)")
@@ -367,6 +335,7 @@ def main() -> int:
         seed=options.seed,
         demonstrations=options.demonstrations,
         threads=options.threads,
+        is_untrained=options.untrained,
         on_progress=_print_progress,
     )
     print(f"{options.out}: {report.num_parameters:,} parameters, {report.wall_s:.0f} s")

@@ -62,20 +62,23 @@ class TimeAccount:
 
 
 class BusyClock:
-    """Counts how many of something are under way, and the seconds in which at least one was.
+    """Counts how many of something are under way, the seconds in which at least one was, and the sum of their times.
 
-    >>> now = iter([0.0, 2.0, 5.0])
+    >>> now = iter([0.0, 1.0, 3.0, 3.0, 5.0])
     >>> clock = BusyClock(now=lambda: next(now))
-    >>> with clock.one():                 # from 0.0 to 2.0
-    ...     num_inside = clock.num_running
-    >>> num_inside, clock.busy_s
-    (1, 2.0)
+    >>> with clock.one():                 # from 0.0 to 3.0
+    ...     with clock.one():             # from 1.0 to 3.0
+    ...         num_inside = clock.num_running
+    >>> num_inside, clock.busy_s, clock.total_s
+    (2, 3.0, 5.0)
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._busy_s = 0.0
         self._since = 0.0
+        self._total_s = 0.0
+        self._settled_at = 0.0
         self.num_running = 0
 
     @contextmanager
@@ -88,14 +91,23 @@ class BusyClock:
 
     def begin(self) -> None:
         """Count one more as under way, until its `end`."""
+        now = self._settle()
         if self.num_running == 0:
-            self._since = self._now()
+            self._since = now
         self.num_running += 1
 
     def end(self) -> None:
+        now = self._settle()
         self.num_running -= 1
         if self.num_running == 0:
-            self._count(self._since, self._now())
+            self._count(self._since, now)
+
+    def _settle(self) -> float:
+        """Add up the times of all that run until now, and return now."""
+        now = self._now()
+        self._total_s += self.num_running * (now - self._settled_at)
+        self._settled_at = now
+        return now
 
     def _count(self, start: float, end: float) -> None:
         self._busy_s += end - start
@@ -103,6 +115,13 @@ class BusyClock:
     @property
     def busy_s(self) -> float:
         return self._busy_s + (self._now() - self._since if self.num_running else 0.0)
+
+    @property
+    def total_s(self) -> float:
+        """The sum of the times of all, those under way included; over the time that passed: how many ran on average."""
+        if self.num_running:
+            self._settle()
+        return self._total_s
 
 
 Span = tuple[float, float]

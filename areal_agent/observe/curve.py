@@ -1,4 +1,4 @@
-"""curve.png: a run in one picture, drawn from the rows of metrics.jsonl."""
+"""curve.png: a run, or a supervised fine-tuning, in one picture, drawn from the rows of metrics.jsonl."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,6 +44,28 @@ def draw_curve(
     draw_success(success_before, success_after, success_between, _success_axes(reward_axes))
     _draw_rates(rate_axes, steps, _column(rows, "tokens_per_s/generated"), _column(rows, "tokens_per_s/trained"))
     _draw_staleness(staleness_axes, steps, _column(rows, "staleness/mean"), _column(rows, "staleness/max"))
+    figure.savefig(path)
+
+
+def draw_losses(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draw the loss of each step of a supervised fine-tuning, and the loss on what is held out."""
+    figure = Figure(figsize=(8.0, 4.2), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    steps, losses = _column(rows, "step"), _column(rows, "sft/loss")
+    axes.plot(steps, losses, "o", color=REWARD, alpha=0.4, markersize=4, markeredgewidth=0, label="a step")
+    measured = _column(rows, "sft/held_out_loss")
+    is_measured = np.isfinite(measured)
+    axes.plot(steps[is_measured], measured[is_measured], "D-", color=AFTER, markersize=5, label="held out")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss (nats a token)")
+    axes.set_title("Supervised fine-tuning", loc="left", fontsize=10)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    _legend(axes)
     figure.savefig(path)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self, cast
 
 from areal_agent.algorithms.config import AlgorithmConfig, load_own
-from areal_agent.cluster.local import check_port, check_this_host
+from areal_agent.cluster.local import TOKENIZER, check_port, check_this_host
 from areal_agent.config import Config
 from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
@@ -25,6 +25,7 @@ from areal_agent.rollout.draws import Curriculum, in_order
 from areal_agent.rollout.tasks import HUB_NAME, TaskSet, load_tasks, require_json
 from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
 from areal_agent.run.serving import transcript_settings
+from areal_agent.run.teacher import require_same_vocabulary
 from areal_agent.section import is_import_path
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.trainer.checkpoint import latest_checkpoint, newest_step
@@ -64,6 +65,7 @@ class Preflight:
         if resume is None or demonstrations_of(config.model) is None:  # a tiny model is in the folder of its run
             check_model(config.model, config.engine)
         check_context(config)
+        check_teacher(config)
         if config.is_online:
             if source is not None:
                 raise ConfigError(
@@ -162,6 +164,26 @@ def check_ports(config: Config) -> None:
         check_port(port, "rollout.gateway_port")
         if port and port == config.engine.port:
             raise ConfigError(f"engine.port and rollout.gateway_port are both {port}; they must differ")
+
+
+def check_teacher(config: Config) -> None:
+    """Raise ConfigError for a teacher's folder that cannot be loaded, or has another tokenizer than the model's folder.
+
+    Names on the hub, tiny models and servers are asked when the run starts.
+    """
+    teacher = config.algorithm.teacher
+    if teacher is None or teacher.model is None or teacher.url is not None or demonstrations_of(teacher.model):
+        return
+    folder = Path(teacher.model)
+    if not (folder / "config.json").is_file() and (folder.exists() or not HUB_NAME.fullmatch(teacher.model)):
+        raise ConfigError(
+            f"algorithm.teacher.model is {teacher.model!r}, and no folder with a config.json; give a Hugging Face "
+            "folder, for example a checkpoint of another run, or a hub name (org/name)"
+        )
+    if folder.exists():
+        check_causal(folder)
+        if (Path(config.model) / TOKENIZER).is_file():
+            require_same_vocabulary(Path(config.model), folder)
 
 
 def check_engine(engine: EngineConfig) -> None:

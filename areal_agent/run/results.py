@@ -213,6 +213,7 @@ class Reading:
     engine: EngineReading
     trainer: Mapping[str, float]  # seconds by activity
     counts: Mapping[str, float]
+    request_s: float  # the times of all engine requests, added up
     gauges: Mapping[str, float]
 
 
@@ -369,11 +370,13 @@ class RunMetrics:
         """Return what both sides did since this was called last, and the gauges of now."""
         last, now = self._last, await self._read()
         self._last = now
+        wall_s = now.engine.wall_s - last.engine.wall_s
         return {
-            "seconds/wall": now.engine.wall_s - last.engine.wall_s,
+            "seconds/wall": wall_s,
             **{f"seconds/trainer/{name}": spent - last.trainer.get(name, 0.0) for name, spent in now.trainer.items()},
             **{f"seconds/engine/{name}": spent for name, spent in engine_seconds(last.engine, now.engine).items()},
             **{name: max(0, count - last.counts.get(name, 0)) for name, count in now.counts.items()},
+            "engine/mean_running_requests": max(0.0, now.request_s - last.request_s) / max(wall_s, 1e-9),
             **now.gauges,
         }
 
@@ -395,6 +398,7 @@ class RunMetrics:
                 evaluated_tokens=self._evaluated_tokens,
             ),
             trainer=trainer,
+            request_s=gateway.engine_request_s,
             counts={
                 "tokens/generated": gateway.generated_tokens,
                 "rollouts/loop_blocked_s": stats.loop_blocked_s,

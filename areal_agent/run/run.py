@@ -24,11 +24,15 @@ import asyncio
 import contextlib
 import secrets
 import shutil
-from collections.abc import Awaitable, Coroutine, Sequence
+import time
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from areal_agent.cluster.engines import engine_weights
 from areal_agent.cluster.local import obtain_model, require_same_tokenizer, start_trainer, weights_folder
@@ -54,11 +58,14 @@ from areal_agent.run.preflight import (
 from areal_agent.run.results import RunMetrics, RunStatus
 from areal_agent.run.serving import EvalReport
 from areal_agent.run.sources import Beginning, Source, begin, open_online_rollouts, open_own_rollouts
+from areal_agent.run.teacher import obtain_teacher, open_teacher
 from areal_agent.tokens.renderer import exported_template
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.wire import StepReport
 from areal_agent.types import RolloutBatch, Task, WeightVersion
 from areal_agent.weights.push import PushReport, push_under
+
+NOTHING: Mapping[str, float] = {}
 
 WATCHER_GRACE_S = 1.0
 """The longest wait of a failed call for the news that its process has died."""
@@ -147,17 +154,31 @@ class Run:
             return await self.source.roll_out(self.step + 1, tasks)
 
     async def train_step(self, batch: RolloutBatch) -> StepReport:
-        """Make one train step in the trainer process. A cancellation is raised only after the step has ended."""
-        return await uninterrupted(self._train_step(batch))
+        """Make one train step in the trainer process. A cancellation is raised only after the step has ended.
+
+        A teacher's server scores the batch first; that wait can be cancelled.
+        """
+        if self._teacher is None:
+            return await uninterrupted(self._train_step(batch))
+        began_s = time.monotonic()
+        with self._metrics.during("waiting_for_teacher"):
+            scores = await self._teacher.score(batch.records)
+        return await uninterrupted(self._train_step(batch, scores, {"seconds_teacher": time.monotonic() - began_s}))
 
     async def push(self) -> PushReport:
         """Publish the trainer's weights as the next version and swap them into the engine, mid-sentence."""
         return await uninterrupted(self._push())
 
-    async def _train_step(self, batch: RolloutBatch) -> StepReport:
+    async def _train_step(
+        self,
+        batch: RolloutBatch,
+        teacher: Sequence[NDArray[np.float32]] | None = None,
+        metrics: Mapping[str, float] = NOTHING,
+    ) -> StepReport:
         with self._metrics.during("training"):
             async with self.source.memory_lent():
-                report = await self._trainer.train_step(batch, incarnation=self.version.incarnation)
+                report = await self._trainer.train_step(batch, incarnation=self.version.incarnation, teacher=teacher)
+        report = replace(report, metrics={**report.metrics, **metrics})
         self.step = batch.step
         self._metrics.trained(batch, report)
         return report
@@ -238,6 +259,8 @@ class Run:
         check_context(config, model)
         await asyncio.to_thread(require_trainable, model, config.engine)
         beginning = await begin(self.ledger, folder.checkpoints)
+        teacher = await obtain_teacher(config, model, folder.logs, self.progress)
+        self._teacher = await self._stack.enter_async_context(open_teacher(config, model, self.progress.note))
         self._stack.push_async_exit(self._note_failure)
         if beginning.checkpoint is not None:
             require_same_tokenizer(model, beginning.checkpoint.path)
@@ -246,7 +269,7 @@ class Run:
         self._stack.push_async_callback(self._metrics.aclose)
         if idle := idle_clip(config):
             self.progress.note(idle)
-        await self._start_processes(model, beginning)
+        await self._start_processes(model, beginning, teacher)
         await self._metrics.connect(self.source, self._process_ids)
         self.evaluation = Evaluation(
             self.preflight.eval_tasks,
@@ -296,7 +319,7 @@ class Run:
         await self.ledger.set_note("incarnation", number)
         return replace(self.version, incarnation=number)
 
-    async def _start_processes(self, model: Path, beginning: Beginning) -> None:
+    async def _start_processes(self, model: Path, beginning: Beginning, teacher: Path | None) -> None:
         config, folder, checkpoint = self.config, self.folder, beginning.checkpoint
         self.progress.phase("starting the trainer" if config.is_online else "starting engine and trainer")
         weights = checkpoint.path if checkpoint else model
@@ -319,6 +342,7 @@ class Run:
                 setup = TrainerSetup(
                     model=weights,
                     base=model,
+                    teacher=teacher,
                     trainer=config.trainer,
                     algorithm=config.algorithm,
                     seed=config.seed,

@@ -28,11 +28,12 @@ class Mask(StrEnum):
 class LossRule:
     """Decides which answers are in the loss.
 
-    `trains_altered`: `altered` tokens too, except greedy ones (their temperature is 0). `roots`: of all conversations
-    of a session, or of the main one.
+    `trains_altered`: `altered` tokens too, except greedy ones (their temperature is 0). `trains_greedy`: those as well,
+    for a loss that reads no recorded probabilities. `roots`: of all conversations of a session, or of the main one.
     """
 
     trains_altered: bool = False
+    trains_greedy: bool = False
     roots: TrainRoots = TrainRoots.ALL
 
     def masks(self, trajectory: Trajectory) -> Mapping[str, Mask]:
@@ -66,7 +67,7 @@ class LossRule:
 
     def _is_usable(self, turn: Turn, completion: Completion) -> bool:
         is_exact = completion.distribution is Distribution.EXACT
-        return is_exact or (self.trains_altered and turn.sampling.temperature > 0)
+        return is_exact or (self.trains_altered and (self.trains_greedy or turn.sampling.temperature > 0))
 
 
 def _beside_the_main(turns: Sequence[Turn]) -> frozenset[str]:

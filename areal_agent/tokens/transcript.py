@@ -54,6 +54,7 @@ class Transcript:
 
     def __init__(self, settings: TranscriptSettings) -> None:
         self.loss_rule = LossRule(trains_altered=settings.trains_altered, roots=settings.train_roots)
+        self.tokenizer = Path(settings.tokenizer) if settings.tokenizer else None
         self._renderer = settings.load_renderer() if settings.tokenizer else None
 
     @classmethod

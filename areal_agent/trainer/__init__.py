@@ -1,7 +1,7 @@
 """The trainer: a process of its own that turns records into optimiser steps and publishes each new set of weights.
 
 main process                          trainer process (python -m areal_agent.trainer)
-client.py ◀── wire.py over a socket ──▶ __main__.py ─▶ trainer.py ─┬─▶ step.py ─▶ model.py, optimizer.py, metrics.py
+client.py ◀── wire.py over a socket ──▶  worker.py  ─▶ trainer.py ─┬─▶ step.py ─▶ model.py, optimizer.py, metrics.py
                                           │                        │               └─▶ forward.py ─▶ attention.py
                                           │                        ├─▶ checkpoint.py, state.py
                                           └─▶ ranks.py             └─▶ weights/channels.py

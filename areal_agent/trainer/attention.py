@@ -5,14 +5,17 @@ other. With both registered a model keeps its own code: it makes queries, keys a
 cap, sinks and rule (causal, a sliding window, chunks), which are applied here to each packed sequence alone.
 
     model ── rule ───────────────▶ `mask_rule`: None for plain causal attention, else a `Rule`
-          ── q, k, v, the rule ──▶ `segment_attention`, sequence by sequence
-                                       plain causal: one call of torch's attention
-                                       else:         blocks of queries, each with the keys in reach
+          ── q, k, v, the rule ──▶ `segment_attention`
+                                       plain causal on a GPU: one call for all sequences (`OneCall`)
+                                       plain causal:          one call of torch's attention for each sequence
+                                       else:                  blocks of queries, each with the keys in reach
 """
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +23,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch 2.9
+    varlen_attn = None
+try:
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore  # an extra of the user's, on a GPU
+except ImportError:
+    flash_attn_varlen_func = None
 
 ATTENTION_NAME = "areal_agent_segments"
 QUERIES_PER_BLOCK = 512
@@ -115,6 +127,58 @@ class Scores:
         return weights.to(value.dtype) @ value
 
 
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+"""Causal attention within all sequences of a row: queries [T, H, D], keys and values [T, G, D], where each sequence
+begins and the last one ends [S + 1] int32, the length of the longest, the scaling -> [T, H, D]."""
+MAX_HEAD_SIZE = 256
+"""The largest D that kernels take; they take multiples of 8."""
+
+
+def packed_kernel() -> Kernel | None:
+    """Return the kernel of torch, else that of flash-attn, else None. Both run on a GPU, in bfloat16 or float16."""
+    parameters = () if varlen_attn is None else inspect.signature(varlen_attn).parameters
+    if {"scale", "window_size", "enable_gqa"}.issubset(parameters):  # torch's first versions lack some of them
+        return _by_torch
+    return None if flash_attn_varlen_func is None else _by_flash_attn
+
+
+def _by_torch(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float) -> Tensor:
+    attend: Any = varlen_attn
+    spans = (offsets, offsets, longest, longest)
+    return attend(query, key, value, *spans, scale=scaling, window_size=(-1, 0), enable_gqa=True)
+
+
+def _by_flash_attn(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float) -> Tensor:
+    attend: Any = flash_attn_varlen_func
+    return attend(query, key, value, offsets, offsets, longest, longest, softmax_scale=scaling, causal=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class OneCall:
+    """Plain causal attention within all sequences of one row by one call of a kernel."""
+
+    kernel: Kernel
+    offsets: Tensor  # [S + 1] int32
+    longest: int
+
+    @classmethod
+    def of(cls, kernel: Kernel, segments: Sequence[int], device: torch.device) -> Self:
+        """Return the call for sequences of these lengths, which is the same in every layer."""
+        offsets = torch.tensor([0, *accumulate(segments)], dtype=torch.int32, device=device)
+        return cls(kernel=kernel, offsets=offsets, longest=max(segments))
+
+    def takes(self, query: Tensor, value: Tensor) -> bool:
+        """Return whether kernels compute in these types and sizes."""
+        size = query.shape[3]
+        is_half = value.dtype in (torch.bfloat16, torch.float16)
+        return is_half and value.shape[3] == size <= MAX_HEAD_SIZE and size % 8 == 0
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
+        """Return the weighted values. Shapes: query [1, H, T, D], key and value [1, G, T, D] -> [1, H, T, D]."""
+        q, k, v = (one[0].transpose(0, 1).to(value.dtype) for one in (query, key, value))  # [T, H or G, D]
+        return self.kernel(q, k, v, self.offsets, self.longest, scaling).transpose(0, 1)[None]
+
+
 def segment_attention(
     module: nn.Module,
     query: Tensor,
@@ -126,9 +190,12 @@ def segment_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     segments: Sequence[int] | None = None,
+    one_call: OneCall | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention within each of `segments`, the lengths of the sequences in the one row; None: within each row.
+
+    `one_call` is used for plain causal attention in types and sizes that it takes; what it computes is the same.
 
     Shapes: B rows of T tokens, H query heads, G key-value heads, D and E the sizes of keys and values: query
     [B, H, T, D], key [B, G, T, D], value [B, G, T, E], sinks `s_aux` [H] -> [B, T, H, E].
@@ -137,6 +204,9 @@ def segment_attention(
     lengths = list(segments or (num_tokens,))
     assert sum(lengths) == num_tokens, (lengths, query.shape)
     scores = Scores(scaling=query.shape[3] ** -0.5 if scaling is None else scaling, softcap=softcap, sinks=s_aux)
+    is_causal = scores.is_plain and (attention_mask is None or not attention_mask.narrows(max(lengths)))
+    if one_call is not None and is_causal and one_call.takes(query, value):
+        return one_call.attend(query, key, value, scores.scaling).transpose(1, 2).contiguous(), None
     parts = (one.split(lengths, dim=2) for one in (query, key, value))
     outputs: list[Tensor] = []
     start = 0

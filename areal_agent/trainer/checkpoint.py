@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 RUN_STATE = "run.json"
 TRAINING = "training"
 ADAPTER = "adapter"
+FOR_RESUMES = (TRAINING, RUN_STATE, MANIFEST)
+"""The parts of a checkpoint that only a resume needs; the rest is a Hugging Face folder."""
 NAME = re.compile(r"step_\d{6,}")
 WRITING = ".writing-"
 ASIDE = ".aside-"

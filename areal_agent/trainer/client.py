@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.credit import reward_parts
 from areal_agent.errors import ProcessDied, TrainerError
 from areal_agent.trainer.config import TrainerSetup
-from areal_agent.trainer.wire import Frame, StepReport, TrainerInfo, encode_records, error_of, receive_frame
+from areal_agent.trainer.wire import TEACHER, Frame, StepReport, TrainerInfo, encode_records, error_of, receive_frame
 from areal_agent.types import JsonObject, RolloutBatch, TokenRecord, Weights
 
 INFO = TypeAdapter(TrainerInfo)
@@ -47,10 +49,13 @@ class TrainerClient:
         self._algorithm = setup.algorithm
         return INFO.validate_python(await self._call("init", {"setup": setup.model_dump(mode="json")}))
 
-    async def train_step(self, batch: RolloutBatch, *, incarnation: int = 0) -> StepReport:
+    async def train_step(
+        self, batch: RolloutBatch, *, incarnation: int = 0, teacher: Sequence[NDArray[np.float32]] | None = None
+    ) -> StepReport:
         """Train one step on a batch's records, with the total rewards of its trajectories and their parts by name.
 
-        `incarnation` is that of the run; it tells which tokens were sampled by this trainer's own weights.
+        `incarnation` is that of the run; it tells which tokens were sampled by this trainer's own weights. `teacher`
+        are the log-probabilities that a teacher elsewhere gives the loss tokens, [M] a record.
         """
         rewards = {trajectory.session_id: trajectory.rewards.total for trajectory in batch.trained}
         parts = {trajectory.session_id: reward_parts(trajectory, self._algorithm) for trajectory in batch.trained}
@@ -58,6 +63,7 @@ class TrainerClient:
             "train_step",
             {"step": batch.step, "incarnation": incarnation, "rewards": rewards, "parts": parts},
             records=batch.records,
+            teacher=teacher,
         )
         # JSON has no NaN: numbers that are not finite arrive as null
         metrics = {name: math.nan if value is None else value for name, value in answer["metrics"].items()}
@@ -92,13 +98,17 @@ class TrainerClient:
                 await self._writer.wait_closed()
 
     async def _call(
-        self, command: str, arguments: JsonObject, records: Sequence[TokenRecord] | None = None
+        self,
+        command: str,
+        arguments: JsonObject,
+        records: Sequence[TokenRecord] | None = None,
+        teacher: Sequence[NDArray[np.float32]] | None = None,
     ) -> dict[str, Any]:
         """Send one command and wait for its answer. Commands are sent in the order of the calls."""
         number = next(self._numbers)
         request = {"number": number, "command": command, **arguments}
         async with self._lock:  # taken before encoding, so that a batch that takes long to encode keeps its place
-            encoded = await asyncio.to_thread(_encoded, request, records)
+            encoded = await asyncio.to_thread(_encoded, request, records, teacher)
             writer = await self._connect()
             answer = self._answers[number] = asyncio.get_running_loop().create_future()
             try:
@@ -136,8 +146,12 @@ class TrainerClient:
                 answer.set_exception(error)
 
 
-def _encoded(header: JsonObject, records: Sequence[TokenRecord] | None) -> bytes:
+def _encoded(
+    header: JsonObject, records: Sequence[TokenRecord] | None, teacher: Sequence[NDArray[np.float32]] | None
+) -> bytes:
     if records is None:
         return Frame(header=header).encode()
     names, arrays = encode_records(records)
+    if teacher is not None:
+        arrays = {**arrays, TEACHER: np.concatenate([np.zeros(0, dtype=np.float32), *teacher])}
     return Frame(header={**header, "records": names}, arrays=arrays).encode()

@@ -82,7 +82,15 @@ class TrainerConfig(Section):
     threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads of each trainer process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: cuda if there is a GPU. Weights are float32; on cuda, matrices are multiplied in bfloat16."""
+    """`auto`: cuda if there is a GPU."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What the model computes in; `auto` is bfloat16 on cuda and float32 on a CPU. Weights, sums of gradients and the
+    optimiser are float32 in any case. With bfloat16 a layer's weights are cast when the layer runs (FSDP2), and no
+    second copy of the model is kept."""
+    fp32_lm_head: bool = False
+    """With bfloat16: compute the embeddings, the last norm and the output layer in float32, and so log-probabilities
+    as exactly as the layers' outputs allow (MiniMax-M1, arXiv 2506.13585). Products of the output layer become several
+    times slower on a GPU. It narrows the difference to engines that do the same."""
     transfer: Literal["shared_memory", "disk", "distributed"] = "shared_memory"
     """How new weights reach the engine. `shared_memory`: through /dev/shm. `disk`: through folders in the machine's
     temporary directory, for machines whose /dev/shm is too small, as in many containers. `distributed`: by
@@ -107,6 +115,10 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _has_no_idle_options(self) -> Self:
+        if self.fp32_lm_head and self.dtype == "float32":
+            raise ValueError(
+                "trainer.fp32_lm_head is true, but with trainer.dtype float32 every layer is float32; leave one out"
+            )
         for name in ("transfer_host", "transfer_bucket_mib"):
             if self.transfer != "distributed" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"trainer.{name} only applies to trainer.transfer distributed; leave it out")
@@ -122,11 +134,15 @@ class TrainerSetup(Section):
     """A Hugging Face folder."""
     base: Path | None = None
     """The model folder that the run began with, whose weights the adapters of a checkpoint need."""
+    teacher: Path | None = None
+    """The folder of the teacher that is loaded here (`algorithm.teacher.model`)."""
     trainer: TrainerConfig
-    algorithm: AlgorithmConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     seed: int
     shared_memory: Path
-    """The folder in which weights are published."""
+    """The folder in which weights are published, and in which ranks meet."""
+    publishes: bool = True
+    """Whether engines read the weights. Without, they leave in checkpoints alone."""
     resume: bool = True
     """If `model` is a checkpoint, continue exactly where it was saved. Without, only its weights are loaded."""
     chat_template: str | None = None

@@ -8,9 +8,11 @@ scale or a soft cap of the logits; to save memory it is computed chunk by chunk,
 `choose_attention` compares the logits of a batch of three sequences with those of each sequence alone, under the
 model's own attention. So no list of families is needed: one that passes state from token to token in another way
 (convolutions, linear attention), or whose attention does not use transformers' interface, is found by its logits.
+A kernel that attends within all sequences at once has to give the same in bfloat16, as far as that tells.
 """
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,19 +24,22 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from areal_agent.algorithms.batching import Head, MicroBatch, Sample, collate, logprobs_and_entropy
 from areal_agent.errors import ConfigError
-from areal_agent.trainer.attention import ATTENTION_NAME, use_segment_attention
+from areal_agent.trainer.attention import ATTENTION_NAME, Kernel, OneCall, use_segment_attention
+
+logger = logging.getLogger(__name__)
 
 
 class LossTokenForward(nn.Module):
     """The forward pass as one module, because FSDP2 gathers parameters per module."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, kernel: Kernel | None = None) -> None:
         super().__init__()
         self.model = model
+        self._kernel = kernel
         self._vocab_size = vocab_size(model)
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        hidden = hidden_states(decoder_of(self.model), batch)  # [M, H]
+        hidden = hidden_states(decoder_of(self.model), batch, self._kernel)  # [M, H]
         tail = tail_of(self.model)
         return logprobs_and_entropy(hidden, batch.targets, batch.temperatures, tail, vocab_size=self._vocab_size)
 
@@ -44,9 +49,15 @@ def vocab_size(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
-def hidden_states(decoder: nn.Module, batch: MicroBatch) -> Tensor:
-    """Return the last hidden states that loss tokens are predicted from, [M, H]."""
-    packed = {} if batch.segments is None else {"position_ids": batch.positions, "segments": batch.segments}
+def hidden_states(decoder: nn.Module, batch: MicroBatch, kernel: Kernel | None = None) -> Tensor:
+    """Return the last hidden states that loss tokens are predicted from, [M, H].
+
+    With `kernel`, plain causal attention within the sequences of a packed row is one call.
+    """
+    packed: dict[str, Any] = {}
+    if batch.segments is not None:
+        one_call = OneCall.of(kernel, batch.segments, batch.inputs.device) if kernel else None
+        packed = {"position_ids": batch.positions, "segments": batch.segments, "one_call": one_call}
     states = decoder(input_ids=batch.inputs, use_cache=False, **packed).last_hidden_state  # [R, T, H]
     return states.flatten(0, 1)[batch.predicting]
 
@@ -111,13 +122,19 @@ NEARLY_ALL = 0.95
 FLIPPED = 0.05
 """With experts a few tokens may differ so much: rounding may make a router choose another of two that score alike."""
 
+AS_NEAR = 2.0
+"""Two ways of rounding to bfloat16 have errors of one size; what sees another sequence is off by far more."""
+
 PACKED_WAYS = (ATTENTION_NAME,)
 PADDED_WAYS = (ATTENTION_NAME, "sdpa", "eager")
 """Attention for rows that hold one sequence each, by preference; the last two are transformers' own."""
 
 
-def choose_attention(model: PreTrainedModel, *, is_padded: bool) -> None:
-    """Give the model an attention with which a micro-batch gets the model's own logits. Raises ConfigError."""
+def choose_attention(model: PreTrainedModel, *, is_padded: bool, kernel: Kernel | None = None) -> Kernel | None:
+    """Give the model an attention with which a micro-batch gets the model's own logits. Raises ConfigError.
+
+    Returns `kernel` if packed rows get them with it too, else None.
+    """
     rows = _probe(vocab_size(model), model.device)
     try:
         model.set_attn_implementation("eager")  # what a model defines itself by: others leave out soft caps and sinks
@@ -128,7 +145,7 @@ def choose_attention(model: PreTrainedModel, *, is_padded: bool) -> None:
     for way in PADDED_WAYS if is_padded else PACKED_WAYS:
         difference = _difference(model, rows, plain, way, is_padded=is_padded)
         if difference is None:
-            return
+            return None if is_padded or kernel is None else _proved(model, rows, plain, kernel)
         found.append(difference)
     rows_used = "each in a row of its own" if is_padded else "in one row"
     can_be_padded = any(_difference(model, rows, plain, way, is_padded=True) is None for way in PADDED_WAYS)
@@ -137,6 +154,36 @@ def choose_attention(model: PreTrainedModel, *, is_padded: bool) -> None:
         f"{_type(model)} cannot be trained on sequences {rows_used}: the logits of each have to be those that it gets "
         f"alone, but {found[0]}; {remedy}"
     )
+
+
+def _proved(
+    model: PreTrainedModel, rows: Sequence[Tensor], plain: Sequence["_Observed"], kernel: Kernel
+) -> Kernel | None:
+    """Return `kernel` if its logits are as near to `plain`, which are in float32, as those of the loop over sequences.
+
+    Both are computed in bfloat16, and compared by the mean distance within each sequence.
+    """
+    batch = collate([_predicting_all(row) for row in rows], model.device)
+
+    def distances(of_kernel: Kernel | None) -> list[float]:
+        with torch.no_grad(), torch.autocast(model.device.type, dtype=torch.bfloat16):
+            logits = tail_of(model)(hidden_states(decoder_of(model), batch, of_kernel)).float()
+        return [float((one.logits - ours).abs().mean()) for one, ours in zip(plain, logits.split(LENGTHS), strict=True)]
+
+    loop = distances(None)
+    try:
+        once = distances(kernel)
+    except Exception as error:  # a boundary: kernels refuse some GPUs and sizes
+        logger.warning("attention runs sequence by sequence, since one call for all of them fails: %s", _line(error))
+        return None
+    if all(ours <= AS_NEAR * theirs for ours, theirs in zip(once, loop, strict=True)):  # false for NaN
+        return kernel
+    logger.warning(
+        "attention runs sequence by sequence, since with one call for all of them logits differ from those in float32 "
+        "by %s on average in each sequence of a trial, and without by %s",
+        *(", ".join(f"{one:.2g}" for one in found) for found in (once, loop)),
+    )
+    return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -28,10 +28,11 @@ from areal_agent.engine.foreign.weight_folders import TIED_HEAD, read_file_shape
 from areal_agent.engine.pushes import weight_files
 from areal_agent.errors import ConfigError, WeightUpdateError
 from areal_agent.models.causal import fault_of
+from areal_agent.trainer.attention import Kernel, packed_kernel
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.forward import LossTokenForward, choose_attention, decoder_layers, decoder_of, hidden_states
 from areal_agent.trainer.optimizer import Optimizer, Schedule
-from areal_agent.trainer.ranks import ALONE, Group, whole
+from areal_agent.trainer.ranks import ALONE, FLOAT32, Group, Precision, whole
 from areal_agent.types import TensorEntry
 from areal_agent.weights.channels import layout
 
@@ -40,7 +41,7 @@ UNUSED = "rotary_emb.inv_freq"
 
 
 class Policy:
-    """A causal language model with float32 weights; on cuda its matrices are multiplied in bfloat16."""
+    """A causal language model with float32 weights. It computes in float32 until `shard` gives it another precision."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device, *, is_padded: bool = False) -> None:
         """Take a model for packed or padded micro-batches. Raises ConfigError if it cannot be trained in them."""
@@ -52,8 +53,9 @@ class Policy:
         saved = model.state_dict().keys()
         self._buffers = {name: one for name, one in model.named_buffers() if name in saved}  # never trained
         self._untrained: dict[str, Path] = {}  # the file of each tensor that this model lacks
-        choose_attention(self.model, is_padded=is_padded)
-        self._loss_tokens = LossTokenForward(self.model)
+        kernel = packed_kernel() if device.type == "cuda" else None
+        self.kernel = choose_attention(self.model, is_padded=is_padded, kernel=kernel)
+        self._loss_tokens = LossTokenForward(self.model, self.kernel)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, *, is_padded: bool = False) -> Self:
@@ -90,10 +92,10 @@ class Policy:
         self.model.requires_grad_(False)
         return self
 
-    def adapt(self, config: LoraConfig, seed: int) -> None:
+    def adapt(self, config: LoraConfig, seed: int, precision: Precision = FLOAT32) -> None:
         """Train only adapters from now on. A copy (`backbone`) that is to be trained in full has to be made before."""
-        is_gpu = self.device.type == "cuda"
-        self.adapter = Adapter.attach(self.model, decoder_layers(self._decoder), config, seed, is_gpu=is_gpu)
+        halves = precision.layers == torch.bfloat16
+        self.adapter = Adapter.attach(self.model, decoder_layers(self._decoder), config, seed, halves=halves)
 
     def backbone(self) -> nn.Module:
         """Return a copy of everything below the output layer, with parameters of its own."""
@@ -103,9 +105,9 @@ class Policy:
         """Recompute activations in the backward pass instead of keeping them. Make copies (`backbone`) before."""
         recompute(decoder_layers(self._decoder))
 
-    def shard(self, group: Group) -> None:
-        """Shard the parameters over the ranks of `group`. Make copies (`backbone`) before."""
-        group.shard(decoder_layers(self._decoder), self._loss_tokens)
+    def shard(self, group: Group, precision: Precision = FLOAT32) -> None:
+        """Shard the parameters over the ranks of `group`, and compute in `precision`. Make copies before."""
+        group.shard(decoder_layers(self._decoder), self._loss_tokens, precision)
         self._group = group
 
     @property
@@ -163,8 +165,7 @@ class Policy:
 
     def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return log-probability and entropy of the batch's loss tokens, [M] each, at the rollouts' temperatures."""
-        with mixed_precision(self.device):
-            return self._loss_tokens(batch)
+        return self._loss_tokens(batch)
 
     def logprobs_without_adapter(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return `logprobs_and_entropy` of the model without its adapters: the reference, in the same memory."""
@@ -214,16 +215,15 @@ def choose_device(name: str, *, rank: int = 0, num_ranks: int = 1) -> torch.devi
     return torch.device("cuda", rank)
 
 
-def mixed_precision(device: torch.device) -> torch.autocast:
-    """Return a context that multiplies matrices in bfloat16 on cuda and changes nothing elsewhere."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
-
-
 class ValueForward(nn.ModuleDict):
     """The forward pass as one module, because FSDP2 gathers parameters per module."""
 
+    def __init__(self, decoder: nn.Module, head: nn.Module, kernel: Kernel | None) -> None:
+        super().__init__({"decoder": decoder, "head": head})
+        self._kernel = kernel
+
     def forward(self, batch: MicroBatch) -> Tensor:
-        return self["head"](hidden_states(self["decoder"], batch))
+        return self["head"](hidden_states(self["decoder"], batch, self._kernel))
 
 
 class Critic:
@@ -240,17 +240,17 @@ class Critic:
         *,
         schedule: Schedule | None = None,
         group: Group = ALONE,
+        precision: Precision = FLOAT32,
     ) -> None:
-        self._device = policy.device
         self._clip = algorithm.value_clip
         decoder = policy.backbone()
         hidden_size = int(policy.model.config.get_text_config().hidden_size)
         head = nn.Linear(hidden_size, 1, bias=False, device=policy.device)
         nn.init.zeros_(head.weight)
-        self.model = ValueForward({"decoder": decoder, "head": head}).eval()
+        self.model = ValueForward(decoder, head, policy.kernel).eval()
         if config.gradient_checkpointing:
             recompute(decoder_layers(decoder))
-        group.shard(decoder_layers(decoder), self.model)
+        group.shard(decoder_layers(decoder), self.model, precision)
         rate = algorithm.critic_learning_rate or config.learning_rate
         own_schedule = None if schedule is None else replace(schedule, peak=rate)
         self.optimizer = Optimizer(
@@ -259,8 +259,7 @@ class Critic:
 
     def values(self, batch: MicroBatch) -> Tensor:
         """Return the value of each loss token of the micro-batch, [M] float32."""
-        with mixed_precision(self._device):
-            return self.model(batch).squeeze(1).float()
+        return self.model(batch).squeeze(1).float()
 
     def backward(self, batch: MicroBatch) -> tuple[float, int]:
         """Accumulate the gradient of the clipped value loss; return the loss and how many values were clipped."""
@@ -312,12 +311,12 @@ class Adapter:
 
     @classmethod
     def attach(
-        cls, model: nn.Module, inside: Iterable[nn.Module], config: LoraConfig, seed: int, *, is_gpu: bool = False
+        cls, model: nn.Module, inside: Iterable[nn.Module], config: LoraConfig, seed: int, *, halves: bool = False
     ) -> Self:
         """Freeze `model` and add adapters to those linear layers within the modules `inside` that the config names.
 
-        Every rank creates the same adapters. On a GPU, frozen weights are kept in bfloat16 if that loses nothing, since
-        layers compute in it there. Raises ConfigError for a name that no linear layer has.
+        Every rank creates the same adapters. With `halves`, frozen weights are kept in bfloat16 if that loses nothing,
+        for layers that compute in it. Raises ConfigError for a name that no linear layer has.
         """
         within = {id(module) for part in inside for module in part.modules()}
         linear = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear) and id(one) in within}
@@ -328,7 +327,7 @@ class Adapter:
                 f"name; the names are {', '.join(sorted(known))}"
             )
         model.requires_grad_(False)
-        if is_gpu:
+        if halves:
             for layer in linear.values():
                 _halve(layer)
         generator = torch.Generator().manual_seed(seed)

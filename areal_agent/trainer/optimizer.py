@@ -77,6 +77,7 @@ class Optimizer:
         self._parameters = list(parameters)
         self.num_updates = 0  # with those that a gradient of zero left out: the schedule ends with the run
         self.norms: deque[float] = deque(maxlen=NUM_NORMS)  # before clipping, of the last gradients that taught
+        self.rate = 1.0  # multiplies the schedule's learning rate
         decayed = [one for one in self._parameters if one.ndim >= 2]
         others = [one for one in self._parameters if one.ndim < 2]
         groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
@@ -90,7 +91,7 @@ class Optimizer:
     @property
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
-        return self._schedule.at(self.num_updates)
+        return self.rate * self._schedule.at(self.num_updates)
 
     def clear_gradients(self) -> None:
         self.adamw.zero_grad(set_to_none=True)

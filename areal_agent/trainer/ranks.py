@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from areal_agent.errors import ConfigError, ProcessDied
 from areal_agent.process import LIFELINE_VARIABLE
+from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.wire import Frame, error_of, read_frame
 
 logger = logging.getLogger(__name__)
@@ -182,8 +183,36 @@ def _cause(own: Exception | None, failures: list[Exception | None]) -> Exception
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """What a model computes in: its layers, and the rest, which is embeddings, the last norm and the output layer.
+
+    Weights, sums of gradients and the optimiser are float32 in any case.
+    """
+
+    layers: torch.dtype = torch.float32
+    rest: torch.dtype = torch.float32
+
+    @classmethod
+    def of(cls, config: TrainerConfig, device: torch.device) -> Self:
+        """Return what the config asks for on this device."""
+        by_device = "bfloat16" if device.type == "cuda" else "float32"
+        layers: torch.dtype = getattr(torch, by_device if config.dtype == "auto" else config.dtype)
+        return cls(layers=layers, rest=torch.float32 if config.fp32_lm_head else layers)
+
+    def policies(self) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
+        """Return FSDP2's policy for a layer, whose outputs are what the rest computes in, and for the rest."""
+        return (
+            MixedPrecisionPolicy(param_dtype=self.layers, reduce_dtype=torch.float32, output_dtype=self.rest),
+            MixedPrecisionPolicy(param_dtype=self.rest, reduce_dtype=torch.float32),
+        )
+
+
+FLOAT32 = Precision()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The ranks that train together, as one of them sees them. `mesh` is None for a trainer of one rank."""
+    """The ranks that train together, as one of them sees them. `mesh` is None for one rank that needs no FSDP2."""
 
     rank: int = 0
     size: int = 1
@@ -195,26 +224,39 @@ class Group:
 
         All ranks are on one machine and talk over its loopback interface, where no other machine listens.
         """
+        return cls._of(rank, size, dist.FileStore(str(rendezvous), size), device)  # pyright: ignore[reportPrivateImportUsage]
+
+    @classmethod
+    def of_one(cls, device: torch.device) -> Self:
+        """Return a group of this process alone, whose FSDP2 casts parameters. Undo it with `leave`."""
+        return cls._of(0, 1, dist.HashStore(), device)  # pyright: ignore[reportPrivateImportUsage]
+
+    @classmethod
+    def _of(cls, rank: int, size: int, store: dist.Store, device: torch.device) -> Self:  # pyright: ignore[reportPrivateImportUsage]
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        store = dist.FileStore(str(rendezvous), size)  # pyright: ignore[reportPrivateImportUsage]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         return cls(rank=rank, size=size, mesh=init_device_mesh(device.type, (size,)))
 
     def leave(self) -> None:
-        if self.mesh is not None:
+        if self.mesh is not None and dist.is_initialized():
             dist.destroy_process_group()
 
-    def shard(self, layers: Sequence[nn.Module], whole: nn.Module) -> None:
+    def shard(self, layers: Sequence[nn.Module], whole: nn.Module, precision: Precision = FLOAT32) -> None:
         """Shard the parameters of a model over the ranks (FSDP2): each layer is one unit, and the rest is another.
 
-        Gradients are summed over the ranks, not averaged, because token weights are fixed over the whole update.
+        A unit is cast to its precision when it is gathered, forward and backward, so there is never a second copy of
+        the model. Gradients are summed in float32 over micro-batches and ranks, and not averaged, because token weights
+        are fixed over the whole update.
         """
         if self.mesh is None:
+            assert precision == FLOAT32, "only FSDP2 casts parameters; use Group.of_one"
             return
-        for module in (*layers, whole):
-            fully_shard(module, mesh=self.mesh, reshard_after_forward=True)
+        of_layer, of_rest = precision.policies()
+        for module in layers:
+            fully_shard(module, mesh=self.mesh, reshard_after_forward=True, mp_policy=of_layer)
+        fully_shard(whole, mesh=self.mesh, reshard_after_forward=True, mp_policy=of_rest)
         for module in whole.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -239,7 +281,7 @@ class Group:
 
 
 ALONE = Group()
-"""The group of a trainer of one rank."""
+"""The group of a trainer of one rank that computes in float32."""
 
 
 def whole(tensor: Tensor) -> Tensor:

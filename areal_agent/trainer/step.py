@@ -8,6 +8,7 @@ A token's weight in an update is fixed before the update is split into micro-bat
 depend on the split. Every rank is given all records and makes the same choices; only forward and backward are shared.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,6 +21,7 @@ from areal_agent.algorithms.advantages import AdvantageFunction, own_advantages,
 from areal_agent.algorithms.batching import MicroBatch, Sample, collate, sample_of
 from areal_agent.algorithms.config import AlgorithmConfig, load_own
 from areal_agent.algorithms.credit import with_causal_credit, with_parts
+from areal_agent.algorithms.distillation import distill_metrics, distilled_advantages, teacher_differences
 from areal_agent.algorithms.losses import (
     LossStats,
     LossTokens,
@@ -44,7 +46,7 @@ from areal_agent.trainer.model import Critic, Policy
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.ranks import ALONE, Group
 from areal_agent.trainer.wire import StepInput
-from areal_agent.types import WeightVersion
+from areal_agent.types import TokenRecord, WeightVersion
 
 
 class Stepper:
@@ -63,6 +65,7 @@ class Stepper:
         config: TrainerConfig,
         *,
         reference: Callable[[MicroBatch], tuple[Tensor, Tensor]] | None = None,
+        teacher: Callable[[MicroBatch], tuple[Tensor, Tensor]] | None = None,
         critic: Critic | None = None,
         group: Group = ALONE,
     ) -> None:
@@ -73,6 +76,7 @@ class Stepper:
         self._config = config
         self._group = group
         self._reference = reference
+        self._teacher = teacher
         self._critic = critic
         self._objective = choose_objective(algorithm)
         self._own_advantage: AdvantageFunction | None = load_own(algorithm, "advantage")
@@ -88,7 +92,10 @@ class Stepper:
         given = self._credited(given)
         samples = self._measured([sample_of(record) for record in given.records])
         laps.end("proximal")
-        samples = self._scored(given, samples)
+        differences = self._judged(given, samples)
+        if differences is not None:
+            laps.end("teacher")
+        samples = self._kept(given, self._scored(given, samples, differences))
         minibatches = self._minibatches(samples)
         laps.end("advantages")
         start_version = WeightVersion(incarnation=given.incarnation, step=given.step - 1)
@@ -102,9 +109,47 @@ class Stepper:
             **reward_metrics(given),
             **advantage_metrics(samples),
             **critic_metrics(samples, updates),
+            **({} if differences is None else distill_metrics(differences)),
             **{f"seconds_{phase}": seconds for phase, seconds in laps.seconds.items()},
             **device_memory(self._policy.device, self._group),
         }
+
+    # ------------------------------------------------------------------ supervised fine-tuning
+
+    def fit(self, records: Sequence[TokenRecord], rate: float = 1.0) -> dict[str, float]:
+        """Make one update towards the loss tokens of `records`, and return its metrics.
+
+        The loss is their mean negative log-probability in nats, -(1/N) sum_t log p_t over the N loss tokens of all
+        records. `rate` multiplies the schedule's learning rate. A gradient that is not finite makes no update.
+        """
+        samples = [sample_of(record) for record in records]
+        num_tokens = sum(one.num_loss_tokens for one in samples)
+        samples = [replace(one, weight=1.0 / max(num_tokens, 1)) for one in samples]
+        self._optimizer.clear_gradients()
+        loss, num_input_tokens = 0.0, 0
+        for _, batch in self._share(samples):
+            logprobs, _ = self._policy.logprobs_and_entropy(batch)
+            of_batch = -(logprobs * batch.weights).sum()
+            of_batch.backward()
+            loss += float(of_batch.detach())
+            num_input_tokens += batch.num_input_tokens
+        self._optimizer.rate = rate
+        learning_rate, norm = self._optimizer.learning_rate, self._optimizer.update()
+        sums = [sum(column) for column in zip(*self._group.gather([loss, num_input_tokens]), strict=True)]
+        return {
+            "loss": sums[0],
+            "grad_norm": norm,
+            "learning_rate": learning_rate,
+            "num_loss_tokens": num_tokens,
+            "num_input_tokens": sums[1],
+            "num_skipped_updates": float(not math.isfinite(norm)),
+            **device_memory(self._policy.device, self._group),
+        }
+
+    def measure(self, records: Sequence[TokenRecord]) -> list[Tensor]:
+        """Return the log-probability of each loss token of each record, [M] float32, in nats."""
+        samples = [sample_of(record) for record in records]
+        return self._by_sample(samples, lambda batch: self._policy.logprobs_and_entropy(batch)[0])
 
     # ------------------------------------------------------------------ before the updates
 
@@ -119,7 +164,9 @@ class Stepper:
         A single minibatch needs no proximal log-probabilities: its own forward pass uses those weights.
         """
         measured = list(samples)
-        if self._is_penalised or (self._algorithm.proximal == "recompute" and self._num_minibatches(samples) > 1):
+        is_distilled = self._algorithm.teacher is not None and self._algorithm.proximal != "behavior"
+        has_several = self._algorithm.proximal == "recompute" and self._num_minibatches(samples) > 1
+        if self._is_penalised or is_distilled or has_several:
             proximal = self._by_sample(samples, lambda batch: self._policy.logprobs_and_entropy(batch)[0])
             measured = [replace(one, proximal=part) for one, part in zip(measured, proximal, strict=True)]
         if (reference := self._reference) is not None:
@@ -149,25 +196,50 @@ class Stepper:
                 by_sample[index].copy_(part)
         return list(self._group.sum(measured).split(counts))
 
-    def _scored(self, given: StepInput, samples: Sequence[Sample]) -> list[Sample]:
-        """Add advantages and, for a critic, returns. Then empty what `truncated: mask` takes out of the loss."""
+    def _judged(self, given: StepInput, samples: Sequence[Sample]) -> list[Tensor] | None:
+        """Return by how much likelier a teacher finds each loss token, [M] a record; None without a teacher."""
+        if (teacher := self._teacher) is not None:
+            judged = self._by_sample(samples, lambda batch: teacher(batch)[0])
+        elif given.teacher is not None:
+            judged = [torch.from_numpy(one) for one in given.teacher]
+        else:
+            return None
+        students = [one.behavior if one.proximal is None else one.proximal for one in samples]
+        return [teacher_differences(*pair) for pair in zip(judged, students, strict=True)]
+
+    def _scored(
+        self, given: StepInput, samples: Sequence[Sample], differences: Sequence[Tensor] | None
+    ) -> list[Sample]:
+        """Add advantages and, for a critic, returns. `differences` are a teacher's."""
+        teacher = self._algorithm.teacher
+        if teacher is not None:
+            assert differences is not None, "a teacher's log-probabilities come with the batch, or it is loaded here"
+            if teacher.is_alone:
+                advantages = distilled_advantages(differences, None, teacher)
+                return [replace(one, advantages=part) for one, part in zip(samples, advantages, strict=True)]
         penalties = [self._penalty(one) for one in samples] if self._is_penalised else None
         values = [one.values for one in samples if one.values is not None] if self._critic is not None else None
         if self._own_advantage is None:
             advantages = token_advantages(given.records, self._algorithm, values=values, penalties=penalties)
         else:
             advantages = own_advantages(self._own_advantage, given.records, given.rewards, self._algorithm)
-        scored = [
-            replace(sample, advantages=one[torch.from_numpy(record.loss_mask)])
-            for sample, one, record in zip(samples, advantages, given.records, strict=True)
+        advantages = [
+            one[torch.from_numpy(record.loss_mask)] for one, record in zip(advantages, given.records, strict=True)
         ]
-        if values is not None:
-            returns = value_targets(given.records, values, self._algorithm, penalties=penalties)
-            scored = [replace(sample, returns=one) for sample, one in zip(scored, returns, strict=True)]
-        if self._algorithm.truncated == "train":
+        if teacher is not None and differences is not None:
+            advantages = distilled_advantages(differences, advantages, teacher)
+        scored = [replace(sample, advantages=one) for sample, one in zip(samples, advantages, strict=True)]
+        if values is None:
             return scored
+        returns = value_targets(given.records, values, self._algorithm, penalties=penalties)
+        return [replace(sample, returns=one) for sample, one in zip(scored, returns, strict=True)]
+
+    def _kept(self, given: StepInput, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Empty the samples that `truncated: mask` takes out of the loss."""
+        if self._algorithm.truncated == "train":
+            return samples
         is_cut = [bool(record.truncated[-1]) for record in given.records]
-        return [sample.emptied() if cut else sample for sample, cut in zip(scored, is_cut, strict=True)]
+        return [sample.emptied() if cut else sample for sample, cut in zip(samples, is_cut, strict=True)]
 
     def _penalty(self, sample: Sample) -> Tensor:
         assert sample.proximal is not None and sample.reference is not None, "a divergence needs a reference"

@@ -4,20 +4,23 @@ __main__.py calls it for every command; it can also be used alone, in one proces
 """
 
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
+from areal_agent.trainer.forward import vocab_size
 from areal_agent.trainer.model import Critic, Policy, choose_device
 from areal_agent.trainer.optimizer import Optimizer, Schedule
-from areal_agent.trainer.ranks import ALONE, Group
+from areal_agent.trainer.ranks import ALONE, FLOAT32, Group, Precision
 from areal_agent.trainer.state import Training, export_adapter, form_of, read_training, write_export, write_training
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.wire import StepInput, StepReport, TrainerInfo
-from areal_agent.types import JsonObject, Weights
+from areal_agent.types import JsonObject, TokenRecord, Weights
 from areal_agent.weights.channels import DiskChannel, DistributedChannel, SharedMemoryChannel
 
 NOTHING: JsonObject = {}
@@ -38,22 +41,29 @@ class Trainer:
         self._begun_with = self._source if checkpoint is None else setup.model
         self._step = 0 if checkpoint is None else checkpoint.step
         self._setup = setup
-        self._group = group
         is_padded = config.packing == "padded"
         self._policy = policy = Policy.load(self._source, device, is_padded=is_padded)
         has_reference, reference = algorithm.reference == "initial", None
         if has_reference and lora is None:
             reference = Policy.load(self._source, device, is_padded=is_padded).frozen()
+        teacher = None if setup.teacher is None else load_teacher(setup.teacher, policy, is_padded=is_padded)
+        precision = Precision.of(config, device)
+        if group.mesh is None and precision != FLOAT32:
+            group = Group.of_one(device)
+        self._group = group
         schedule = Schedule.of(config, setup.num_steps * algorithm.minibatches)
         # a critic copies the policy, which has to be done before that is adapted or sharded
-        critic = Critic(policy, config, algorithm, schedule=schedule, group=group) if algorithm.critic else None
+        critic = None
+        if algorithm.critic:
+            critic = Critic(policy, config, algorithm, schedule=schedule, group=group, precision=precision)
         if lora is not None:
-            policy.adapt(lora, setup.seed)
+            policy.adapt(lora, setup.seed, precision)
         if config.gradient_checkpointing:
             policy.recompute_layers()
-        policy.shard(group)
-        if reference is not None:
-            reference.shard(group)
+        policy.shard(group, precision)
+        for frozen in (reference, teacher):
+            if frozen is not None:
+                frozen.shard(group, precision)
         self._training = Training(
             policy=policy,
             lora=lora,
@@ -72,10 +82,12 @@ class Trainer:
             algorithm,
             config,
             reference=by_reference,
+            teacher=None if teacher is None else teacher.logprobs_and_entropy,
             critic=critic,
             group=group,
         )
-        self._channel = _open_channel(config, policy, setup.shared_memory, self._source) if group.rank == 0 else None
+        publishes = setup.publishes and group.rank == 0
+        self._channel = _open_channel(config, policy, setup.shared_memory, self._source) if publishes else None
         if checkpoint is not None:
             read_training(setup.model, self._training)
 
@@ -89,17 +101,28 @@ class Trainer:
 
     def train_step(self, given: StepInput) -> StepReport:
         """Train one step. Raises ValueError unless `given.step` follows the last step."""
-        if given.step != self._step + 1:
+        return self._made(given.step, lambda: self._stepper.train(given))
+
+    def fit(self, step: int, records: Sequence[TokenRecord], *, rate: float = 1.0) -> StepReport:
+        """Make one supervised step, at `rate` times the schedule's learning rate. Raises ValueError as `train_step`."""
+        return self._made(step, lambda: self._stepper.fit(records, rate))
+
+    def measure(self, records: Sequence[TokenRecord]) -> list[Tensor]:
+        """Return the log-probability of each loss token of each record, [M] float32, under the weights as they are."""
+        return self._stepper.measure(records)
+
+    def _made(self, step: int, train: Callable[[], dict[str, float]]) -> StepReport:
+        if step != self._step + 1:
             raise ValueError(
-                f"step {given.step} was requested, but the weights are those of step {self._step}; train step "
+                f"step {step} was requested, but the weights are those of step {self._step}; train step "
                 f"{self._step + 1} next"
             )
         started_s = time.perf_counter()
-        metrics = self._stepper.train(given)
-        self._step = given.step
+        metrics = train()
+        self._step = step
         if self._setup.shares_gpu and self._policy.device.type == "cuda":
             torch.cuda.empty_cache()  # torch would keep the memory that only a step needs
-        return StepReport(step=given.step, metrics=metrics, seconds=time.perf_counter() - started_s)
+        return StepReport(step=step, metrics=metrics, seconds=time.perf_counter() - started_s)
 
     def publish(self) -> Weights | None:
         """Copy the weights to where engines read them. Collective; ranks other than 0 get None."""
@@ -141,6 +164,21 @@ class Trainer:
         write_export(folder, self._policy, self._source, self._setup.chat_template)
         export_adapter(folder, self._training, self._source)
         write_training(folder, self._training)
+
+
+def load_teacher(folder: Path, policy: Policy, *, is_padded: bool) -> Policy:
+    """Load a frozen teacher beside the policy. Raises ConfigError if it cannot score every id that this may sample."""
+    try:
+        teacher = Policy.load(folder, policy.device, is_padded=is_padded).frozen()
+    except ConfigError as error:
+        raise ConfigError(f"algorithm.teacher: {error}") from error
+    known, needed = vocab_size(teacher.model), vocab_size(policy.model)
+    if known < needed:
+        raise ConfigError(
+            f"algorithm.teacher: {str(folder)!r} knows {known} ids, and the policy may sample any of {needed}; choose "
+            "a teacher with as many"
+        )
+    return teacher
 
 
 def _open_channel(

@@ -54,6 +54,7 @@ class StepInput:
     rewards: Mapping[str, float]  # in total
     parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])  # named
     incarnation: int = 0  # of the starting weights: tokens of this incarnation and version step - 1 are fresh
+    teacher: Sequence[NDArray[np.float32]] | None = None  # log-probabilities of a server's teacher, [M] a record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,6 +151,18 @@ def decode_records(names: Sequence[JsonObject], arrays: Arrays) -> tuple[TokenRe
             values[name] = arrays[name][ends[index] : ends[index + 1]]
         records.append(TokenRecord(**values))
     return tuple(records)
+
+
+TEACHER = "teacher"
+"""The array of a teacher's log-probabilities, of the loss tokens of all records."""
+
+
+def decode_teacher(records: Sequence[TokenRecord], arrays: Arrays) -> list[NDArray[np.float32]] | None:
+    """Read the log-probabilities of a teacher, [M] a record; None where the batch came without."""
+    if TEACHER not in arrays:
+        return None
+    ends = np.cumsum([int(record.loss_mask.sum()) for record in records])
+    return np.split(arrays[TEACHER].astype(np.float32, copy=False), ends)[:-1]
 
 
 def describe_error(error: Exception) -> JsonObject:

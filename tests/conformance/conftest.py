@@ -4,7 +4,7 @@ from tests.algorithms.conftest import make_record
 from tests.engine.conftest import ask, make_model, other, serve, share, tiny
 from tests.gateway.conftest import backend, open_world, renderer
 from tests.resume.lives import zygote
-from tests.trainer.conftest import as_input, make_batch, model_folder, one_thread
+from tests.trainer.conftest import as_input, make_batch, model_folder, one_thread, teacher_folder
 
 __all__ = [
     "as_input",
@@ -20,6 +20,7 @@ __all__ = [
     "renderer",
     "serve",
     "share",
+    "teacher_folder",
     "tiny",
     "zygote",
 ]

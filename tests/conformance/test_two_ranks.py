@@ -1,6 +1,6 @@
 """The cases that every change of the trainer has to pass and that need two ranks: real processes, gloo, FSDP2 (slow).
 
-4. gradients do not depend on the number of ranks
+4. gradients do not depend on the number of ranks; in bfloat16 within its rounding
 9. ranks have equally many micro-batches, also where there are fewer sequences than ranks
 15. a checkpoint of two ranks resumes at one rank, and back
 """
@@ -32,6 +32,7 @@ LABS = {
     "adapters": (GRADIENT_DESCENT.model_copy(update={"lora": LORA}), WITH_REFERENCE),
     "recomputed": (GRADIENT_DESCENT.model_copy(update={"gradient_checkpointing": True}), AlgorithmConfig(preset="ppo")),
 }
+NAMES = (*LABS, "distilled")
 TRAINER = TrainerConfig(
     learning_rate=1e-3, gradient_clip=100.0, gradient_clip_quantile=0.1, tokens_per_micro_batch=BUDGET
 )
@@ -72,18 +73,25 @@ def saved_by_one(model_folder, first, tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def outcome(model_folder, first, second, saved_by_one, tmp_path_factory) -> Outcome:
+def labs(teacher_folder) -> dict[str, tuple[TrainerConfig, AlgorithmConfig]]:
+    distilled = AlgorithmConfig.model_validate({"teacher": {"model": str(teacher_folder), "reward_weight": 1.0}})
+    return {**LABS, "distilled": (GRADIENT_DESCENT, distilled)}
+
+
+@pytest.fixture(scope="module")
+def outcome(labs, model_folder, first, second, saved_by_one, tmp_path_factory) -> Outcome:
     labs = {
         name: (config.model_copy(update={"tokens_per_micro_batch": BUDGET}), algorithm)
-        for name, (config, algorithm) in LABS.items()
+        for name, (config, algorithm) in labs.items()
     }
+    labs["bfloat16"] = (labs["first_fit"][0].model_copy(update={"dtype": "bfloat16"}), AlgorithmConfig())
     work = Work(model=model_folder, first=first, second=second, labs=labs, trainers=TRAINERS, checkpoints=saved_by_one)
     return run_two_ranks(work, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("name", LABS)
-def test_case_04_gradients_do_not_depend_on_the_number_of_ranks(model_folder, first, outcome, name):
-    config, algorithm = LABS[name]
+@pytest.mark.parametrize("name", NAMES)
+def test_case_04_gradients_do_not_depend_on_the_number_of_ranks(labs, model_folder, first, outcome, name):
+    config, algorithm = labs[name]
     alone = Lab(model_folder, config, algorithm)
     metrics = alone.stepper.train(first)
     moved = outcome.weights[name] - alone.before
@@ -93,7 +101,12 @@ def test_case_04_gradients_do_not_depend_on_the_number_of_ranks(model_folder, fi
         assert counted[measure] == pytest.approx(metrics[measure], rel=1e-4, abs=1e-6), measure
 
 
-@pytest.mark.parametrize("name", LABS)
+def test_case_04_gradients_in_bfloat16_are_those_of_float32_within_rounding(model_folder, outcome):
+    start, exact, half = Lab(model_folder).before, outcome.weights["first_fit"], outcome.weights["bfloat16"]
+    assert 0 < (half - exact).norm() < 0.03 * (exact - start).norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_case_09_ranks_have_equally_many_micro_batches(outcome, name):
     assert outcome.metrics[name]["num_micro_batches"] % 2 == 0
 

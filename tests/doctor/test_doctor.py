@@ -2,6 +2,7 @@
 
 - a config that works: every check is made, with engine and trainer started, and it ends with 0
 - one that is wrong in many ways: each fault is told, with the rest, and it ends with 1, without a traceback
+- a teacher is loaded beside the model, or its server is asked
 - a model that cannot be had, and one whose template is missing, leave out only what needs them
 - for a machine elsewhere a config.json is enough, and nothing is asked of this one; what was not described is said
 - online, what belongs to others is let be
@@ -124,6 +125,14 @@ async def test_each_fault_is_told(small_model: Path, tmp_path: Path) -> None:
         assert State.FAIL in found[check], check
     assert found["tokenizer"] == [State.OK]
     assert found["engine"] == [State.SKIP]
+
+
+async def test_a_teacher_is_examined_and_loaded_beside_the_model(small_model: Path, tmp_path: Path) -> None:
+    found = await examine(base(small_model, tmp_path, algorithm={"teacher": {"model": str(small_model)}}))
+    assert found["teacher"] == found["trainer"] == [State.OK]
+    away = {"teacher": {"url": "http://127.0.0.1:1"}}
+    failed = [one for one in await examined(base(small_model, tmp_path, algorithm=away)) if one.state is State.FAIL]
+    assert [one.check for one in failed] == ["teacher"] and "algorithm.teacher.url: no answer" in failed[0].found
 
 
 async def test_a_model_that_is_not_there_leaves_out_what_needs_it(tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 - Parameters of published models, and bytes of a token's keys and values.
 - The trainer's parts on one GPU; with several ranks each has its share, and what is gathered and published is whole.
 - Activations with and without gradient checkpointing; the longest context counts where it may go alone.
-- A reference and a critic are counted, also in the checkpoint; adapters count what is trained, and no reference.
+- A reference, a critic and a teacher are counted, the first two also in the checkpoint; adapters count what is
+  trained, and no reference.
 - An engine's keys and values: what was asked for, what its share leaves, what the embedded engine takes by itself; one
   that lends them has them while the trainer does not train.
 - Servers with shards stand on their GPUs, several embedded engines each on one; one that runs already takes nothing.
@@ -12,6 +13,7 @@
 - The configs for GPUs are valid, fit by this estimate, and have their tasks and workflows.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from areal_agent.doctor.memory import (
     estimate,
     memory_findings,
 )
-from areal_agent.doctor.model import ModelShape
+from areal_agent.doctor.model import ModelShape, shape_of
 from areal_agent.doctor.settings import storage_findings
 from areal_agent.models.recipe import RECIPE
 from areal_agent.rollout.tasks import load_tasks, require_json
@@ -91,17 +93,26 @@ def test_a_trainer_on_one_gpu() -> None:
         "trainer: weights": 4 * PARAMETERS,
         "trainer: Adam's moments": 8 * PARAMETERS,
         "trainer: gradients": 4 * PARAMETERS,
-        "trainer: weights in bfloat16": 2 * PARAMETERS,
-        "trainer: activations": 8192 * 29 * 86_016,  # 26 H + 12 Q D + 10 K D + 8 I bytes of a token and layer
+        "trainer: gathered layers": 2 * (151_936 * 1024 + 2 * 15_730_944),
+        "trainer: activations": 8192 * 29 * 75_776,  # 16 H + 12 Q D + 10 K D + 8 I bytes of a token and layer
         "trainer: logits": 20 * 2**24,
-        "trainer: output layer's gradient": 6 * 151_936 * 1024,
+        "trainer: output layer's gradient": 8 * 151_936 * 1024,
         "trainer: CUDA": CUDA_CONTEXT_BYTES,
     }
 
 
+def test_the_dtype_decides_what_is_gathered_and_kept() -> None:
+    exact_head = parts_of(config(trainer={"fp32_lm_head": True}), ONE_GPU, 0)
+    assert exact_head["trainer: gathered layers"] == 4 * 151_936 * 1024 + 2 * 2 * 15_730_944
+    float32 = parts_of(config(trainer={"dtype": "float32"}), ONE_GPU, 0)
+    assert "trainer: gathered layers" not in float32
+    assert float32["trainer: activations"] == 8192 * 29 * 131_072  # 24 H + 20 Q D + 16 K D + 16 I
+    assert float32["trainer: output layer's gradient"] == 4 * 151_936 * 1024
+
+
 def test_checkpointing_keeps_the_input_of_each_layer() -> None:
     found = parts_of(config(trainer={"gradient_checkpointing": True}), ONE_GPU, 0)
-    assert found["trainer: activations"] == 8192 * (28 * 4 * 1024 + 2 * 86_016)
+    assert found["trainer: activations"] == 8192 * (28 * 2 * 1024 + 2 * 75_776)
 
 
 @pytest.mark.parametrize(("oversized", "num_tokens"), [("alone", 20_000), ("refuse", 32_768)])
@@ -118,7 +129,7 @@ def test_ranks_share_what_is_by_parameter_and_gather_the_rest() -> None:
     found = parts_of(asked, EIGHT_GPUS, 3, QWEN3_4B)
     assert found["trainer: weights"] == 4_022_468_096
     assert found["trainer: Adam's moments"] == 2 * 4_022_468_096
-    assert found["trainer: gathered layers"] == 4 * (151_936 * 2560 + 2 * 100_930_816)
+    assert found["trainer: gathered layers"] == 2 * (151_936 * 2560 + 2 * 100_930_816)
     memory = TrainerMemory(shape=QWEN3_4B, config=asked, is_gpu=True)
     assert memory.loading().total() == 4 * 4_022_468_096 + CUDA_CONTEXT_BYTES
     assert memory.publishing(0)["trainer: weights in one piece"] == 4 * 4_022_468_096
@@ -136,6 +147,16 @@ def test_a_reference_and_a_critic_are_counted() -> None:
     assert memory.checkpoint_bytes == 12 * PARAMETERS + 12 * critic + 4 * PARAMETERS
 
 
+async def test_a_teacher_in_the_trainer_is_counted(small_model) -> None:
+    algorithm = {"teacher": {"model": str(small_model)}}
+    shape = await shape_of(config(model=str(small_model), algorithm=algorithm), small_model)
+    found = parts_of(config(algorithm=algorithm), ONE_GPU, 0, replace(QWEN3_06B, num_teacher_parameters=2 * 10**9))
+    assert found["trainer: teacher"] == 8 * 10**9
+    assert shape.num_teacher_parameters == shape.num_parameters
+    served = config(model=str(small_model), algorithm={"teacher": {"url": "http://127.0.0.1:1"}})
+    assert (await shape_of(served, small_model)).num_teacher_parameters == 0
+
+
 def test_adapters_take_the_memory_of_what_is_trained() -> None:
     lora = {"rank": 32, "target_modules": ["q_proj", "down_proj"]}
     asked = config(trainer={"lora": lora}, algorithm={"reference": "initial", "kl_coefficient": 0.1})
@@ -147,8 +168,8 @@ def test_adapters_take_the_memory_of_what_is_trained() -> None:
         "trainer: adapters": 4 * adapters,
         "trainer: Adam's moments": 8 * adapters,
         "trainer: gradients": 4 * adapters,
-        "trainer: weights in bfloat16": 2 * (PARAMETERS - matrices),
-        "trainer: activations": 8192 * 29 * (86_016 + 2 * 2 * 32),
+        "trainer: gathered layers": 2 * (151_936 * 1024 + 2 * 15_730_944),
+        "trainer: activations": 8192 * 29 * (75_776 + 2 * 2 * 32),
         "trainer: logits": 20 * 2**24,
         "trainer: CUDA": CUDA_CONTEXT_BYTES,
     }
@@ -276,8 +297,8 @@ async def test_what_does_not_fit_is_told_with_a_remedy(
     [
         ("qwen3_4b_8gpu", ["trainer.num_ranks=1"], QWEN3_4B, 1, 24, "set trainer.lora={} (adapters, docs/lora.md)"),
         ("qwen3_4b_8gpu", [], QWEN3_4B, 1, 24, "set trainer.lora={} (adapters, docs/lora.md)"),
-        ("qwen3_4b_8gpu", ["trainer.num_ranks=1"], QWEN3_4B, 8, 80, "set trainer.num_ranks=2, or trainer.lora"),
-        ("qwen3_4b_1gpu_lora", [], QWEN3_4B, 1, 40, "set engine.kv_tokens=32768, or trainer.tokens_per_micro_batch="),
+        ("qwen3_4b_8gpu", ["trainer.num_ranks=1"], QWEN3_4B, 8, 72, "set trainer.num_ranks=2, or trainer.lora"),
+        ("qwen3_4b_1gpu_lora", [], QWEN3_4B, 1, 36, "set engine.kv_tokens=32768, or trainer.tokens_per_micro_batch="),
         ("qwen3_4b_1gpu_lora", [], QWEN3_4B, 1, 24, "use a smaller model, or GPUs with more memory"),
         ("qwen3_1.7b_1gpu", ["trainer.gradient_checkpointing=false"], QWEN3_17B, 1, 24,
          "set trainer.gradient_checkpointing=true trainer.lora="),

@@ -3,6 +3,7 @@
 - for every kind of model that it serves, in a batch and over prefix hits: heads, biases, ropes, tied and untied
 - whatever the batch: different lengths, rows that end at different times, more requests than slots, rows in buckets
 - divided by the temperature; greedy as at temperature 1; not renormalised for top-k and top-p
+- of given tokens, which are scored and not sampled, beside requests under way and while it is paused
 And the same seed gives the same tokens, whoever else is in the batch. An end token ends a completion and is part of it.
 """
 
@@ -13,7 +14,9 @@ from itertools import pairwise
 import pytest
 
 from areal_agent.engine.embedded.decoder import bucket_rows
-from areal_agent.types import FinishReason, GenerateRequest, GenerateResult
+from areal_agent.engine.scoring import ScoringServer
+from areal_agent.errors import EngineRejected
+from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, PauseMode
 
 TOLERANCE = 1e-4
 ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 128}
@@ -154,3 +157,23 @@ async def test_the_end_token_of_the_model_stops_too(make_model, serve, ask):
     async with serve(make_model(seed=0, eos_token_id=every_token)) as served:
         result = await served.engine.generate(ask(8, max_tokens=30))
     assert (result.finish_reason, len(result.token_ids)) == (FinishReason.STOP, 1)
+
+
+async def test_given_tokens_are_scored_beside_requests_and_while_paused(make_model, serve, ask, truth):
+    folder = make_model("qwen2", seed=3, is_shaken=True)
+    ids = [*ask(5, prompt_length=300).input_ids]
+    async with serve(folder) as served:
+        answer = await served.under_way(ask(1, max_tokens=8))
+        await served.gate.meanwhile(served.engine.pause(PauseMode.IN_PLACE))
+        scorer = await ScoringServer.connect(served.engine.base_url)
+        assert await scorer.model() == str(folder)
+        found = await scorer.score(ids, 6, 0.7)
+        whole = await scorer.score(ids, 0, 1.0)
+        with pytest.raises(EngineRejected, match="outside the vocabulary of 97"):
+            await scorer.score([5, 97], 0, 1.0)
+        await scorer.aclose()
+        served.gate.open()
+        await served.engine.resume()
+        truth(folder).check(ask(1, max_tokens=8), await answer)
+    assert found == pytest.approx(truth(folder).logprobs(ids[:7], ids[7:], temperature=0.7), abs=TOLERANCE)
+    assert whole == pytest.approx(truth(folder).logprobs(ids[:1], ids[1:]), abs=TOLERANCE)

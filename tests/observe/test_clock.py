@@ -77,7 +77,7 @@ SECONDS = 40
 
 
 def test_nested_work_is_one_span() -> None:
-    clock = iter([1.0, 4.0, 5.0])
+    clock = iter([1.0, 2.0, 3.0, 4.0, 5.0])
     log = SpanLog(now=lambda: next(clock))
     with log.one(), log.one():
         pass

@@ -335,9 +335,11 @@ def siblings(*rollouts: Trajectory) -> list[Trajectory]:
     return [replace(one, session_id=f"g-{index}") for index, one in enumerate(rollouts)]
 
 
-def is_flat(rollouts: Sequence[Trajectory], **settings: object) -> bool:
+def is_flat(rollouts: Sequence[Trajectory], *, rule: LossRule | None = None, **settings: object) -> bool:
     algorithm = AlgorithmConfig.model_validate(settings)
-    return DynamicSampling(max_flat_groups=10, algorithm=algorithm).replaces(siblings(*rollouts))
+    return DynamicSampling(max_flat_groups=10, algorithm=algorithm, rule=rule or LossRule()).replaces(
+        siblings(*rollouts)
+    )
 
 
 @pytest.mark.parametrize(

@@ -27,24 +27,34 @@ def one_thread():
     torch.set_num_threads(1)
 
 
+def save_random_model(folder: Path, seed: int = 0, **changes: int) -> Path:
+    """Save a model without a tokenizer. Its weights are large enough for peaked, distinct distributions."""
+    shape = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+    }
+    torch.manual_seed(seed)
+    config = Qwen3Config(**(shape | changes), tie_word_embeddings=True, initializer_range=0.15)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Other weights, with one layer more."""
+    return save_random_model(tmp_path_factory.mktemp("teacher"), seed=1, num_hidden_layers=3)
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder. Its weights are large enough for peaked, distinct distributions."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        initializer_range=0.15,
-    )
-    folder = tmp_path_factory.mktemp("model")
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    """A Hugging Face folder."""
+    folder = save_random_model(tmp_path_factory.mktemp("model"))
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
     PreTrainedTokenizerFast(tokenizer_object=words, chat_template="{{ messages }}").save_pretrained(folder)
     return folder

@@ -16,7 +16,7 @@ from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.model import Critic, Policy
 from areal_agent.trainer.optimizer import Optimizer
-from areal_agent.trainer.ranks import ALONE, Group
+from areal_agent.trainer.ranks import ALONE, Group, Precision
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput
@@ -45,7 +45,7 @@ async def real_process(tmp_path: Path) -> AsyncIterator[tuple[ManagedProcess, Tr
 
 
 class Lab:
-    """A policy that starts from the same weights every time, with a critic and a reference as the algorithm asks.
+    """A policy that starts from the same weights every time, with critic, reference and teacher as the algorithm asks.
 
     `reference` is a folder of other weights for the reference.
     """
@@ -59,16 +59,20 @@ class Lab:
         reference: Path | None = None,
         group: Group = ALONE,
     ) -> None:
+        precision = Precision.of(config, CPU)
         self.policy = Policy.load(folder, CPU)
-        self.critic = Critic(self.policy, config, algorithm, group=group) if algorithm.critic else None
+        more = {"group": group, "precision": precision}
+        self.critic = Critic(self.policy, config, algorithm, **more) if algorithm.critic else None
         other = Policy.load(reference or folder, CPU).frozen() if algorithm.reference == "initial" else None
+        judge = algorithm.teacher
+        teacher = None if judge is None or judge.model is None else Policy.load(Path(judge.model), CPU).frozen()
         if config.lora is not None:
-            self.policy.adapt(config.lora, seed=0)
+            self.policy.adapt(config.lora, 0, precision)
         if config.gradient_checkpointing:
             self.policy.recompute_layers()
-        for policy in (self.policy, other):
+        for policy in (self.policy, other, teacher):
             if policy is not None:
-                policy.shard(group)
+                policy.shard(group, precision)
         self.stepper = Stepper(
             self.policy,
             Optimizer(self.policy.trained_parameters().values(), config),
@@ -76,6 +80,7 @@ class Lab:
             algorithm,
             config.model_copy(update={"tokens_per_micro_batch": budget}),
             reference=other and other.logprobs_and_entropy,
+            teacher=teacher and teacher.logprobs_and_entropy,
             critic=self.critic,
             group=group,
         )

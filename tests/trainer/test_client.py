@@ -26,10 +26,11 @@ from transformers import AutoModelForCausalLM
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.engine.embedded.model import WeightLayout, take_weights
 from areal_agent.errors import ConfigError, ProcessDied, TrainerError
-from areal_agent.trainer.__main__ import Worker, main
+from areal_agent.trainer.__main__ import main
 from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.wire import Frame, receive_frame
+from areal_agent.trainer.worker import Worker
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights
 from tests.trainer.lab import real_process
 

@@ -260,7 +260,7 @@ def test_frozen_weights_are_held_in_bfloat16_on_a_gpu_where_that_loses_nothing()
     model["first"].weight.data = model["first"].weight.data.to(torch.bfloat16).float()
     exact = model["first"].weight.detach().clone()
     adapter = Adapter.attach(
-        model, [model], LoraConfig(rank=2, target_modules=("first", "second")), seed=0, is_gpu=True
+        model, [model], LoraConfig(rank=2, target_modules=("first", "second")), seed=0, halves=True
     )
     assert (model["first"].weight.dtype, model["second"].weight.dtype) == (torch.bfloat16, torch.float32)
     merged = adapter.merge(model.state_dict())

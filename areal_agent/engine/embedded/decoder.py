@@ -125,7 +125,12 @@ class Decoder:
         self._cos, self._sin = _rotations(inner.rotary_emb, max_positions, like=self._embedding)
 
     def hidden(
-        self, ids: Tensor, positions: Tensor, step: "PrefillStep | DecodeStep", *, unneeded: threading.Event
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        step: "PrefillStep | DecodeStep | ScoringStep",
+        *,
+        unneeded: threading.Event,
     ) -> Tensor:
         """The last hidden states `[N, E]` of tokens `[N]` at `positions` `[N]` of their sequences.
 
@@ -278,6 +283,15 @@ def causal_mask(num_tokens: int, num_past: int, device: torch.device) -> Tensor:
     [[True, True, False], [True, True, True]]
     """
     return torch.ones(num_tokens, num_past + num_tokens, dtype=torch.bool, device=device).tril_(num_past)
+
+
+class ScoringStep:
+    """One whole sequence, whose keys and values nobody needs afterwards: none are stored."""
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend causally, with `[T, heads, D]`; the result is `[T, Q * D]`."""
+        q, k, v = (one.transpose(0, 1)[None] for one in (queries, keys, values))  # [1, heads, T, D]
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from safetensors.torch import load, load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from areal_agent.engine.embedded.decoder import Decoder, Piece, decode_step, prefill_step
+from areal_agent.engine.embedded.decoder import Decoder, Piece, ScoringStep, decode_step, prefill_step
 from areal_agent.engine.embedded.kv_cache import KVCache, SlotStore, plan_room
 from areal_agent.engine.embedded.transfer import BLOCK_BYTES, Request, checksum, receive, tensors_over
 from areal_agent.engine.pushes import DTYPE_BYTES, check_layout, take_folder, take_shared_memory, weight_files
@@ -41,6 +41,9 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that depend only on a token's own position; others would change keys that are already cached."""
 
+
+SCORED = 256
+"""Tokens whose logits are computed at once when a sequence is scored: they bound the memory of large vocabularies."""
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][^/\s]*/[^/\s]+")
 
@@ -210,6 +213,18 @@ class ModelRunner:
         step = decode_step(self.kv.cache, lengths)
         ids = torch.tensor(last_ids, device=self.device)
         return self._decoder.logits(self._decoder.hidden(ids, step.positions, step, unneeded=self.unneeded))
+
+    @torch.inference_mode()
+    def score(self, ids: Sequence[int], start: int, temperature: float) -> list[float]:
+        """Return the log-probability of each token after position `start`, given all before it: `[T - 1 - start]`."""
+        tokens = torch.tensor(ids, device=self.device)
+        positions = torch.arange(len(tokens), device=self.device)
+        hidden = self._decoder.hidden(tokens, positions, ScoringStep(), unneeded=threading.Event())  # runs to its end
+        scores: list[float] = []
+        for part, targets in zip(hidden[start:-1].split(SCORED), tokens[start + 1 :].split(SCORED), strict=True):
+            rows = torch.log_softmax(self._decoder.logits(part) / temperature, dim=-1)  # [n, V]
+            scores += rows.gather(1, targets[:, None])[:, 0].tolist()
+        return scores
 
     def release_memory(self) -> None:
         """Free the memory of all keys and values. Nothing can be computed until `resume_memory`."""

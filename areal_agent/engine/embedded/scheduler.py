@@ -29,7 +29,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -84,6 +84,7 @@ class Scheduler:
     def __init__(self, runner: ModelRunner, *, version: WeightVersion, on_failure: Callable[[], object]) -> None:
         self._work = Workload(runner, version)
         self.metrics = Metrics(self._work, model_name=runner.model_path)
+        self._runner = runner
         self._on_failure = on_failure  # called in the model thread when it dies of an error
         self._unneeded = runner.unneeded  # set it to give up the current step
         self._paused: PauseMode | None = None
@@ -108,6 +109,10 @@ class Scheduler:
         added = self._command(lambda: self._work.add(row))
         added.add_done_callback(lambda done: _pass_on_failure(done, row.answer))
         return row.answer
+
+    def score(self, ids: Sequence[int], start: int, temperature: float) -> Future[list[float]]:
+        """Compute the log-probabilities of given tokens (`ModelRunner.score`), between two steps, paused or not."""
+        return self._command(lambda: self._runner.score(ids, start, temperature))
 
     def abort(self, request_id: str | None) -> Future[None]:
         """Answer one request, or all of them (None), with what it has. An unknown id is no error."""

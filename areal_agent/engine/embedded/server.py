@@ -152,6 +152,8 @@ class EngineServer:
         request = call.request()
         self._check_serves()
         check_request(request, self._info())
+        if call.logprob_start_len >= 0:
+            return await self._score(call)
         # Thousands may wait, and a packed prompt takes a ninth of the memory of Python integers.
         request = replace(request, input_ids=array("i", request.input_ids))
         tokens = TokenStream() if call.stream else None
@@ -175,6 +177,17 @@ class EngineServer:
                 self._scheduler.abandon(request.request_id, answer)
             raise
         return _answer(generate.encode_result(request, result))
+
+    async def _score(self, call: generate.GenerateCall) -> web.Response:
+        start = call.logprob_start_len
+        temperature = (call.sampling_params or generate.Sampling()).temperature
+        if start >= len(call.input_ids) or not temperature:
+            raise EngineRejected(
+                f"logprob_start_len is {start} and temperature {temperature:g}; to have the {len(call.input_ids)} "
+                "tokens of input_ids scored, the first must be less than that, and the second above 0"
+            )
+        scores = await asyncio.wrap_future(self._scheduler.score(call.input_ids, start, temperature))
+        return _answer(generate.encode_scores(call, scores))
 
     async def _abort(self, http: web.Request) -> web.Response:
         abort = control.Abort.read(await http.read())

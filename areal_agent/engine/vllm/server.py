@@ -253,6 +253,22 @@ def _num_logprobs(request: GenerateRequest) -> int:
     return request.num_top_logprobs + 1 if request.num_top_logprobs else 0
 
 
+def encode_scoring(ids: Sequence[int]) -> dict[str, Any]:
+    """Return the request for the log-probabilities of given tokens, before temperature. vLLM always samples a token."""
+    params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+    return {"token_ids": ids, "sampling_params": params, "stream": False}
+
+
+def decode_scores(body: object, ids: Sequence[int], start: int) -> tuple[float, ...]:
+    """Read the log-probabilities of `ids` after position `start`. Each position has an object by token id."""
+    entries: list[Any] = get(as_object(body, GENERATE), "prompt_logprobs", list)
+    if len(entries) != len(ids):
+        raise WireError(f"prompt_logprobs has {len(entries)} entries for {len(ids)} tokens")
+    by_id = [as_object(entry, "an entry of prompt_logprobs") for entry in entries[start + 1 :]]
+    found = [as_object(one.get(str(token)), str(token)) for one, token in zip(by_id, ids[start + 1 :], strict=True)]
+    return as_numbers([one.get("logprob") for one in found], "a log-probability")
+
+
 _MODES = {PauseMode.ABORT: "abort", PauseMode.RETRACT: "keep", PauseMode.IN_PLACE: "keep", PauseMode.WAIT: "wait"}
 
 

@@ -101,7 +101,7 @@ class Sampling(Message):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
-    max_new_tokens: Annotated[int, Field(ge=1)] = 128
+    max_new_tokens: Annotated[int, Field(ge=0)] = 128
     min_new_tokens: Annotated[int, _holds(lambda value: value >= 0, "0 (off) or more")] = 0
     stop_token_ids: _TokenIds | None = None
     ignore_eos: bool = False
@@ -220,7 +220,18 @@ class GenerateCall(Message):
     sampling_params: Sampling | None = None
     return_logprob: Annotated[bool, _holds(bool, "left out: it is always on here")] = True
     top_logprobs_num: int = 0
+    logprob_start_len: Annotated[int, _holds(lambda value: value >= -1, "a position in input_ids, or -1 (off)")] = -1
     stream: bool = False
+
+    @model_validator(mode="after")
+    def _samples_or_scores(self) -> Self:
+        most, start = (self.sampling_params or Sampling()).max_new_tokens, self.logprob_start_len
+        if (most == 0) != (start >= 0) or (start >= 0 and self.stream):
+            raise ValueError(
+                f"max_new_tokens is {most}, logprob_start_len {start} and stream {self.stream}; to have the tokens of "
+                "a prompt scored, set the first to 0, the second to a position, and do not stream; else leave them out"
+            )
+        return self
 
     def request(self) -> GenerateRequest:
         return GenerateRequest(
@@ -248,6 +259,37 @@ def encode_request(request: GenerateRequest, *, is_streamed: bool = False) -> di
     if request.num_top_logprobs:
         body["top_logprobs_num"] = request.num_top_logprobs
     return body
+
+
+def encode_scoring(ids: Sequence[int], start: int, temperature: float) -> dict[str, Any]:
+    """Encode the body of `/generate` that asks for the log-probabilities of `ids` after position `start`, and samples
+    nothing. SGLang leaves the temperature out of them.
+    """
+    return {
+        "input_ids": ids,
+        "sampling_params": {"temperature": temperature, "max_new_tokens": 0},
+        "return_logprob": True,
+        "logprob_start_len": start,
+    }
+
+
+def encode_scores(call: GenerateCall, scores: Sequence[float]) -> dict[str, Any]:
+    """Encode the answer: an entry for each token from `logprob_start_len` on, of which the first has none."""
+    entries = zip((None, *scores), call.input_ids[call.logprob_start_len :], strict=True)
+    meta = {"prompt_tokens": len(call.input_ids), "completion_tokens": 0, "finish_reason": {"type": "length"}}
+    logprobs = [(logprob, token_id, None) for logprob, token_id in entries]
+    return {"text": "", "output_ids": [], "meta_info": {**meta, "input_token_logprobs": logprobs}}
+
+
+def decode_scores(body: object, ids: Sequence[int], start: int) -> tuple[float, ...]:
+    """Read the log-probabilities of `ids` after position `start`."""
+    meta = as_object(get(as_object(body, "the answer"), "meta_info", dict), "meta_info")
+    scored_ids, logprobs = _columns(get(meta, "input_token_logprobs", list))
+    if scored_ids != list(ids[start:]):
+        raise WireError(
+            f"input_token_logprobs has {len(scored_ids)} entries that are not the last tokens of the prompt"
+        )
+    return as_numbers(logprobs[1:], "a log-probability")
 
 
 MAX_MASKED_STOPS = 100

@@ -3,6 +3,7 @@
 - tokens in, tokens out, with the log-probabilities that transformers computes, versions and finish reasons
 - end tokens: those of the request and of the model, none before `min_tokens`, the model's not with `ignore_eos`
 - the joined chunks are the result; the likeliest tokens come when asked for
+- given tokens are scored, as a teacher's server is asked to
 - an abort ends the named request, and none whose id begins with its id; it works during a pause
 - a cancelled call leaves nothing behind in the server
 - the server is healthy while paused, in every mode
@@ -14,6 +15,7 @@ import asyncio
 import pytest
 import torch
 
+from areal_agent.engine.scoring import ScoringServer
 from areal_agent.errors import EngineRejected
 from areal_agent.types import FinishReason, PauseMode, VersionSpan
 
@@ -46,6 +48,17 @@ async def test_a_stop_token_ends_an_answer_and_is_in_it(stage, ask):
     cut = await stage.engine.generate(ask(3, temperature=0.0, max_tokens=20, stop_token_ids=(stop,)))
     assert cut.finish_reason is FinishReason.STOP
     assert cut.token_ids == whole.token_ids[: whole.token_ids.index(stop) + 1]
+
+
+async def test_given_tokens_are_scored(stage, ask, truth):
+    ids = list(ask(4).input_ids) * 5
+    scorer = await ScoringServer.connect(stage.engine.base_url)
+    found = [await scorer.score(ids, start, 1.0) for start in (0, 20, 20)]  # the last one finds its prefix cached
+    assert await scorer.model() == str(stage.model)
+    await scorer.aclose()
+    expected = truth(stage.model).logprobs(ids[:1], ids[1:])
+    assert found[0] == pytest.approx(expected, abs=TOLERANCE)
+    assert found[1] == found[2] == pytest.approx(expected[20:], abs=TOLERANCE)
 
 
 STOP = 3

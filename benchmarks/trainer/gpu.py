@@ -1,0 +1,176 @@
+"""Train steps on a GPU, in one command: tokens per second, MFU and memory of autocast and of what the trainer does.
+
+    python benchmarks/trainer/gpu.py [--shapes 0.6B 1.7B] [--tokens 8192] [--length 512] [--steps 5]
+    python benchmarks/trainer/gpu.py --shapes tiny --device cpu --tokens 256 --length 64        # the same code on a CPU
+
+Models have random weights of Qwen3's shapes. A step is two micro-batches, each one packed row of equally long random
+sequences whose second halves are in the loss: forward, backward, then AdamW. Sides:
+
+    autocast        bfloat16 products by torch.autocast, attention sequence by sequence: the trainer before
+    loop            bfloat16 by FSDP2, attention sequence by sequence
+    one call        the same with one attention call for a row: the trainer's default on a GPU
+    float32 head    the trainer with trainer.fp32_lm_head
+
+MFU is the model's own operations, 6 for each weight and token (of the output layer for loss tokens alone) and causal
+attention's, over the GPU's dense bfloat16 rate from its data sheet. Recomputation counts as time, not as work.
+"""
+
+import argparse
+import contextlib
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from areal_agent.algorithms.batching import MicroBatch, Sample, collate
+from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.forward import LossTokenForward, decoder_layers, decoder_of
+from areal_agent.trainer.model import Policy
+from areal_agent.trainer.optimizer import Optimizer
+from areal_agent.trainer.ranks import ALONE, Group, Precision
+
+HALF, FULL = torch.bfloat16, torch.float32
+SIDES: dict[str, Precision | None] = {
+    "autocast": None,
+    "loop": Precision(layers=HALF, rest=HALF),
+    "one call": Precision(layers=HALF, rest=HALF),
+    "float32 head": Precision(layers=HALF, rest=FULL),
+}
+SHAPES = {  # hidden, intermediate, layers, heads, head size, vocabulary
+    "tiny": (64, 192, 2, 4, 16, 512),
+    "0.6B": (1024, 3072, 28, 16, 128, 151_936),
+    "1.7B": (2048, 6144, 28, 16, 128, 151_936),
+}
+TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
+"""Dense bfloat16 products of the SXM modules, in 1e12 operations per second."""
+MICRO_BATCHES = 2
+WARM_UP = 2
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python benchmarks/trainer/gpu.py", description="Train steps on a GPU.")
+    parser.add_argument("--shapes", nargs="+", choices=tuple(SHAPES), default=["0.6B", "1.7B"])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch (default %(default)s)")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="of which the median is told (default %(default)s)")
+    parser.add_argument("--peak-tflops", type=float, help="of a GPU other than " + ", ".join(TFLOPS))
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print(
+            "torch sees no CUDA device, so nothing was measured; `--shapes tiny --device cpu` tries the code on a CPU"
+        )
+        return 1
+    device = torch.device(args.device)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    peak = args.peak_tflops or next((rate for known, rate in TFLOPS.items() if known in name), None)
+    print(f"{name}, torch {torch.__version__}, {args.tokens} tokens in sequences of {args.length}")
+    print("\n| shape | side | tokens/s | to autocast | MFU | peak GiB |\n|---|---|---|---|---|---|")
+    group = Group.of_one(device)
+    for shape in args.shapes:
+        base = 0.0
+        for side in SIDES:
+            measured = step_s(shape, side, device, group, [args.length] * (args.tokens // args.length), args.steps)
+            if measured is None:
+                print(f"| {shape} | {side} | not run: no kernel gives the model's own logits here | | | |", flush=True)
+                continue
+            seconds, num_bytes = measured
+            rate = MICRO_BATCHES * args.tokens / seconds
+            base = base or rate
+            mfu = f"{rate * work(shape, args.length) / (peak * 1e12):.3f}" if peak else "-"
+            memory = f"{num_bytes / 2**30:.1f}" if num_bytes else "-"
+            print(f"| {shape} | {side} | {rate:.0f} | {rate / base:.2f} | {mfu} | {memory} |", flush=True)
+    group.leave()
+    return 0
+
+
+def step_s(
+    shape: str, side: str, device: torch.device, group: Group, lengths: Sequence[int], num_steps: int
+) -> tuple[float, int] | None:
+    """Return the median seconds of a step and the peak of allocated bytes; None without a kernel for one call."""
+    gc.collect()  # the model of the side before
+    policy = Policy(build(shape, device), device)
+    if side == "one call" and policy.kernel is None:
+        return None
+    precision = SIDES[side]
+    forward = LossTokenForward(policy.model, None if side in ("autocast", "loop") else policy.kernel)
+    layers = decoder_layers(decoder_of(policy.model))
+    if precision is None:
+        ALONE.shard(layers, forward)
+        casting = torch.autocast(device.type, dtype=HALF)
+    else:
+        group.shard(layers, forward, precision)
+        casting = contextlib.nullcontext()
+    optimizer = Optimizer(policy.model.parameters(), TrainerConfig())
+    batches = [batch_of(lengths, SHAPES[shape][-1], device, seed) for seed in range(MICRO_BATCHES)]
+    is_gpu = device.type == "cuda"
+    times: list[float] = []
+    for number in range(WARM_UP + num_steps):
+        if is_gpu and number == WARM_UP:
+            torch.cuda.reset_peak_memory_stats()
+        started_s = time.perf_counter()
+        for batch in batches:
+            with casting:
+                logprobs, _ = forward(batch)
+            (-logprobs.mean() / len(batches)).backward()
+        optimizer.update()
+        if is_gpu:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started_s)
+    return statistics.median(times[WARM_UP:]), torch.cuda.max_memory_allocated() if is_gpu else 0
+
+
+def build(shape: str, device: torch.device) -> Qwen3ForCausalLM:
+    hidden, intermediate, layers, heads, head_size, vocabulary = SHAPES[shape]
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=head_size,
+        max_position_embeddings=32_768,
+        tie_word_embeddings=True,
+    )
+    with device:
+        return Qwen3ForCausalLM(config)
+
+
+def work(shape: str, length: int) -> float:
+    """Return the operations of one token, forward and backward, in a sequence of `length` tokens half in the loss."""
+    hidden, intermediate, layers, heads, head_size, vocabulary = SHAPES[shape]
+    weights = layers * (3 * heads * head_size * hidden + 3 * intermediate * hidden)  # q and o; k and v have half
+    attention = layers * heads * head_size * length  # q k^T and its product with v, over half of the row
+    return 6.0 * (weights + vocabulary * hidden / 2 + attention)
+
+
+def batch_of(lengths: Sequence[int], vocabulary: int, device: torch.device, seed: int) -> MicroBatch:
+    generator = torch.Generator().manual_seed(seed)
+    samples: list[Sample] = []
+    for length in lengths:
+        ids = torch.randint(0, vocabulary, (length + 1,), generator=generator)
+        predicting = torch.arange(length // 2, length)
+        ones = torch.ones(len(predicting))
+        samples.append(
+            Sample(
+                rollout="",
+                inputs=ids[:-1],
+                predicting=predicting,
+                targets=ids[predicting + 1],
+                temperatures=ones,
+                behavior=-ones,
+                versions=ones.int(),
+                incarnations=ones.int(),
+            )
+        )
+    return collate(samples, device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""What the trainer computes in, and attention over a packed row in one call.
+
+- `auto` is bfloat16 on cuda and float32 on a CPU; a float32 output layer is an option of bfloat16.
+- In bfloat16 weights stay float32 and gradients are those of float32 within rounding, summed over micro-batches in
+  float32; that holds for each family, with adapters, critic, reference and recomputed layers, and over a resume.
+- With `fp32_lm_head` the logits are products in float32.
+- One call gives what the loop over sequences gives, values and gradients; windows, soft caps, sinks, float32 and odd
+  sizes are left to the loop. A kernel that fails or sees other sequences is not used.
+- The benchmark for GPUs runs on a CPU. On a GPU, the kernel is that of torch or flash-attn, and a train step is that of
+  a CPU within rounding.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from areal_agent.algorithms.batching import collate, sample_of
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.trainer.attention import OneCall, Rule, packed_kernel, segment_attention
+from areal_agent.trainer.config import LoraConfig, TrainerConfig
+from areal_agent.trainer.forward import choose_attention
+from areal_agent.trainer.model import Policy
+from areal_agent.trainer.ranks import ALONE, FLOAT32, Group, Precision, whole
+from tests.trainer.families import DENSE, PACKED, make
+from tests.trainer.lab import CPU, GRADIENT_DESCENT, Lab
+from tests.trainer.test_families import SAMPLES
+
+HALF = GRADIENT_DESCENT.model_copy(update={"dtype": "bfloat16"})
+BOTH = Precision(layers=torch.bfloat16, rest=torch.bfloat16)
+LENGTHS = (3, 1, 5)
+ROOT = Path(__file__).parents[2]
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    group = Group.of_one(CPU)
+    yield group
+    group.leave()
+
+
+def off_by(found: Tensor, expected: Tensor) -> float:
+    """The length of the difference as a fraction of what is expected."""
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize(
+    ("values", "device", "layers", "rest"),
+    [
+        ({}, "cpu", torch.float32, torch.float32),
+        ({}, "cuda", torch.bfloat16, torch.bfloat16),
+        ({"dtype": "float32"}, "cuda", torch.float32, torch.float32),
+        ({"dtype": "bfloat16"}, "cpu", torch.bfloat16, torch.bfloat16),
+        ({"dtype": "bfloat16", "fp32_lm_head": True}, "cpu", torch.bfloat16, torch.float32),
+        ({"fp32_lm_head": True}, "cpu", torch.float32, torch.float32),
+    ],
+)
+def test_what_a_config_asks_for_on_a_device(values, device, layers, rest) -> None:
+    assert Precision.of(TrainerConfig(**values), torch.device(device)) == Precision(layers=layers, rest=rest)
+
+
+def test_an_output_layer_cannot_be_more_exact_than_float32() -> None:
+    with pytest.raises(ValueError, match="every layer is float32; leave one out"):
+        TrainerConfig(dtype="float32", fp32_lm_head=True)
+
+
+ALL = AlgorithmConfig(preset="ppo", reference="initial", kl_coefficient=0.1, minibatches=2)
+PENALISED = AlgorithmConfig(reference="initial", kl_coefficient=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "algorithm"),
+    [
+        ({}, AlgorithmConfig()),
+        ({"fp32_lm_head": True, "gradient_checkpointing": True}, AlgorithmConfig()),
+        ({"learning_rate": 1e4}, ALL),
+        ({"lora": LoraConfig(rank=4, alpha=8.0)}, PENALISED),
+    ],
+    ids=["plain", "float32 head, recomputed", "critic and reference", "adapters"],
+)
+def test_gradients_are_those_of_float32_within_rounding(model_folder, given, group, changes, algorithm) -> None:
+    exact = Lab(model_folder, GRADIENT_DESCENT.model_copy(update={**changes, "fp32_lm_head": False}), algorithm)
+    expected = exact.gradient(given)
+    half = Lab(model_folder, HALF.model_copy(update=changes), algorithm, budget=60, group=group)
+    assert 0 < off_by(half.gradient(given), expected) < 0.03
+    assert {one.dtype for one in half.policy.trained_parameters().values()} == {torch.float32}
+
+
+def test_micro_batches_are_summed_in_float32(model_folder, given, group) -> None:
+    """So the gradient is not rounded to the eight bits that it has in the backward pass of one micro-batch."""
+    lab = Lab(model_folder, HALF, budget=60, group=group)
+    assert lab.stepper.train(given)["num_micro_batches"] > 2
+    moved = lab.before - lab.weights()
+    assert (moved != moved.bfloat16().float()).float().mean() > 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", PACKED)
+def test_each_family_computes_in_bfloat16(model_type, group) -> None:
+    def measured(precision: Precision, within: Group) -> tuple[Tensor, list[Tensor | None]]:
+        policy = Policy(make(model_type, PACKED[model_type]), CPU)
+        policy.shard(within, precision)
+        logprobs, _ = policy.logprobs_and_entropy(collate(SAMPLES, CPU))
+        logprobs.sum().backward()
+        found = [one.grad for one in policy.trained_parameters().values()]
+        return logprobs.detach(), [None if one is None else whole(one) for one in found]
+
+    found, ours = measured(BOTH, group)
+    expected, theirs = measured(FLOAT32, ALONE)
+    assert 0 < (found - expected).abs().median() < 0.1  # of all tokens but those that a router sends elsewhere
+    assert [one is None for one in ours] == [one is None for one in theirs]
+    assert all(bool(one.isfinite().all()) for one in ours if one is not None)
+
+
+def test_a_resumed_run_goes_on_exactly(model_folder, make_batch, as_input, open_trainer, tmp_path) -> None:
+    config = TrainerConfig(learning_rate=1e-3, dtype="bfloat16")
+    steps = [as_input(make_batch(step)) for step in (1, 2)]
+    trainer = open_trainer(model_folder, config, ALL)
+    trainer.train_step(steps[0])
+    saved = trainer.save(tmp_path / "checkpoints", step=1, incarnation=0)
+    expected = trainer.train_step(steps[1]).metrics
+    trainer.close()
+    resumed = open_trainer(saved.path, config, ALL)
+    found = resumed.train_step(steps[1]).metrics
+    assert {name: found[name] for name in ("loss", "grad_norm", "value_loss", "entropy")} == {
+        name: expected[name] for name in ("loss", "grad_norm", "value_loss", "entropy")
+    }
+
+
+def test_with_a_float32_output_layer_logits_are_float32(model_folder, given, group) -> None:
+    batch = collate([sample_of(one) for one in given.records], CPU)
+    away: dict[torch.dtype, float] = {}
+    for rest in (torch.float32, torch.bfloat16):
+        policy = Policy.load(model_folder, CPU)
+        weight = policy.model.lm_head.weight.detach().clone()
+        seen: list[tuple[Tensor, Tensor]] = []
+        policy.model.lm_head.register_forward_hook(lambda _, given, logits, seen=seen: seen.append((given[0], logits)))
+        policy.shard(group, Precision(layers=torch.bfloat16, rest=rest))
+        with torch.no_grad():
+            assert policy.logprobs_and_entropy(batch)[0].dtype == torch.float32
+        ((hidden, logits),) = seen
+        assert hidden.dtype == logits.dtype == rest
+        away[rest] = off_by(logits, hidden.float() @ weight.T)
+    assert away[torch.float32] < 1e-6 and away[torch.bfloat16] > 1e-3
+
+
+# ------------------------------------------------------------------------------------------------- one call
+
+
+def by_mask(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float) -> Tensor:
+    """What a kernel computes, written with a mask made of its offsets: [T, H, D]."""
+    lengths = offsets.diff().tolist()
+    assert max(lengths) == longest and offsets.dtype == torch.int32
+    mask = torch.block_diag(*(torch.ones(one, one) for one in lengths)).bool().tril()
+    rows = (one.transpose(0, 1)[None] for one in (query, key, value))
+    return scaled_dot_product_attention(*rows, attn_mask=mask, scale=scaling, enable_gqa=True)[0].transpose(0, 1)
+
+
+def leaking(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float) -> Tensor:
+    """A kernel that takes the row for one sequence."""
+    return by_mask(query, key, value, offsets[[0, -1]], int(offsets[-1]), scaling)
+
+
+def refusing(*_: object) -> Tensor:
+    raise RuntimeError("no kernel image is available for execution on the device")
+
+
+def random_qkv(size: int, dtype: torch.dtype, device: torch.device = CPU, lengths=LENGTHS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(1, heads, sum(lengths), size, generator=generator).to(device, dtype).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+
+
+def attend(qkv: list[Tensor], one_call: OneCall | None, lengths=LENGTHS, rule: Rule | None = None, **scores: object):
+    return segment_attention(nn.Identity(), *qkv, rule, scaling=0.3, segments=lengths, one_call=one_call, **scores)[0]
+
+
+def test_the_offsets_are_where_sequences_begin_and_the_end_of_the_last() -> None:
+    call = OneCall.of(by_mask, LENGTHS, CPU)
+    assert (call.offsets.tolist(), call.longest) == ([0, 3, 4, 9], 5)
+
+
+def test_one_call_is_the_loop_over_sequences() -> None:
+    qkv = random_qkv(8, torch.bfloat16)
+    found, expected = (attend(qkv, one) for one in (OneCall.of(by_mask, LENGTHS, CPU), None))
+    torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+    toward = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for ours, theirs in zip(*(torch.autograd.grad(one, qkv, toward) for one in (found, expected)), strict=True):
+        assert off_by(ours, theirs) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "more"),
+    [
+        (8, torch.float32, {}),
+        (12, torch.bfloat16, {}),
+        (264, torch.bfloat16, {}),
+        (8, torch.bfloat16, {"softcap": 1.5}),
+        (8, torch.bfloat16, {"s_aux": torch.zeros(4)}),
+    ],
+    ids=["float32", "size 12", "size 264", "soft cap", "sinks"],
+)
+def test_what_kernels_do_not_compute_is_left_to_the_loop(size, dtype, more) -> None:
+    qkv = random_qkv(size, dtype)
+    assert torch.equal(attend(qkv, OneCall.of(refusing, LENGTHS, CPU), **more), attend(qkv, None, **more))
+
+
+@pytest.mark.parametrize(("window", "is_called"), [(5, True), (4, False)])
+def test_a_window_that_a_sequence_exceeds_is_left_to_the_loop(window, is_called) -> None:
+    lengths, called = (3, 1, 5), []
+
+    def counted(*given: object) -> Tensor:
+        called.append(given)
+        return by_mask(*given)
+
+    rule = Rule(reach=window, arguments=RULE | {"mask_function": lambda _b, _h, q, k: (k <= q) & (q - k < window)})
+    attend(random_qkv(8, torch.bfloat16), OneCall.of(counted, lengths, CPU), lengths, rule)
+    assert len(called) == is_called
+
+
+RULE = {"batch_size": 1, "device": CPU, "use_vmap": True}
+
+
+@pytest.mark.parametrize("kernel", [by_mask, leaking, refusing])
+def test_a_kernel_is_used_only_where_it_gives_the_models_own_logits(kernel, caplog) -> None:
+    model = make("qwen3", {**DENSE, "head_dim": 8})
+    chosen = choose_attention(model, is_padded=False, kernel=kernel)
+    assert chosen is (by_mask if kernel is by_mask else None)
+    assert [one.message.split(",")[0] for one in caplog.records] == (
+        [] if chosen else ["attention runs sequence by sequence"]
+    )
+
+
+def test_a_padded_row_needs_no_kernel() -> None:
+    assert choose_attention(make("llama", DENSE), is_padded=True, kernel=by_mask) is None
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="an older torch lacks arguments of its kernel")
+def test_the_kernel_of_torch_is_called_as_it_asks_to_be() -> None:
+    kernel = packed_kernel()
+    assert kernel is not None
+    query, key, value = (torch.empty(9, heads, 8, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    assert kernel(query, key, value, torch.tensor([0, 3, 4, 9]), 5, 0.3).shape == (9, 4, 8)
+
+
+# ------------------------------------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.slow
+def test_the_benchmark_for_gpus_runs_on_a_cpu_and_says_what_it_lacks() -> None:
+    command = [sys.executable, "benchmarks/trainer/gpu.py", "--shapes", "tiny", "--tokens", "128", "--length", "32"]
+    done = subprocess.run([*command, "--device", "cpu", "--steps", "1"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for side in ("autocast", "loop", "float32 head"):
+        assert re.search(rf"\| tiny \| {side} \| \d+ \| \d+\.\d+ \| - \| - \|", done.stdout), done.stdout
+    assert "| tiny | one call | not run: no kernel" in done.stdout
+
+
+@pytest.mark.cuda
+@cuda
+@pytest.mark.parametrize("size", [64, 128])
+def test_the_kernel_of_a_gpu_is_the_loop(size) -> None:
+    kernel, lengths, device = packed_kernel(), (300, 1, 77, 513), torch.device("cuda")
+    assert kernel is not None
+    qkv = random_qkv(size, torch.bfloat16, device, lengths)
+    found, expected = (attend(qkv, one, lengths) for one in (OneCall.of(kernel, lengths, device), None))
+    assert off_by(found, expected) < 0.01
+    toward = torch.randn_like(found)
+    for ours, theirs in zip(*(torch.autograd.grad(one, qkv, toward) for one in (found, expected)), strict=True):
+        assert off_by(ours, theirs) < 0.02
+
+
+@pytest.mark.cuda
+@cuda
+def test_a_train_step_on_a_gpu_is_that_of_a_cpu_within_rounding(model_folder, given, open_trainer) -> None:
+    algorithm = AlgorithmConfig(preset="ppo")
+    found, expected = (
+        open_trainer(model_folder, TrainerConfig(device=device), algorithm).train_step(given).metrics
+        for device in ("cuda", "cpu")
+    )
+    assert Policy.load(model_folder, torch.device("cuda")).kernel is packed_kernel() is not None
+    for name in ("grad_norm", "entropy", "value_loss"):
+        assert found[name] == pytest.approx(expected[name], rel=0.03)
