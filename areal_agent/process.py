@@ -15,9 +15,10 @@ import re
 import resource
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NoReturn, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 from areal_agent.errors import ProcessDied
 
@@ -156,7 +157,6 @@ class ManagedProcess:
         *,
         log_path: Path,
         env: Mapping[str, str] | None = None,
-        pass_fds: Sequence[int] = (),
     ) -> Self:
         """Start `argv` in a session of its own, with its output appended to `log_path`."""
         read_end, write_end = os.pipe()
@@ -168,7 +168,7 @@ class ManagedProcess:
                     stdout=log,
                     stderr=log,
                     env={**os.environ, **(env or {}), LIFELINE_VARIABLE: str(read_end)},
-                    pass_fds=(read_end, *pass_fds),
+                    pass_fds=(read_end,),
                     start_new_session=True,
                 )
         except BaseException:
@@ -204,8 +204,11 @@ class ManagedProcess:
         if self.is_running:
             self._process.kill()
 
-    async def aclose(self, grace_s: float = 5.0) -> None:
-        """End the process: SIGTERM, then SIGKILL after `grace_s`. Harmless when it has ended already."""
+    async def aclose(self, grace_s: float = 5.0, *, with_session: bool = False) -> None:
+        """End the process: SIGTERM, then SIGKILL after `grace_s`. Harmless when it has ended already.
+
+        `with_session` also kills the processes that it has left behind, which are of its session.
+        """
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
@@ -215,9 +218,23 @@ class ManagedProcess:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()
                 await self._process.wait()
+        if with_session:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
         if self._lifeline is not None:
             os.close(self._lifeline)
             self._lifeline = None
+
+
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
+    """Run `work` beside the body; it is cancelled on leaving."""
+    task = asyncio.create_task(work)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
 
 
 async def uninterrupted(work: Awaitable[Result]) -> Result:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = [
     ["types", "errors", "protocols", "section"],
-    ["observe", "command", "files", "process", "staleness"],
+    ["observe", "callback", "command", "files", "process", "staleness"],
     ["ledger", "engine", "tokens", "algorithms", "models"],
     ["gateway", "weights"],
     ["rollout", "trainer"],

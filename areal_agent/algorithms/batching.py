@@ -34,6 +34,7 @@ class Sample:
     """
 
     rollout: str  # the session that the record is a branch of
+    branch: int = 0  # of that session
     inputs: Tensor  # [T] int64
     predicting: Tensor  # [M] int64, in 0..T-1
     targets: Tensor  # [M] int64
@@ -59,12 +60,14 @@ class Sample:
 
     def emptied(self) -> Self:
         """Return a sample with one input token, no loss token and the same fields set. It trains nothing."""
-        of_tokens = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("rollout", "weight")}
+        of_tokens = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in OF_SAMPLES}
         nothing = {name: value[:0] for name, value in of_tokens.items() if value is not None}
         return replace(self, **(nothing | {"inputs": torch.zeros(1, dtype=torch.long)}))
 
 
-JOINED = [one.name for one in fields(Sample) if one.name not in ("rollout", "inputs", "predicting", "weight")]
+OF_SAMPLES = ("rollout", "branch", "weight")
+"""The fields that are not of tokens."""
+JOINED = [one.name for one in fields(Sample) if one.name not in (*OF_SAMPLES, "inputs", "predicting")]
 """The fields that a micro-batch concatenates as they are."""
 
 
@@ -80,6 +83,7 @@ def sample_of(record: TokenRecord) -> Sample:
     num_inputs = int(positions[-1]) if len(positions) else 0
     return Sample(
         rollout=record.session_id,
+        branch=record.branch,
         inputs=tokens[:num_inputs],
         predicting=positions - 1,
         targets=tokens[positions],

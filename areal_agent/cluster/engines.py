@@ -6,11 +6,13 @@ only their owner may read.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_agent.cluster.hosts import LOCAL, Hosts
 from areal_agent.cluster.servers import KeptServers, start_embedded, start_sglang, start_vllm
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.client import HttpEngine
@@ -18,15 +20,24 @@ from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.fleet.fleet import Fleet, MemberReport
 from areal_agent.engine.fleet.member import MemberState
 from areal_agent.engine.foreign.weight_folders import AdapterForm, begin_adapter
-from areal_agent.errors import ArealAgentError, ConfigError, EngineError, EngineUnreachable, WeightUpdateError
+from areal_agent.errors import (
+    ArealAgentError,
+    ConfigError,
+    EngineError,
+    EngineUnreachable,
+    ServerRefused,
+    WeightUpdateError,
+)
 from areal_agent.files import replace_private
 from areal_agent.gateway.auth import new_key
 from areal_agent.gateway.engine_servers import EngineServers, serve_engine_servers
-from areal_agent.process import uninterrupted
+from areal_agent.process import beside, uninterrupted
 from areal_agent.protocols import MemoryHolder
 from areal_agent.trainer.checkpoint import ADAPTER
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.types import WeightVersion
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +86,7 @@ class RunningEngine:
 
 @asynccontextmanager
 async def open_engine(
-    config: EngineConfig, model: Path, version: WeightVersion, logs: Path
+    config: EngineConfig, model: Path, version: WeightVersion, logs: Path, hosts: Hosts = LOCAL
 ) -> AsyncGenerator[RunningEngine]:
     """Open an engine that serves `model` as `version`. The servers that it starts are ended on leaving."""
     async with AsyncExitStack() as stack:
@@ -85,14 +96,32 @@ async def open_engine(
             yield RunningEngine(client=fleet, address=address)
             return
         start = {"embedded": start_embedded, "sglang": start_sglang, "vllm": start_vllm}[config.backend]
-        servers = await stack.enter_async_context(start(config, model, version, logs))
+        servers = await stack.enter_async_context(start(config, model, version, logs, hosts))
         fleet, address = await stack.enter_async_context(_connected(config, servers.urls))
         if config.backend == "vllm":
             await fleet.pushes.load(model, version)  # so that the fleet can restore these weights
         else:
             fleet.pushes.begin_with(model, version)
         memory = await stack.enter_async_context(memory_of(fleet, servers.urls)) if config.release_kv else None
+        await stack.enter_async_context(beside(follow_moves(fleet, servers)))
         yield RunningEngine(client=fleet, address=address, servers=servers, memory=memory)
+
+
+RETRY_S = 1.0
+
+
+async def follow_moves(fleet: Fleet, servers: KeptServers) -> None:
+    """Replace each server that serves at another URL now, until cancelled. It gets the weights due before requests."""
+    while True:
+        old, new = await servers.moves.get()
+        while new in servers.urls and new not in {report.url for report in fleet.report()}:
+            try:
+                await fleet.add(new)
+            except EngineError as error:
+                logger.warning("the server that moved to %s does not join yet: %s", new, error)
+                await asyncio.sleep(RETRY_S)
+        with contextlib.suppress(ServerRefused):  # somebody has removed it
+            await fleet.remove(old)
 
 
 @asynccontextmanager

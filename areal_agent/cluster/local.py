@@ -1,4 +1,4 @@
-"""The trainer and the rollout workers as processes of this machine, and what a run needs: ports, hosts, folders.
+"""Starts the trainer and the rollout workers, and what a run needs on this machine: ports, addresses, folders.
 
 The model's folder is one that the config names, one of the hub, or that of the tiny model, built when needed.
 
@@ -15,8 +15,9 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
@@ -24,6 +25,8 @@ from urllib.parse import urlsplit
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 
+from areal_agent.callback import Callback
+from areal_agent.cluster.hosts import LOCAL, Host, Hosts, Process
 from areal_agent.errors import ConfigError
 from areal_agent.models.recipe import RECIPE, demonstrations_of, model_folder
 from areal_agent.observe.progress import Progress
@@ -46,7 +49,7 @@ def check_port(port: int, what: str) -> None:
             ) from None
 
 
-async def unless_it_dies(process: ManagedProcess, ready: Awaitable[Result]) -> Result:
+async def unless_it_dies(process: Process, ready: Awaitable[Result]) -> Result:
     """Await `ready`. Raises ProcessDied when the process ends first."""
     waiting = asyncio.ensure_future(ready)
     dying = asyncio.ensure_future(process.died())
@@ -61,48 +64,58 @@ async def unless_it_dies(process: ManagedProcess, ready: Awaitable[Result]) -> R
         await asyncio.gather(waiting, dying, return_exceptions=True)
 
 
-async def _start_child(
-    name: str, module: str, log_path: Path, num_threads: int
-) -> tuple[ManagedProcess, socket.socket]:
-    """Start a module as a process that holds one end of a socket pair; return the other end."""
-    ours, theirs = socket.socketpair()
-    with contextlib.closing(theirs):
-        process = await ManagedProcess.start(
-            name,
-            [sys.executable, "-m", module, "--fd", str(theirs.fileno())],
-            log_path=log_path,
-            env=thread_variables(num_threads),
-            pass_fds=[theirs.fileno()],
+async def start_child(
+    host: Host, name: str, argv: Sequence[str], log_path: Path, variables: Mapping[str, str]
+) -> tuple[Process, Callback]:
+    """Start a process that will call back."""
+    callback = Callback(host.home)
+    try:
+        process = await host.start(
+            name, [*argv, *callback.options], log_path=log_path, env={**variables, **callback.variables}
         )
-    return process, ours
+    except BaseException:
+        callback.close()
+        raise
+    return process, callback
+
+
+async def called(process: Process, callback: Callback) -> socket.socket:
+    """Wait for the call of a process. Raises EOFError when it ends before."""
+    return await asyncio.to_thread(callback.accept, lambda: process.is_running)
 
 
 @asynccontextmanager
-async def start_trainer(num_threads: int, logs: Path) -> AsyncGenerator[tuple[ManagedProcess, TrainerClient]]:
-    """Start a trainer process and connect to it; it is ended on leaving. Its model is not loaded yet."""
-    process, ours = await _start_child("trainer", "areal_agent.trainer", logs / "trainer.log", num_threads)
-    client = TrainerClient(ours)
+async def start_trainer(
+    num_threads: int, logs: Path, hosts: Hosts = LOCAL
+) -> AsyncGenerator[tuple[Process, TrainerClient]]:
+    """Start a trainer process, which is ended on leaving. Its model is not loaded yet."""
+    argv = [sys.executable, "-m", "areal_agent.trainer"]
+    host = await hosts.host_for("trainer")
+    process, callback = await start_child(host, "trainer", argv, logs / "trainer.log", thread_variables(num_threads))
+    client = TrainerClient(partial(called, process, callback))
     try:
         yield process, client
     finally:
         await client.aclose()
         await process.aclose()
+        callback.close()
 
 
 @asynccontextmanager
 async def start_worker(
-    settings: WorkerSettings, logs: Path, on_warning: Callable[[str], None]
-) -> AsyncGenerator[tuple[ManagedProcess, WorkerClient]]:
+    settings: WorkerSettings, logs: Path, on_warning: Callable[[str], None], hosts: Hosts = LOCAL
+) -> AsyncGenerator[tuple[Process, WorkerClient]]:
     """Start a rollout worker and wait until it takes calls; it is ended on leaving."""
     name, log_path = f"worker {settings.number}", logs / f"worker-{settings.number}.log"
-    process, ours = await _start_child(name, "areal_agent.rollout.worker", log_path, num_threads=1)
+    argv = [sys.executable, "-m", "areal_agent.rollout.worker"]
+    process, callback = await start_child(await hosts.host_for(name), name, argv, log_path, thread_variables(1))
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(process.aclose)
-        client = WorkerClient(await Channel.over(stack.enter_context(ours)), on_warning)
-        stack.push_async_callback(client.aclose)
         try:
+            client = WorkerClient(await Channel.over(await called(process, callback)), on_warning)
+            stack.push_async_callback(client.aclose)
             await unless_it_dies(process, client.start(settings))
-        except WorkerGone:  # it closed its end, so it is about to die
+        except (EOFError, WorkerGone):  # it is dead, or it closed its end and is about to die
             raise await process.died() from None
         yield process, client
 

@@ -1,17 +1,16 @@
-"""Starts the servers of each kind on this machine, and starts them again when they die, each at the URL where it was.
+"""Starts the servers of each kind, and starts them again when they die: on the same host at the URL where it was.
 
     start ─▶ serves ─▶ (its process dies) ─▶ start ...      three deaths within a minute of service: it is given up
 
 Embedded engines run in this Python; SGLang and vLLM in the environment that has them (`engine.python`). Clients find
-out by themselves that a server is back. When all servers are given up, the engine has failed.
+out by themselves that a server is back. One that had to be started on another host has another URL: `moves` has both.
+When all servers are given up, the engine has failed.
 """
 
 import asyncio
 import contextlib
 import logging
 import os
-import signal
-import socket
 import sys
 import time
 from collections import deque
@@ -21,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from areal_agent.cluster.local import thread_variables, unless_it_dies
+from areal_agent.callback import Callback
+from areal_agent.cluster.hosts import LOCAL, Host, Hosts, Process
+from areal_agent.cluster.local import called, start_child, thread_variables, unless_it_dies
 from areal_agent.engine.config import EngineConfig, EnginePlan, visible_gpus
 from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine.foreign.server import ForeignServer
@@ -31,7 +32,6 @@ from areal_agent.engine.sglang.server import SglangServer
 from areal_agent.engine.vllm import ADAPTER_RANKS, VLLM_LAUNCHER
 from areal_agent.engine.vllm.server import ADAPTER, VllmServer
 from areal_agent.errors import ArealAgentError, EngineError, EngineUnreachable, ProcessDied
-from areal_agent.process import ManagedProcess
 from areal_agent.types import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -78,13 +78,13 @@ class KeptServer:
 
     def __init__(
         self,
-        start: Callable[[], Awaitable[ManagedProcess]],
-        serves: Callable[[ManagedProcess], Awaitable[str]],
-        end: Callable[[ManagedProcess], Awaitable[None]],
+        start: Callable[[], Awaitable[Process]],
+        serves: Callable[[Process], Awaitable[str]],
+        end: Callable[[Process], Awaitable[None]],
     ) -> None:
         """`serves` returns the URL once the server serves, and raises ProcessDied or EngineUnreachable otherwise."""
         self.url = ""  # set once it has been started
-        self.process: ManagedProcess | None = None
+        self.process: Process | None = None
         self._start = start
         self._serves = serves
         self._end = end
@@ -96,8 +96,11 @@ class KeptServer:
         self.url = await self._serves(self.process)
         self._deaths.begin()
 
-    async def keep(self) -> ProcessDied:
-        """Start it again whenever it dies. Return the last death when there are too many."""
+    async def keep(self, on_move: Callable[[str, str], None] = lambda old, new: None) -> ProcessDied:
+        """Start it again whenever it dies. Return the last death when there are too many.
+
+        `on_move` is given its old and its new URL when it serves at another one.
+        """
         while True:
             assert self.process is not None, "it was started"
             death: ArealAgentError = await self.process.died()
@@ -107,8 +110,11 @@ class KeptServer:
                     return ProcessDied(f"{MAX_DEATHS} deaths within {WITHIN_S:g} s of service; the last: {death}")
                 logger.warning("%s; it is started again", str(death).partition(";")[0])
                 await self.aclose()
+                old = self.url
                 try:
                     await self.start()
+                    if self.url != old:
+                        on_move(old, self.url)
                     break
                 except (ProcessDied, EngineUnreachable) as error:
                     death = error
@@ -124,7 +130,8 @@ class KeptServers:
 
     def __init__(self, servers: Sequence[KeptServer]) -> None:
         self._servers = list(servers)
-        self._keepers: dict[str, asyncio.Task[None]] = {}  # by URL
+        self._keepers: dict[KeptServer, asyncio.Task[None]] = {}
+        self.moves: asyncio.Queue[tuple[str, str]] = asyncio.Queue()  # the old and the new URL
         self._given_up_urls: set[str] = set()
         self._given_up: asyncio.Future[ArealAgentError] = asyncio.get_running_loop().create_future()
 
@@ -133,9 +140,9 @@ class KeptServers:
         return tuple(server.url for server in self._servers)
 
     def process_ids(self) -> Mapping[str, int]:
-        """Return the ids of the running processes, by name."""
+        """Return the ids of the processes that run on this machine, by name."""
         processes = [server.process for server in self._servers if server.process is not None]
-        return {process.name: process.pid for process in processes}
+        return {process.name: process.pid for process in processes if process.pid is not None}
 
     async def failure(self) -> ArealAgentError:
         """Wait until all servers have been given up; return the reason for the last one."""
@@ -149,31 +156,29 @@ class KeptServers:
                     group.create_task(server.start())
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
-        self._keepers = {
-            server.url: asyncio.create_task(self._keep(server), name=server.url) for server in self._servers
-        }
+        self._keepers = {server: asyncio.create_task(self._keep(server), name=server.url) for server in self._servers}
 
     async def stop(self, url: str) -> None:
         """End a server that is not wanted any more; one that was not started here is no error."""
         for server in [one for one in self._servers if one.url == url]:
             self._servers.remove(server)
-            await self._end_keeper(url)
+            await self._end_keeper(server)
             await server.aclose()
 
     async def aclose(self) -> None:
-        for url in list(self._keepers):
-            await self._end_keeper(url)
+        for server in list(self._keepers):
+            await self._end_keeper(server)
         await asyncio.gather(*(server.aclose() for server in self._servers))  # each may take seconds to end
 
-    async def _end_keeper(self, url: str) -> None:
-        keeper = self._keepers.pop(url, None)
+    async def _end_keeper(self, server: KeptServer) -> None:
+        keeper = self._keepers.pop(server, None)
         if keeper is not None:
             keeper.cancel()
             await asyncio.wait({keeper})
 
     async def _keep(self, server: KeptServer) -> None:
         try:
-            death: ArealAgentError = await server.keep()
+            death: ArealAgentError = await server.keep(on_move=lambda old, new: self.moves.put_nowait((old, new)))
         except Exception as error:  # the boundary: a server that cannot be kept is given up, whatever the cause
             death = EngineUnreachable(f"the server at {server.url} could not be started again: {error!r}")
         logger.error("the server at %s is given up: %s", server.url, death)
@@ -196,15 +201,12 @@ async def keep_servers(servers: Sequence[KeptServer]) -> AsyncGenerator[KeptServ
 # ------------------------------------------------------------------------------------------------ embedded engines
 
 
-POLL_S = 0.05
-
-
 def start_embedded(
-    config: EngineConfig, model: Path, version: WeightVersion, logs: Path
+    config: EngineConfig, model: Path, version: WeightVersion, logs: Path, hosts: Hosts = LOCAL
 ) -> AbstractAsyncContextManager[KeptServers]:
     """Start `config.num_servers` engines that serve `model` as `version`; kept alive, and ended on leaving."""
-    places = [_EmbeddedPlace(config, model, version, logs, number) for number in range(config.num_servers)]
-    return keep_servers([KeptServer(place.start, place.serves, ManagedProcess.aclose) for place in places])
+    places = [_EmbeddedPlace(config, model, version, logs, hosts, number) for number in range(config.num_servers)]
+    return keep_servers([KeptServer(place.start, place.serves, _end) for place in places])
 
 
 def _name_and_log(config: EngineConfig, logs: Path, number: int) -> tuple[str, Path]:
@@ -216,39 +218,49 @@ def _name_and_log(config: EngineConfig, logs: Path, number: int) -> tuple[str, P
 class _EmbeddedPlace:
     """The place of one engine: on any free port at first, and on that port whenever it is started again."""
 
-    def __init__(self, config: EngineConfig, model: Path, version: WeightVersion, logs: Path, number: int) -> None:
+    def __init__(
+        self, config: EngineConfig, model: Path, version: WeightVersion, logs: Path, hosts: Hosts, number: int
+    ) -> None:
         self._timeout_s = config.startup_timeout_s
         self._name, self._log = _name_and_log(config, logs, number)
-        self._announcement = self._log.with_suffix(".url")
+        self._hosts = hosts
         self._command = command_of(config, model, version)
         self._variables = thread_variables(config.threads) | visible_gpus(config, number, os.environ)
         self._port = config.port
+        self._callback: Callback | None = None  # of the process started last
 
-    async def start(self) -> ManagedProcess:
-        self._announcement.unlink(missing_ok=True)
-        command = [*self._command, "--port", str(self._port), "--announce", str(self._announcement)]
-        return await ManagedProcess.start(self._name, command, log_path=self._log, env=self._variables)
+    async def start(self) -> Process:
+        host = await self._hosts.host_for(self._name)
+        command = [*self._command, "--host", host.address, "--port", str(self._port)]
+        process, self._callback = await start_child(host, self._name, command, self._log, self._variables)
+        return process
 
-    async def serves(self, process: ManagedProcess) -> str:
+    async def serves(self, process: Process) -> str:
         """Return its URL, once it serves. Raises ProcessDied and EngineUnreachable."""
-        url = await unless_it_dies(process, self._announced())
-        self._port = urlsplit(url).port or 0
-        return url
-
-    async def _announced(self) -> str:
+        assert self._callback is not None, "it was started"
         try:
             async with asyncio.timeout(self._timeout_s):
-                while not self._announcement.exists():  # noqa: ASYNC110 (a file has no event)
-                    await asyncio.sleep(POLL_S)
+                url = await unless_it_dies(process, self._announced(process, self._callback))
         except TimeoutError:
             raise EngineUnreachable(
                 f"the {self._name} did not serve within engine.startup_timeout_s = {self._timeout_s:g}; see {self._log}"
             ) from None
-        return self._announcement.read_text()
+        self._port = urlsplit(url).port or 0
+        return url
+
+    @staticmethod
+    async def _announced(process: Process, callback: Callback) -> str:
+        """Return the URL with which the engine calls back."""
+        try:
+            reader, writer = await asyncio.open_connection(sock=await called(process, callback))
+            with contextlib.closing(writer):
+                return (await reader.readuntil()).decode().strip()
+        except EOFError:
+            raise await process.died() from None
 
 
 def command_of(config: EngineConfig, model: Path, version: WeightVersion) -> Sequence[str]:
-    """Return the command of each engine, without the port."""
+    """Return the command of each engine, without its address."""
     options = {
         "--model": str(model),
         "--device": config.device,
@@ -281,10 +293,10 @@ class Launch:
     own_options: Callable[[int], Mapping[str, str]] = lambda _: {}  # of one server; they come last and win
     begins_with: tuple[Path, WeightVersion] | None = None  # weights that it gets once it serves
 
-    def command(self, config: EngineConfig, port: int, number: int) -> Sequence[str]:
-        """Return the command of the server with this number, listening on this port of 127.0.0.1."""
+    def command(self, config: EngineConfig, address: str, port: int, number: int) -> Sequence[str]:
+        """Return the command of the server with this number, listening there."""
         assert config.python is not None  # checked by Config
-        options = _words({"--host": "127.0.0.1", "--port": str(port), **self.options})
+        options = _words({"--host": address, "--port": str(port), **self.options})
         own_options = _words(self.own_options(number))
         return [config.python, str(self.launcher), *options, *self.flags, *config.server_args, *own_options]
 
@@ -293,30 +305,52 @@ def _words(options: Mapping[str, str]) -> list[str]:
     return [word for option in options.items() for word in option]
 
 
-def start_servers(config: EngineConfig, launch: Launch, logs: Path) -> AbstractAsyncContextManager[KeptServers]:
+def start_servers(
+    config: EngineConfig, launch: Launch, logs: Path, hosts: Hosts
+) -> AbstractAsyncContextManager[KeptServers]:
     """Start `config.num_servers` servers; they are kept alive, and ended on leaving."""
-    places = [_ForeignPlace(config, launch, logs, *place) for place in enumerate(_choose_ports(config))]
+    taken: set[int] = set()
+    places = [_ForeignPlace(config, launch, logs, hosts, number, taken) for number in range(config.num_servers)]
     return keep_servers([KeptServer(place.start, place.serves, _end) for place in places])
 
 
 class _ForeignPlace:
-    """The place of one server, on a port that was free when the run began."""
+    """The place of one server, on a port that was free when it was first started on its host.
 
-    def __init__(self, config: EngineConfig, launch: Launch, logs: Path, number: int, port: int) -> None:
-        self._name, self._log = _name_and_log(config, logs, number)
+    `taken` are the ports that were chosen for all servers.
+    """
+
+    def __init__(
+        self, config: EngineConfig, launch: Launch, logs: Path, hosts: Hosts, number: int, taken: set[int]
+    ) -> None:
+        self._config = config
         self._launch = launch
-        self._command = launch.command(config, port, number)
+        self._hosts = hosts
+        self._number = number
+        self._taken = taken
+        self._name, self._log = _name_and_log(config, logs, number)
         self._variables = {**thread_variables(config.threads), **launch.variables(number)}
-        self._url = f"http://127.0.0.1:{port}"
-        self._timeout_s = config.startup_timeout_s
+        self._address, self._port = "", config.port
 
-    async def start(self) -> ManagedProcess:
-        return await ManagedProcess.start(self._name, self._command, log_path=self._log, env=self._variables)
+    async def start(self) -> Process:
+        host = await self._hosts.host_for(self._name)
+        if host.address != self._address:
+            self._address, self._port = host.address, self._config.port or await self._free_port(host)
+        command = self._launch.command(self._config, self._address, self._port, self._number)
+        return await host.start(self._name, command, log_path=self._log, env=self._variables)
 
-    async def serves(self, process: ManagedProcess) -> str:
-        async with contextlib.aclosing(ForeignEngine(self._launch.connect(self._url))) as engine:
-            await unless_it_dies(process, wait_until_it_serves(engine, self._launch.begins_with, self._timeout_s))
-        return self._url
+    async def serves(self, process: Process) -> str:
+        url = f"http://{self._address}:{self._port}"
+        async with contextlib.aclosing(ForeignEngine(self._launch.connect(url))) as engine:
+            serving = wait_until_it_serves(engine, self._launch.begins_with, self._config.startup_timeout_s)
+            await unless_it_dies(process, serving)
+        return url
+
+    async def _free_port(self, host: Host) -> int:
+        while (port := await host.free_port()) in self._taken:
+            pass
+        self._taken.add(port)
+        return port
 
 
 async def wait_until_it_serves(
@@ -331,22 +365,9 @@ async def wait_until_it_serves(
         raise EngineUnreachable(f"the server at {engine.base_url} serves but refuses weights: {error}") from error
 
 
-async def _end(process: ManagedProcess) -> None:
+async def _end(process: Process) -> None:
     """End the server with all its processes, which are a session of their own."""
-    await process.aclose()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _choose_ports(config: EngineConfig) -> list[int]:
-    """Return the config's port, or free ones. Probes are closed again, for no server can use a port that is open."""
-    if config.port:
-        return [config.port]
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(config.num_servers)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
+    await process.aclose(with_session=True)
 
 
 CONTEXT_MARGIN = 8
@@ -354,7 +375,7 @@ CONTEXT_MARGIN = 8
 
 
 def start_sglang(
-    config: EngineConfig, model: Path, version: WeightVersion, logs: Path
+    config: EngineConfig, model: Path, version: WeightVersion, logs: Path, hosts: Hosts = LOCAL
 ) -> AbstractAsyncContextManager[KeptServers]:
     """Start `config.num_servers` servers that serve `model` as `version`; kept alive, and ended on leaving."""
     launch = Launch(
@@ -365,7 +386,7 @@ def start_sglang(
         connect=SglangServer,
         variables=lambda _: {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
     )
-    return start_servers(config, launch, logs)
+    return start_servers(config, launch, logs, hosts)
 
 
 def _sglang_options(config: EngineConfig, model: Path, version: WeightVersion) -> dict[str, str]:
@@ -397,7 +418,7 @@ FLAGS = ("--enable-prompt-tokens-details", "--disable-uvicorn-access-log")
 
 
 def start_vllm(
-    config: EngineConfig, model: Path, version: WeightVersion, logs: Path
+    config: EngineConfig, model: Path, version: WeightVersion, logs: Path, hosts: Hosts = LOCAL
 ) -> AbstractAsyncContextManager[KeptServers]:
     """Start `config.num_servers` servers that serve `model` as `version`; kept alive, and ended on leaving.
 
@@ -413,7 +434,7 @@ def start_vllm(
         begins_with=(model, version),  # also after each restart: vLLM has no flag for the version
         variables=lambda number: visible_gpus(config, number, os.environ),
     )
-    return start_servers(config, launch, logs)
+    return start_servers(config, launch, logs, hosts)
 
 
 def _vllm_options(config: EngineConfig, model: Path) -> dict[str, str]:

@@ -23,6 +23,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from areal_agent.cluster.hosts import LOCAL, Hosts, Process
 from areal_agent.cluster.local import start_worker
 from areal_agent.cluster.servers import MAX_DEATHS, WITHIN_S, DeathCount
 from areal_agent.engine.fleet.fleet import Fleet
@@ -30,8 +31,7 @@ from areal_agent.engine.fleet.member import FleetView
 from areal_agent.errors import ArealAgentError, LedgerError, ProcessDied, WorkerError
 from areal_agent.gateway.metrics import Counters, GatewayStats, add_up
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.observe.clock import BusyClock, SpanUnion
-from areal_agent.process import ManagedProcess
+from areal_agent.observe.clock import BusyClock, ClockShift, SpanUnion
 from areal_agent.rollout.local import EndedRollout, RolloutStats
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.rollout.worker_client import Counted, WorkerClient, WorkerGone, WorkerSettings
@@ -60,25 +60,32 @@ class Orphaned(Exception):
 class Life:
     """One process of a worker, from its start to its burial."""
 
-    def __init__(self, process: ManagedProcess, client: WorkerClient) -> None:
+    def __init__(self, process: Process, client: WorkerClient) -> None:
         self.process = process
         self.client = client
         self.orphans: asyncio.Future[frozenset[str]] = asyncio.get_running_loop().create_future()
         self.gateway: GatewayStats = Counters().snapshot(num_open_sessions=0)
         self.loop_blocked_s = 0.0
+        self.clock = ClockShift()
 
 
 class Seat:
     """The place of one worker. `engine_busy` unites the busy time of all workers' requests."""
 
     def __init__(
-        self, settings: WorkerSettings, logs: Path, engine_busy: SpanUnion, on_warning: Callable[[str], None]
+        self,
+        settings: WorkerSettings,
+        logs: Path,
+        engine_busy: SpanUnion,
+        on_warning: Callable[[str], None],
+        hosts: Hosts = LOCAL,
     ) -> None:
         self.settings = settings
         self.name = f"worker {settings.number}"
         self.load = 0  # rollouts under way
         self.deaths = DeathCount()
         self._logs = logs
+        self._hosts = hosts
         self._engine_busy = engine_busy
         self._on_warning = on_warning
         self._engines: FleetView | None = None  # the states of the servers sent last
@@ -101,7 +108,7 @@ class Seat:
     async def start(self) -> None:
         """Start a process and wait until it takes rollouts. Raises ProcessDied, and ConfigError for its settings."""
         process, client = await self._stack.enter_async_context(
-            start_worker(self.settings, self._logs, self._on_warning)
+            start_worker(self.settings, self._logs, self._on_warning, self._hosts)
         )
         self._life = Life(process, client)
         if self._engines is not None:
@@ -193,14 +200,17 @@ class Seat:
         life = self._life
         if life is None:
             return
+        asked_s = time.monotonic()
         with contextlib.suppress(WorkerGone):
-            self._take(life, await life.client.stats())
+            self._take(life, await life.client.stats(), asked_s)
 
-    def _take(self, life: Life, counted: Counted) -> None:
+    def _take(self, life: Life, counted: Counted, asked_s: float) -> None:
         self._answered_s = time.monotonic()
         life.gateway = counted.gateway
         life.loop_blocked_s = counted.loop_blocked_s
-        self._engine_busy.add(life, counted.engine_spans, counted.until_s)
+        shift_s = life.clock.told(counted.until_s, asked_s=asked_s, got_s=self._answered_s)
+        spans = [(start_s + shift_s, end_s + shift_s) for start_s, end_s in counted.engine_spans]
+        self._engine_busy.add(life, spans, counted.until_s + shift_s)
 
 
 MAX_ATTEMPTS = 3
@@ -210,11 +220,11 @@ MAX_ATTEMPTS = 3
 class WorkerPool:
     """A `RolloutExecutor` over several processes. Made by `open_workers`."""
 
-    def __init__(self, settings: Sequence[WorkerSettings], ledger: Ledger, logs: Path) -> None:
+    def __init__(self, settings: Sequence[WorkerSettings], ledger: Ledger, logs: Path, hosts: Hosts = LOCAL) -> None:
         self._ledger = ledger
         self._engine_busy = SpanUnion()
         hand_on = _WarningsOnce()
-        self.seats = tuple(Seat(one, logs, self._engine_busy, partial(hand_on, one.number)) for one in settings)
+        self.seats = tuple(Seat(one, logs, self._engine_busy, partial(hand_on, one.number), hosts) for one in settings)
         self._slots = asyncio.Semaphore(sum(one.local.max_concurrent for one in settings))
         self._rolling = BusyClock()
         self._has_changed = asyncio.Event()
@@ -342,9 +352,11 @@ def shard_name(number: int) -> str:
 
 
 @asynccontextmanager
-async def open_workers(settings: Sequence[WorkerSettings], ledger: Ledger, logs: Path) -> AsyncGenerator[WorkerPool]:
+async def open_workers(
+    settings: Sequence[WorkerSettings], ledger: Ledger, logs: Path, hosts: Hosts = LOCAL
+) -> AsyncGenerator[WorkerPool]:
     """Start the workers; they are ended on leaving."""
-    pool = WorkerPool(settings, ledger, logs)
+    pool = WorkerPool(settings, ledger, logs, hosts)
     try:
         await pool.start()
         yield pool

@@ -19,6 +19,7 @@ import torch
 from pydantic import ValidationError
 from transformers.utils.logging import disable_progress_bar
 
+from areal_agent.callback import call_back
 from areal_agent.command import Parser, run_command
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.embedded.model import ModelRunner
@@ -105,6 +106,7 @@ def _parser() -> Parser:
         help="on SIGTERM, let requests in flight finish for this long, or until a second SIGTERM, then answer them "
         "with the tokens so far (default %(default)s)",
     )
+    add("--connect", metavar="HOST:PORT", help="where the run that starts it expects a call with the base URL")
     add("--announce", type=Path, metavar="FILE", help="file to write the base URL to once it serves")
     return parser
 
@@ -136,6 +138,9 @@ async def _serve(runner: ModelRunner, options: Namespace, version: WeightVersion
     try:
         if options.announce is not None:
             _write_whole(options.announce, server.base_url)
+        if options.connect is not None:
+            with call_back(options.connect) as sock:
+                sock.sendall(f"{server.base_url}\n".encode())
         print(f"engine ready at {server.base_url}", flush=True)
         await _until_one_ends(stopped.wait(), server.failed.wait())
         if options.drain and not server.failed.is_set():

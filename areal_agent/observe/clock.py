@@ -4,9 +4,10 @@
     BusyClock         the seconds in which at least one of something was under way
     SpanLog           the same, with the spans, which a process keeps and sends
     SpanUnion         the seconds in which at least one of several processes was busy
+    ClockShift        how far the clock of a process on another machine is behind
     engine_seconds    fits such clocks into wall time: every second of an engine belongs to one activity
 
-Times are of the monotonic clock, which all processes of a machine share.
+Times are of the monotonic clock, which all processes of a machine share; a process elsewhere has its times shifted.
 """
 
 import time
@@ -203,6 +204,26 @@ class SpanUnion:
         horizon = min(self._until.values(), default=float("inf"))
         self._settled_s += sum(min(end, horizon) - start for start, end in self._open if start < horizon)
         self._open = [(max(start, horizon), end) for start, end in self._open if end > horizon]
+
+
+class ClockShift:
+    """The seconds by which this process's clock is ahead of another's, from what that one told when it was asked.
+
+    It changes only as far as the last answer requires: it stays 0 where both share a clock; otherwise it is wrong by at
+    most the time between question and answer, and follows a clock that drifts.
+
+    >>> same, other = ClockShift(), ClockShift()
+    >>> same.told(5.0, asked_s=4.9, got_s=5.1), other.told(100.0, asked_s=1.0, got_s=3.0)
+    (0.0, -97.0)
+    """
+
+    def __init__(self) -> None:
+        self._shift_s = 0.0
+
+    def told(self, time_s: float, *, asked_s: float, got_s: float) -> float:
+        """Return the shift, now that the other clock showed `time_s` at some time from `asked_s` to `got_s` here."""
+        self._shift_s = min(max(self._shift_s, asked_s - time_s), got_s - time_s)
+        return self._shift_s
 
 
 def _united(spans: Iterable[Span]) -> list[Span]:

@@ -1,7 +1,8 @@
-"""A process that rolls out for a run: `python -m areal_agent.rollout.worker --fd N`. A run starts any number of them.
+"""A process that rolls out for a run: `python -m areal_agent.rollout.worker --connect HOST:PORT`.
 
-N is the worker's end of a socket pair. The worker has workflows, a gateway and a ledger shard of its own; the main
-process decides what is rolled out and when (worker_client.py), and trajectories reach it through the ledger.
+A run starts any number of them, and is called back at that address (callback.py). A worker has workflows, a gateway and
+a ledger shard of its own; the main process decides what is rolled out and when (worker_client.py), and trajectories
+reach it through the ledger.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from areal_agent.callback import call_back
 from areal_agent.command import Parser, run_command
 from areal_agent.engine.fleet.member import FleetView
 from areal_agent.errors import ArealAgentError
@@ -48,15 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m areal_agent.rollout.worker",
         description="A process of a run that runs workflows; `areal_agent.train` starts it.",
     )
-    parser.add_argument("--fd", type=int, required=True, help="inherited socket that calls come over")
+    parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where the run expects the worker's call")
     arguments = parser.parse_args(None if argv is None else list(argv))
     exit_with_parent()
     start_logging()
-    try:
-        sock = socket.socket(fileno=arguments.fd)
-    except OSError as error:
-        parser.error(f"--fd {arguments.fd} is not an open socket ({error.strerror}); only a run starts a worker")
-    asyncio.run(_work(sock))
+    asyncio.run(_work(call_back(arguments.connect)))
     return 0
 
 

@@ -108,7 +108,7 @@ class Counted(Section):
     gateway: GatewayStats
     loop_blocked_s: float
     engine_spans: tuple[Span, ...]
-    until_s: float  # `engine_spans` are complete up to this time; monotonic
+    until_s: float  # the worker's monotonic clock now; `engine_spans` are complete up to it
 
 
 class Warned(Section):
@@ -130,7 +130,7 @@ def encode(message: Section) -> bytes:
 
 
 class Channel:
-    """One end of a socket pair, which has no port, needs no key, and ends when the other process does."""
+    """One end of a connection between a run and its worker, which ends when either process does."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader

@@ -44,6 +44,7 @@ from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.models.recipe import demonstrations_of
 from areal_agent.observe.progress import Progress
+from areal_agent.observe.token_records import FOLDER as TOKEN_RECORDS
 from areal_agent.observe.trackers import TrackedRun, Trackers, require_installed, start_trackers
 from areal_agent.process import uninterrupted
 from areal_agent.run.evaluation import Evaluation
@@ -350,6 +351,8 @@ class Run:
                     resume=checkpoint is not None,
                     chat_template=template,
                     num_steps=config.steps,
+                    token_records=folder.path / TOKEN_RECORDS,
+                    token_records_share=config.observe.token_records,
                     shares_gpu=may_be_on(config.engine, config.trainer.num_ranks),
                 )
                 loaded = await self._trainer.init(setup)
@@ -358,9 +361,9 @@ class Run:
                 f"the trainer did not load its model within trainer.startup_timeout_s = {limit_s:g}; "
                 f"see {folder.logs / 'trainer.log'}"
             ) from None
-        name = self._trainer_process.name
-        ranks = {f"{name}_rank{number}": pid for number, pid in enumerate(loaded.rank_process_ids, start=1)}
-        self._process_ids = {name: self._trainer_process.pid, **ranks}
+        name, pid = self._trainer_process.name, self._trainer_process.pid
+        ranks = {f"{name}_rank{number}": one for number, one in enumerate(loaded.rank_process_ids, start=1)}
+        self._process_ids = {} if pid is None else {name: pid, **ranks}
 
     async def _start_watching(self) -> None:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())

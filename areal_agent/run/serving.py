@@ -7,7 +7,7 @@ import asyncio
 import statistics
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from areal_agent.cluster.engines import RunningEngine, open_engine
 from areal_agent.cluster.workers import open_workers, shard_name
 from areal_agent.config import Config
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.process import beside
 from areal_agent.rollout.local import LocalSettings, RolloutExecutor, open_local
 from areal_agent.rollout.producer import rollout_seed, run_all, sibling_specs
 from areal_agent.rollout.runner import RolloutSpec
@@ -195,19 +196,8 @@ async def _open_workers(
         )
         for number, settings in enumerate(_settings_of_gateways(config, tokenizer))
     ]
-    async with open_workers(workers, ledger, logs) as rollouts, _task(rollouts.tell_of(engine.client)):
+    async with open_workers(workers, ledger, logs) as rollouts, beside(rollouts.tell_of(engine.client)):
         yield rollouts
-
-
-@asynccontextmanager
-async def _task(work: Coroutine[Any, Any, None]) -> AsyncGenerator[None]:
-    """Run `work` beside the body; it is cancelled on leaving."""
-    task = asyncio.create_task(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait({task})
 
 
 def _settings_of_gateways(config: Config, tokenizer: Path) -> list[LocalSettings]:

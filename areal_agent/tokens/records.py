@@ -22,8 +22,22 @@ def token_records(trajectory: Trajectory, rule: LossRule | None = None) -> tuple
     """
     masks = (rule or LossRule()).masks(trajectory)
     claims = _Claims(trajectory, masks)
-    paths = [path for path in reversed(_leaf_paths(trajectory.turns)) if not _is_left_out(path, masks)]
-    return tuple(claims.record(branch, path) for branch, path in enumerate(paths))
+    return tuple(claims.record(branch, path) for branch, path in enumerate(_branches(trajectory, masks)))
+
+
+def sampled_spans(trajectory: Trajectory, rule: LossRule) -> tuple[Mapping[str, tuple[int, int]], ...]:
+    """Return where sampled tokens stand in the records of `token_records`: for each, start and end by completion."""
+    branches: list[Mapping[str, tuple[int, int]]] = []
+    for path in _branches(trajectory, rule.masks(trajectory)):
+        ends = np.cumsum([step.length for step in path]).tolist()
+        branches.append(
+            {step.completion.id: (end - step.num_sampled, end) for step, end in zip(path, ends, strict=True)}
+        )
+    return tuple(branches)
+
+
+def _branches(trajectory: Trajectory, masks: Mapping[str, Mask]) -> "list[_Path]":
+    return [path for path in reversed(_leaf_paths(trajectory.turns)) if not _is_left_out(path, masks)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

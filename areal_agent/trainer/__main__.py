@@ -1,16 +1,16 @@
-"""The trainer process, `python -m areal_agent.trainer --fd N`: it reads a command, carries it out and answers.
+"""The trainer process, `python -m areal_agent.trainer --connect HOST:PORT`: it carries out commands and answers them.
 
-A run starts it; N is its end of a socket pair. A failure is an answer too. The process ends with the command
-`shutdown`, or when the other side closes its end. With `trainer.num_ranks` above 1, rank 0 starts the other ranks
-(`--rank K`) and forwards every command to them; those exit when a command fails.
+A run starts it and is called back at that address (callback.py). A failure is an answer too. The process ends with the
+command `shutdown`, or when the other side closes its end. With `trainer.num_ranks` above 1, rank 0 starts the other
+ranks (`--rank K`) and forwards every command to them; those exit when a command fails.
 """
 
 import logging
-import socket
 
 import torch
 from transformers.utils import logging as transformers_logging
 
+from areal_agent.callback import call_back
 from areal_agent.command import Parser, run_command
 from areal_agent.process import exit_with_parent
 from areal_agent.trainer.worker import Worker
@@ -20,16 +20,13 @@ def main() -> int:
     parser = Parser(
         prog="python -m areal_agent.trainer", description="The trainer process of a run; `areal_agent.train` starts it."
     )
-    parser.add_argument("--fd", type=int, required=True, help="inherited socket that commands come over")
+    parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where commands come from")
     parser.add_argument(
         "--rank", type=int, default=0, help="which rank of the trainer this is; rank 0 starts the others"
     )
     arguments = parser.parse_args()
     exit_with_parent()
-    try:
-        sock = socket.socket(fileno=arguments.fd)
-    except OSError as error:
-        parser.error(f"--fd {arguments.fd} is no open socket ({error.strerror}); a run passes one that it made")
+    sock = call_back(arguments.connect)
     rank = f" rank {arguments.rank}:" if arguments.rank else ""
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s %(levelname)s{rank} %(message)s")
     transformers_logging.disable_progress_bar()

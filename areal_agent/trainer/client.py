@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,10 +29,11 @@ WEIGHTS: TypeAdapter[Weights] = TypeAdapter(Annotated[Weights, Field(union_mode=
 
 
 class TrainerClient:
-    """Talks to `python -m areal_agent.trainer` over a connected socket, which it owns."""
+    """Talks to `python -m areal_agent.trainer` over a socket, which the first command gets from `connect`."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
+    def __init__(self, connect: Callable[[], Awaitable[socket.socket]]) -> None:
+        """`connect` waits until the process has called back. It raises EOFError when that ends before."""
+        self._open = connect
         self._algorithm = AlgorithmConfig()
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -90,9 +91,7 @@ class TrainerClient:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait({self._reading})
-        if self._writer is None:
-            self._socket.close()
-        else:
+        if self._writer is not None:
             self._writer.close()
             with contextlib.suppress(OSError):
                 await self._writer.wait_closed()
@@ -124,7 +123,11 @@ class TrainerClient:
         if self._end is not None:
             raise self._end
         if self._writer is None:
-            reader, self._writer = await asyncio.open_connection(sock=self._socket)
+            try:
+                sock = await self._open()
+            except EOFError:
+                raise ProcessDied("the trainer process ended before it called back; its log says why") from None
+            reader, self._writer = await asyncio.open_connection(sock=sock)
             self._reading = asyncio.create_task(self._read(reader), name="trainer answers")
         return self._writer
 

@@ -149,5 +149,9 @@ class TrainerSetup(Section):
     """Saved with every checkpoint; None means that of `model`."""
     num_steps: int = 1
     """The steps that the learning rate schedule spans."""
+    token_records: Path | None = None
+    """The folder in which what single tokens were trained with is kept; None: nowhere."""
+    token_records_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The share of the trajectories for which it is kept."""
     shares_gpu: bool = False
     """An engine uses the same GPU between steps, so memory that only a step needs is freed after it."""

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from areal_agent.callback import Callback
 from areal_agent.errors import ConfigError, ProcessDied
 from areal_agent.process import LIFELINE_VARIABLE
 from areal_agent.trainer.config import TrainerConfig
@@ -52,12 +53,14 @@ class Ranks:
 
     @classmethod
     def start(cls, count: int) -> Self:
-        """Start `count` processes, which write to this process's log and exit with it."""
+        """Start `count` processes, which write to this process's log and exit with it. Raises ProcessDied."""
         ranks: list[_Rank] = []
         try:
             for number in range(1, count + 1):
                 ranks.append(_Rank(number))
-        except OSError:
+            for rank in ranks:
+                rank.accept()
+        except (OSError, ProcessDied):
             for rank in ranks:
                 rank.end(grace_s=0.0)
             raise
@@ -107,27 +110,34 @@ class Ranks:
 
 
 class _Rank:
-    """One process, its end of a socket pair, and its lifeline: a pipe that closes when rank 0 exits, for any reason."""
+    """One process, the socket on which it called back, and its lifeline: a pipe that closes when rank 0 exits."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        ours, theirs = socket.socketpair()
+        self._callback = Callback()
         read_end, self._lifeline = os.pipe()
+        argv = [sys.executable, "-m", "areal_agent.trainer", *self._callback.options, "--rank", str(number)]
         try:
-            with theirs:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-m", "areal_agent.trainer", "--fd", str(theirs.fileno()), "--rank", str(number)],
-                    env={**os.environ, LIFELINE_VARIABLE: str(read_end)},
-                    pass_fds=(theirs.fileno(), read_end),
-                )
+            self.process = subprocess.Popen(
+                argv,
+                env={**os.environ, **self._callback.variables, LIFELINE_VARIABLE: str(read_end)},
+                pass_fds=(read_end,),
+            )
         except OSError:
-            ours.close()
+            self._callback.close()
             os.close(self._lifeline)
             raise
         finally:
             os.close(read_end)
-        self._socket = ours
-        self._file: BufferedRWPair = ours.makefile("rwb")
+        self._socket: socket.socket | None = None
+
+    def accept(self) -> None:
+        """Wait for its call. Raises ProcessDied."""
+        try:
+            self._socket = self._callback.accept(lambda: self.process.poll() is None)
+        except EOFError:
+            raise self._death() from None
+        self._file: BufferedRWPair = self._socket.makefile("rwb")
 
     def send(self, encoded: bytes) -> None:
         self._file.write(encoded)
@@ -135,16 +145,20 @@ class _Rank:
 
     def failure(self, timeout_s: float | None) -> Exception | None:
         """Return the error of the last command; None if it succeeded or there is no answer after `timeout_s`."""
+        assert self._socket is not None, "it has called back"
         self._socket.settimeout(timeout_s)
         try:
             answer = read_frame(self._file).header
         except TimeoutError:
             return None
         except (EOFError, OSError):
-            return ProcessDied(f"rank {self.number} of the trainer {self.wait()}; the log has its last messages")
+            return self._death()
         if "error" not in answer:
             return None
         return error_of(answer["error"], RuntimeError, f"rank {self.number} of the trainer failed")
+
+    def _death(self) -> ProcessDied:
+        return ProcessDied(f"rank {self.number} of the trainer {self.wait()}; the log has its last messages")
 
     def wait(self) -> str:
         """Wait until the process exits, and say how it did."""
@@ -152,10 +166,12 @@ class _Rank:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
 
     def end(self, grace_s: float) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-            self._file.close()
-        self._socket.close()
+        self._callback.close()
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+                self._file.close()
+            self._socket.close()
         try:
             self.process.wait(grace_s)
         except subprocess.TimeoutExpired:

@@ -31,6 +31,7 @@ from areal_agent.algorithms.losses import (
     policy_loss,
 )
 from areal_agent.algorithms.packing import alike, balanced, deal, first_fit, token_weights
+from areal_agent.observe.token_records import SeenTokens, TokenRecorder
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.metrics import (
     Mismatch,
@@ -68,6 +69,7 @@ class Stepper:
         teacher: Callable[[MicroBatch], tuple[Tensor, Tensor]] | None = None,
         critic: Critic | None = None,
         group: Group = ALONE,
+        recorder: TokenRecorder | None = None,
     ) -> None:
         self._policy = policy
         self._optimizer = optimizer
@@ -78,6 +80,7 @@ class Stepper:
         self._reference = reference
         self._teacher = teacher
         self._critic = critic
+        self._recorder = recorder
         self._objective = choose_objective(algorithm)
         self._own_advantage: AdvantageFunction | None = load_own(algorithm, "advantage")
 
@@ -103,6 +106,8 @@ class Stepper:
             self._update(chosen, start_version=start_version, is_first=number == 0)
             for number, chosen in enumerate(minibatches)
         ]
+        if self._recorder is not None:
+            self._recorder.write(given.step)
         laps.end("update")
         return {
             **update_metrics(updates),
@@ -276,8 +281,9 @@ class Stepper:
         self._optimizer.clear_gradients()  # an earlier step that failed midway may have left some
         if self._critic is not None:
             self._critic.optimizer.clear_gradients()
-        for _, batch in self._share(samples):
-            tally = tally.merge(self._backward(batch, start_version, is_first=is_first))
+        for indices, batch in self._share(samples):
+            chosen = [samples[index] for index in indices]
+            tally = tally.merge(self._backward(batch, chosen, start_version, is_first=is_first))
         learning_rate, clip = self._optimizer.learning_rate, self._optimizer.clip
         norm = self._optimizer.update()
         return Update(
@@ -288,7 +294,9 @@ class Stepper:
             critic_gradient_norm=self._critic.optimizer.update() if self._critic is not None else None,
         )
 
-    def _backward(self, batch: MicroBatch, start_version: WeightVersion, *, is_first: bool) -> Tally:
+    def _backward(
+        self, batch: MicroBatch, samples: Sequence[Sample], start_version: WeightVersion, *, is_first: bool
+    ) -> Tally:
         logprobs, entropy = self._policy.logprobs_and_entropy(batch)
         start = logprobs.detach() if batch.proximal is None else batch.proximal
         assert batch.advantages is not None, "scored samples have advantages"
@@ -302,6 +310,7 @@ class Stepper:
             sequences=batch.sequences,
             reference=batch.reference,
         )
+        self._keep(samples, tokens)
         if batch.num_loss_tokens:
             loss, stats = policy_loss(tokens, self._algorithm, self._objective)
         else:  # a rank with nothing left still takes part, with a gradient of zero
@@ -322,6 +331,17 @@ class Stepper:
             if is_of_the_start
             else Mismatch(),
         )
+
+    def _keep(self, samples: Sequence[Sample], tokens: LossTokens) -> None:
+        """Keep what the loss is computed from, of those trajectories that are chosen for it."""
+        end = 0
+        for one in samples:
+            start, end = end, end + one.num_loss_tokens
+            if self._recorder is not None and self._recorder.keeps(one.rollout):
+                columns = (tokens.logprobs, tokens.proximal, tokens.advantages)
+                kept = (column[start:end].detach().float().cpu().numpy() for column in columns)
+                seen = SeenTokens((one.predicting + 1).int().numpy(), *kept)
+                self._recorder.add(one.rollout, one.branch, seen)
 
     def _proximal(self, batch: MicroBatch, start: Tensor, logprobs: Tensor, start_version: WeightVersion) -> Tensor:
         """Return the log-probabilities of the policy around which ratios are clipped."""

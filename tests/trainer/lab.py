@@ -1,8 +1,7 @@
 """A policy and its stepper on which train steps are tried out."""
 
 import socket
-import sys
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,8 @@ import numpy as np
 import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.process import ManagedProcess
+from areal_agent.cluster.hosts import Process
+from areal_agent.cluster.local import start_trainer
 from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.model import Critic, Policy
@@ -29,19 +29,18 @@ PLAIN = AlgorithmConfig()
 
 
 @asynccontextmanager
-async def real_process(tmp_path: Path) -> AsyncIterator[tuple[ManagedProcess, TrainerClient]]:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        argv = [sys.executable, "-m", "areal_agent.trainer", "--fd", str(theirs.fileno())]
-        process = await ManagedProcess.start(
-            "trainer", argv, log_path=tmp_path / "trainer.log", pass_fds=[theirs.fileno()]
-        )
-    client = TrainerClient(ours)
-    try:
+async def real_process(tmp_path: Path) -> AsyncIterator[tuple[Process, TrainerClient]]:
+    async with start_trainer(1, tmp_path) as (process, client):
         yield process, client
-    finally:
-        await client.aclose()
-        await process.aclose()
+
+
+def connected(sock: socket.socket) -> Callable[[], Awaitable[socket.socket]]:
+    """The `connect` of a client whose other end is played here."""
+
+    async def connect() -> socket.socket:
+        return sock
+
+    return connect
 
 
 class Lab:

@@ -5,7 +5,7 @@
 - One command at a time; a cancelled command does not confuse the next.
 - A socket that ends inside an answer, or is closed by us, ends the command under way with ProcessDied.
 - The real process: killed, it is ProcessDied for every later command; it ends when its socket closes and on shutdown,
-  and leaves no shared memory behind. Without a socket it says so.
+  and leaves no shared memory behind. Without a key it says so.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.wire import Frame, receive_frame
 from areal_agent.trainer.worker import Worker
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights
-from tests.trainer.lab import real_process
+from tests.trainer.lab import connected, real_process
 
 
 async def init(client: TrainerClient, model: Path, folder: Path, **trainer: object):
@@ -47,7 +47,7 @@ async def served():
     ours, theirs = socket.socketpair()
     thread = threading.Thread(target=Worker().serve, args=(theirs,))
     thread.start()
-    client = TrainerClient(ours)
+    client = TrainerClient(connected(ours))
     yield client, thread
     await client.aclose()
     await asyncio.to_thread(thread.join)
@@ -167,7 +167,7 @@ async def test_commands_wait_for_each_other(ready, make_batch):
 async def peer():
     """A client, and the streams of the other end of its socket, which the test plays."""
     ours, theirs = socket.socketpair()
-    client = TrainerClient(ours)
+    client = TrainerClient(connected(ours))
     reader, writer = await asyncio.open_connection(sock=theirs)
     yield client, reader, writer
     await client.aclose()
@@ -247,11 +247,7 @@ async def test_the_process_ends_and_removes_its_shared_memory(model_folder, tmp_
         assert list(shared_memory.iterdir()) == []
 
 
-def test_the_process_without_a_socket_says_so(monkeypatch, capsys):
-    with open(os.devnull) as no_socket:
-        number = no_socket.fileno()
-        monkeypatch.setattr(sys, "argv", ["areal_agent.trainer", "--fd", str(number)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert ended.value.code == 2
-    assert f"--fd {number} is no open socket" in capsys.readouterr().err
+def test_the_process_without_a_key_says_so(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["areal_agent.trainer", "--connect", "127.0.0.1:1"])
+    with pytest.raises(ConfigError, match="AREAL_AGENT_CALL_KEY is not set: only a run starts this command"):
+        main()

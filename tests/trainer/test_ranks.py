@@ -21,8 +21,8 @@ import pytest
 import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.cluster.hosts import Process
 from areal_agent.errors import ConfigError, ProcessDied, TrainerError
-from areal_agent.process import ManagedProcess
 from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.model import choose_device
@@ -33,7 +33,7 @@ from tests.trainer.two_ranks import published_weights
 @dataclass(frozen=True)
 class Started:
     client: TrainerClient
-    rank_0: ManagedProcess
+    rank_0: Process
     rank_1: psutil.Process
 
     async def gone(self) -> None:

@@ -14,6 +14,7 @@
   entropy.
 - Truncated conversations may be masked; their rewards stay in the baseline of their group.
 - Named parts of the reward count with their weights. A user's own loss and advantage train.
+- What is kept of tokens is what the loss was computed from, with several minibatches too.
 - A checkpoint with critic and reference goes on exactly; one that lacks what the algorithm asks for is refused.
 - A sequence longer than a micro-batch goes alone, or is refused at the start with `trainer.oversized: refuse`.
 """
@@ -33,6 +34,7 @@ from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
 from areal_agent.algorithms.losses import LossTokens
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError
+from areal_agent.observe.token_records import FOLDER, read_seen
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.wire import StepInput
 from tests.trainer.lab import GRADIENT_DESCENT, PLAIN, Lab, train_alike
@@ -409,3 +411,23 @@ def test_a_config_under_which_there_can_be_one_is_refused():
     online = {"rollout": {"gateway_url": "http://127.0.0.1:1"}, "engine": {"url": "http://127.0.0.1:2"}}
     with pytest.raises(ConfigError, match=r"trainer\.oversized is 'refuse', which needs the run's own engine"):
         Config.parse({**online, "trainer": {"oversized": "refuse"}})
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_what_is_kept_of_tokens_is_what_the_loss_was_computed_from(
+    model_folder, open_trainer, given, tmp_path, minibatches
+):
+    algorithm = PLAIN.model_copy(update={"minibatches": minibatches})
+    kept = {"token_records": tmp_path / FOLDER, "token_records_share": 1.0}
+    start = {id(record): Lab(model_folder).logprobs(record).detach() for record in given.records}
+    open_trainer(model_folder, GRADIENT_DESCENT, algorithm, **kept).train_step(given)
+    ratios = []
+    for record, advantages in zip(given.records, token_advantages(given.records, algorithm), strict=True):
+        seen = read_seen(tmp_path, given.step, record.session_id)[record.branch]
+        assert seen.positions.tolist() == np.flatnonzero(record.loss_mask).tolist()
+        at_start = start[id(record)][torch.from_numpy(seen.positions).long() - 1]
+        torch.testing.assert_close(torch.from_numpy(seen.proximal), at_start, atol=1e-5, rtol=1e-5)
+        assert seen.advantages.tolist() == advantages[seen.positions].tolist()
+        ratios.append(np.exp(seen.logprobs - seen.proximal))
+    moved = np.abs(np.concatenate(ratios) - 1).max()
+    assert moved < 1e-5 if minibatches == 1 else moved > 1e-3
