@@ -98,7 +98,7 @@ class Stepper:
         differences = self._judged(given, samples)
         if differences is not None:
             laps.end("teacher")
-        samples = self._scored(given, samples, differences)
+        samples = self._kept(given, self._scored(given, samples, differences))
         minibatches = self._minibatches(samples)
         laps.end("advantages")
         start_version = WeightVersion(incarnation=given.incarnation, step=given.step - 1)
@@ -238,6 +238,13 @@ class Stepper:
             return scored
         returns = value_targets(given.records, values, self._algorithm, penalties=penalties)
         return [replace(sample, returns=one) for sample, one in zip(scored, returns, strict=True)]
+
+    def _kept(self, given: StepInput, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Empty the samples that `truncated: mask` takes out of the loss."""
+        if self._algorithm.truncated == "train":
+            return samples
+        is_cut = [bool(record.truncated[-1]) for record in given.records]
+        return [sample.emptied() if cut else sample for sample, cut in zip(samples, is_cut, strict=True)]
 
     def _penalty(self, sample: Sample) -> Tensor:
         assert sample.proximal is not None and sample.reference is not None, "a divergence needs a reference"
