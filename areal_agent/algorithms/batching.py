@@ -180,7 +180,7 @@ def logprobs_and_entropy(
     logp_i = log softmax(head(h_i) / temperature_i)[target_i];  H_i = -sum_v p_iv log p_iv.
     `hidden` holds the states at the *predicting* positions (one before each target), so nothing is computed for tokens
     outside the loss. With more than one chunk of `chunk_size` positions, logits are recomputed in the backward pass,
-    which changes memory, not values. Logits of any type are cast to float32 before the temperature and the softmax.
+    which changes memory, not values. Logits of less than float32 are cast to it before the temperature and the softmax.
     Shapes: hidden [M, H], targets [M], temperatures [M] -> [M], [M].
     """
     num_tokens = len(targets)
@@ -203,7 +203,8 @@ def _recomputed(hidden: Tensor, targets: Tensor, temperatures: Tensor, head: Hea
 
 
 def _one_chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float() / temperatures[:, None]  # [M, V]
+    logits = head(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]  # [M, V]
     log_p = torch.log_softmax(logits, dim=-1)
     entropy = -(log_p.exp() * log_p).sum(dim=-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), entropy

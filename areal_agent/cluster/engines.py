@@ -102,7 +102,7 @@ async def open_engine(
             await fleet.pushes.load(model, version)  # so that the fleet can restore these weights
         else:
             fleet.pushes.begin_with(model, version)
-        memory = await stack.enter_async_context(memory_of(fleet, servers.urls)) if config.release_kv else None
+        memory = await stack.enter_async_context(memory_of(fleet, address)) if config.release_kv else None
         await stack.enter_async_context(beside(follow_moves(fleet, servers)))
         yield RunningEngine(client=fleet, address=address, servers=servers, memory=memory)
 
@@ -185,9 +185,9 @@ async def _unless_gone(call: Awaitable[None]) -> None:
 
 
 @asynccontextmanager
-async def memory_of(fleet: Fleet, urls: tuple[str, ...]) -> AsyncGenerator[MemoryHolder]:
+async def memory_of(fleet: Fleet, address: EngineAddress) -> AsyncGenerator[MemoryHolder]:
     """Open a memory holder over the servers that were started here."""
-    engines = [HttpEngine(url) for url in urls]
+    engines = [HttpEngine(url, key=address.key) for url in address.urls]
     try:
         yield _Memory(fleet, engines)
     finally:

@@ -21,10 +21,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from areal_agent.callback import call_back
 from areal_agent.command import Parser, run_command
+from areal_agent.engine.address import KEY_VARIABLE, key_of_environment
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer, cannot_listen
 from areal_agent.errors import ConfigError, EngineError
+from areal_agent.gateway.auth import LOOPBACK_NAMES
 from areal_agent.process import allow_many_connections, exit_with_parent
 from areal_agent.types import WeightVersion
 
@@ -43,6 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--drain is {options.drain}; it must be 0 or more seconds")
     if options.sharing < 1:
         raise ConfigError(f"--sharing is {options.sharing}; it counts this engine too, so it must be 1 or more")
+    key = key_of_environment()
+    if key is None and options.host not in LOOPBACK_NAMES:
+        raise ConfigError(
+            f"--host {options.host} lets other machines connect, and there is no key: set {KEY_VARIABLE}, here and for "
+            "whoever uses this engine, or listen on 127.0.0.1"
+        )
     _check_port(options.host, config.port)
     allow_many_connections()
     torch.set_num_threads(config.threads)
@@ -57,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         leave_bytes=None if config.leave_gib is None else int(config.leave_gib * 2**30),
         num_sharing=options.sharing,
     )
-    asyncio.run(_serve(runner, options, version))
+    asyncio.run(_serve(runner, options, version, key))
     return 0
 
 
@@ -70,7 +78,7 @@ def _parser() -> Parser:
     add = parser.add_argument
     add("--model", required=True, metavar="PATH", help="a Hugging Face folder, or a name on the hub")
     add("--port", type=int, default=fields.port, help="0 picks a free one (default)")
-    add("--host", default="127.0.0.1", help="address to bind (default 127.0.0.1); there is no access key")
+    add("--host", default="127.0.0.1", help=f"address to bind (default 127.0.0.1); others need a key in {KEY_VARIABLE}")
     add("--device", choices=("auto", "cpu", "cuda"), default=fields.device)
     add("--threads", type=int, default=fields.threads, help="CPU threads (default %(default)s)")
     add(
@@ -129,12 +137,12 @@ def _weight_version(text: str) -> WeightVersion:
         raise ConfigError(f"--weight-version: {error}") from None
 
 
-async def _serve(runner: ModelRunner, options: Namespace, version: WeightVersion) -> None:
+async def _serve(runner: ModelRunner, options: Namespace, version: WeightVersion, key: str | None) -> None:
     stopped, hurried = asyncio.Event(), asyncio.Event()  # set by the first SIGTERM, and by the second
     asyncio.get_running_loop().add_signal_handler(
         signal.SIGTERM, lambda: hurried.set() if stopped.is_set() else stopped.set()
     )
-    server = await EngineServer.start(runner, host=options.host, port=options.port, version=version)
+    server = await EngineServer.start(runner, host=options.host, port=options.port, key=key, version=version)
     try:
         if options.announce is not None:
             _write_whole(options.announce, server.base_url)

@@ -4,9 +4,13 @@ The kind comes from a config, or the server is asked for it.
 """
 
 import asyncio
+import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
+
+from pydantic import Field
 
 from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.fleet.fleet import Fleet
@@ -29,9 +33,17 @@ _OF_SGLANG = "max_req_input_len"  # only in SGLang's `/server_info`
 _OF_THE_WIRE = "model_path"  # in the `/server_info` of every server on the common wire
 
 
+KEY_VARIABLE = "AREAL_AGENT_ENGINE_KEY"
+
+
+def key_of_environment() -> str | None:
+    """Return the key of engines that the environment names."""
+    return os.environ.get(KEY_VARIABLE) or None
+
+
 async def find_backend(url: str) -> Backend:
     """Ask a running server for its kind. Raises EngineUnreachable if no server of these kinds is there."""
-    transport = Transport(url, keeps_connections=False)
+    transport = Transport(url, key=key_of_environment(), keeps_connections=False)
     try:
         told = await _fields(transport, control.SERVER_INFO)
         if _OF_SGLANG in told:
@@ -52,7 +64,9 @@ async def _fields(transport: Transport, path: str) -> JsonObject:
     """Return what a server answers at a path; empty if it has no such path."""
     try:
         answer = await transport.get(path)
-    except EngineRejected:
+    except EngineRejected as error:
+        if KEY_VARIABLE in str(error):
+            raise
         return {}
     return transport.decoded(lambda body: as_object(body, path), path, answer)
 
@@ -75,6 +89,8 @@ class EngineAddress(Section):
     """The limit of prompt and completion together, if it is not that of SGLang's or vLLM's servers."""
     do_others_push: bool = False
     """True if another process pushes: until it does, SGLang's and vLLM's servers have weights without a label."""
+    key: str | None = Field(default_factory=key_of_environment, repr=False)
+    """The key that the servers demand; by default that of the environment."""
     hung_after_s: float = Patience().hung_after_s
     wait_s: float = Patience().wait_s
 
@@ -111,10 +127,10 @@ class EngineAddress(Section):
     def client(self) -> Callable[[str], MemberEngine]:
         """Return a function that creates a client of one server by its URL. All of them are given the same weights."""
         if self.backend == "embedded":
-            return HttpEngine
+            return partial(HttpEngine, key=self.key)
         folders, server = WeightFolders(), VllmServer if self.backend == "vllm" else SglangServer
         return lambda url: ForeignEngine(
-            server(url, takes_unlabelled=self.do_others_push),
+            server(url, key=self.key, takes_unlabelled=self.do_others_push),
             folders=folders,
             max_context_tokens=self.max_context_tokens,
         )

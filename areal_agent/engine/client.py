@@ -35,8 +35,8 @@ QUIET_ABORT_TIMEOUT_S = 10.0  # of a cancelled call, whose connection is closed 
 class HttpEngine:
     """Implements `protocols.Engine` over HTTP. Use it from one event loop, and `aclose` it."""
 
-    def __init__(self, base_url: str, *, control_timeout_s: float = CONTROL_TIMEOUT_S) -> None:
-        self._transport = Transport(base_url, control_timeout_s=control_timeout_s)
+    def __init__(self, base_url: str, *, key: str | None = None, control_timeout_s: float = CONTROL_TIMEOUT_S) -> None:
+        self._transport = Transport(base_url, key=key, control_timeout_s=control_timeout_s)
         self.base_url = self._transport.base_url
         self._info: EngineInfo | None = None
         self._paused: PauseMode | None = None

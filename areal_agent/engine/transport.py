@@ -102,13 +102,19 @@ class Transport:
 
     A server that closes idle connections early may close one just as it is used again, and only sampling is sent twice;
     for such a server set `keeps_connections` to False, which gives every call its own connection. A call that loads no
-    weights has the limit `control_timeout_s`.
+    weights has the limit `control_timeout_s`. Every call shows the engine's `key`, if there is one.
     """
 
     def __init__(
-        self, base_url: str, *, keeps_connections: bool = True, control_timeout_s: float = CONTROL_TIMEOUT_S
+        self,
+        base_url: str,
+        *,
+        key: str | None = None,
+        keeps_connections: bool = True,
+        control_timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> None:
         self.base_url = base_url.rstrip("/")
+        self._headers = _HEADERS if key is None else {**_HEADERS, "Authorization": f"Bearer {key}"}
         self._keeps_connections = keeps_connections
         self._control_timeout_s = control_timeout_s
         self._sessions: dict[bool, aiohttp.ClientSession] = {}  # by whether they keep connections
@@ -243,7 +249,7 @@ class Transport:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
                 trust_env=False,
-                headers=_HEADERS,
+                headers=self._headers,
             )
         return self._sessions[is_kept]
 

@@ -110,7 +110,7 @@ class Run:
             self.progress,
             config.eval.success_reward,
             self.preflight.tasks.source_names(),
-            part_names=config.algorithm.reward_parts,
+            algorithm=config.algorithm,
             rule=config.rollout.loss_rule,
         )
         self._producing: asyncio.Task[None] | None = None

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from areal_agent.errors import LedgerError
 from areal_agent.tokens.loss_rule import LossRule, Mask
-from areal_agent.types import Completion, TokenRecord, Trajectory, Turn
+from areal_agent.types import Completion, FinishReason, TokenRecord, Trajectory, Turn
 
 
 def token_records(trajectory: Trajectory, rule: LossRule | None = None) -> tuple[TokenRecord, ...]:
@@ -129,6 +129,7 @@ class _Claims:
         sample_of: int | None = None
         columns: list[_Columns] = []
         turn_rewards = np.zeros(len(path), dtype=np.float32)
+        truncated = np.zeros(len(path), dtype=np.bool_)
         for index, step in enumerate(path):
             owners = self._owners_of(step.completion)[: step.num_sampled]
             is_new = owners < 0
@@ -142,6 +143,7 @@ class _Claims:
                     sample_of = first if first != branch and is_new.all() else None
             if step.num_sampled == len(step.completion.token_ids):
                 turn_rewards[index] += self._unpaid.pop(step.completion.id, 0.0)
+                truncated[index] = step.completion.finish_reason is FinishReason.LENGTH
             owners[is_new] = branch
             is_trained = step.completion.id not in self._masked
             columns.append(_columns(index, step, is_new & is_trained))
@@ -160,6 +162,7 @@ class _Claims:
             versions=np.concatenate([column.versions for column in columns]),
             incarnations=np.concatenate([column.incarnations for column in columns]),
             turn_rewards=turn_rewards,
+            truncated=truncated,
             final_reward=float(final_reward),
             fork_turn=fork_turn,
             own_turn=len(path) - 1 if own_turn is None else own_turn,

@@ -98,7 +98,7 @@ class Stepper:
         differences = self._judged(given, samples)
         if differences is not None:
             laps.end("teacher")
-        samples = self._scored(given, samples, differences)
+        samples = self._kept(given, self._scored(given, samples, differences))
         minibatches = self._minibatches(samples)
         laps.end("advantages")
         start_version = WeightVersion(incarnation=given.incarnation, step=given.step - 1)
@@ -239,6 +239,13 @@ class Stepper:
         returns = value_targets(given.records, values, self._algorithm, penalties=penalties)
         return [replace(sample, returns=one) for sample, one in zip(scored, returns, strict=True)]
 
+    def _kept(self, given: StepInput, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Empty the samples that `truncated: mask` takes out of the loss."""
+        if self._algorithm.truncated == "train":
+            return samples
+        is_cut = [bool(record.truncated[-1]) for record in given.records]
+        return [sample.emptied() if cut else sample for sample, cut in zip(samples, is_cut, strict=True)]
+
     def _penalty(self, sample: Sample) -> Tensor:
         assert sample.proximal is not None and sample.reference is not None, "a divergence needs a reference"
         kl = divergence(sample.proximal, sample.reference, self._algorithm.kl_estimator)
@@ -351,12 +358,12 @@ class Stepper:
     def _share(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], MicroBatch]]:
         """Yield this rank's micro-batches, each with the indices of its samples. Samples without loss are skipped.
 
-        Every rank gets equally many, because a forward pass is collective; a rank that runs out gets a sample without a
-        loss token.
+        Every data rank gets equally many, because a forward pass is collective; one that runs out gets a sample without
+        a loss token.
         """
         present = [index for index, one in enumerate(samples) if one.num_loss_tokens]
         lengths = [samples[index].num_tokens for index in present]
-        for part in deal(self._split(lengths), lengths, self._group.size)[self._group.rank]:
+        for part in deal(self._split(lengths), lengths, self._group.num_data_ranks)[self._group.data_rank]:
             indices = [present[place] for place in part]
             chosen = [samples[index] for index in indices] or [samples[present[0]].emptied()]
             yield indices, collate(chosen, self._policy.device, is_padded=self._config.packing == "padded")
@@ -365,7 +372,7 @@ class Stepper:
         budget = self._config.tokens_per_micro_batch
         match self._config.packing:
             case "balanced":
-                return balanced(lengths, budget, at_least=self._group.size)
+                return balanced(lengths, budget, at_least=self._group.num_data_ranks)
             case "first_fit":
                 return first_fit(lengths, budget)
             case "padded":

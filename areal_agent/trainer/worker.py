@@ -134,7 +134,9 @@ class Worker:
         device = choose_device(config.device, rank=self._rank, num_ranks=config.num_ranks)
         group = ALONE
         if config.num_ranks > 1:
-            group = Group.join(self._rank, config.num_ranks, Path(arguments["rendezvous"]), device)
+            where = Path(arguments["rendezvous"])
+            parallel = config.context_parallel
+            group = Group.join(self._rank, config.num_ranks, where, device, context_parallel=parallel)
         self._trainer = Trainer(setup, device=device, group=group)
         info = self._trainer.info
         logger.info("loaded %s: %d parameters on %s", setup.model, info.num_parameters, info.device)

@@ -175,7 +175,7 @@ async def lent(small_model: Path) -> AsyncGenerator[tuple[MemoryHolder, Runner]]
         stack.push_async_callback(server.aclose)
         urls = (server.base_url, NOBODY)
         fleet = await stack.enter_async_context(aclosing(EngineAddress(backend="embedded", urls=urls).connect()))
-        yield await stack.enter_async_context(memory_of(fleet, urls)), runner
+        yield await stack.enter_async_context(memory_of(fleet, EngineAddress(backend="embedded", urls=urls))), runner
 
 
 async def test_one_that_is_gone_holds_up_nobody(lent) -> None:

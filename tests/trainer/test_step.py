@@ -12,6 +12,7 @@
 - The default algorithm gives the same numbers on a fixed batch as it gave at first.
 - A critic learns returns; a reference pulls the policy, by the loss or by the rewards; the entropy bonus raises
   entropy.
+- Truncated conversations may be masked; their rewards stay in the baseline of their group.
 - Named parts of the reward count with their weights. A user's own loss and advantage train.
 - What is kept of tokens is what the loss was computed from, with several minibatches too.
 - A checkpoint with critic and reference goes on exactly; one that lacks what the algorithm asks for is refused.
@@ -299,6 +300,17 @@ def test_the_entropy_bonus_raises_entropy(model_folder, given):
     without, with_bonus = ([lab.stepper.train(given)["entropy"] for _ in range(6)] for lab in labs)
     assert with_bonus[0] == without[0]
     assert with_bonus[-1] > without[-1] + 0.05
+
+
+def test_masked_truncated_conversations_count_in_the_baseline_alone(model_folder, make_batch, as_input):
+    given = as_input(make_batch(1))
+    cut, *others = given.records
+    ended = np.arange(len(cut.turn_rewards)) == len(cut.turn_rewards) - 1
+    told = replace(given, records=[replace(cut, truncated=ended), *others])
+    by_hand = replace(given, records=[replace(cut, loss_mask=np.zeros_like(cut.loss_mask)), *others])
+    masking = Lab(model_folder, algorithm=AlgorithmConfig(truncated="mask"))
+    assert torch.equal(masking.gradient(told), Lab(model_folder).gradient(by_hand))
+    assert torch.equal(Lab(model_folder).gradient(told), Lab(model_folder).gradient(given))
 
 
 def test_named_parts_count_with_their_weights(model_folder, make_batch, as_input):

@@ -7,6 +7,7 @@ that a request refused before that gets a status of its own; a later failure is 
 
 import asyncio
 import contextlib
+import hmac
 import logging
 from array import array
 from collections.abc import Awaitable, Callable
@@ -16,6 +17,7 @@ from typing import Any, Self
 
 import orjson
 from aiohttp import web
+from aiohttp.typedefs import Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from areal_agent.engine.embedded.model import ModelRunner
@@ -80,11 +82,14 @@ class EngineServer:
         *,
         host: str = "127.0.0.1",
         port: int = 0,
+        key: str | None = None,
         version: WeightVersion | None = None,
         push_timeout_s: float = PUSH_TIMEOUT_S,
         grammars: Grammars | None = None,
     ) -> Self:
-        """Serve on a port; 0 picks a free one. Without `grammars`, use those of the model's tokenizer.
+        """Serve on a port; 0 picks a free one. With a `key`, every call but `/health` has to show it.
+
+        Without `grammars`, use those of the model's tokenizer.
 
         Raises ConfigError when the address cannot be bound.
         """
@@ -93,7 +98,7 @@ class EngineServer:
         )
         server = cls(runner, version=version or WeightVersion(), push_timeout_s=push_timeout_s, grammars=grammars)
         try:
-            await server._listen(host, port)
+            await server._listen(host, port, key)
         except BaseException:
             await server.aclose()
             raise
@@ -112,10 +117,10 @@ class EngineServer:
         if self._web is not None:
             await self._web.cleanup()
 
-    async def _listen(self, host: str, port: int) -> None:
+    async def _listen(self, host: str, port: int, key: str | None) -> None:
         # With handler_cancellation, a client that disconnects cancels its handler, which aborts its request.
         self._web = web.AppRunner(
-            self._app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_GRACE_S
+            self._app(key), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_GRACE_S
         )
         await self._web.setup()
         try:
@@ -125,8 +130,11 @@ class EngineServer:
         name, at, *_ = self._web.addresses[0]
         self.base_url = f"http://[{name}]:{at}" if ":" in name else f"http://{name}:{at}"
 
-    def _app(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors_as_json])
+    def _app(self, key: str | None) -> web.Application:
+        middlewares: list[Middleware] = [_errors_as_json]
+        if key is not None:
+            middlewares.append(_who_shows(key))
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
         app.router.add_post(generate.GENERATE, self._generate)
         app.router.add_post(control.ABORT_REQUEST, self._abort)
         app.router.add_post(control.PAUSE_GENERATION, self._pause)
@@ -345,6 +353,20 @@ async def _errors_as_json(request: web.Request, handler: Handler) -> web.StreamR
     except Exception as error:
         logger.exception("%s %s failed", request.method, request.path)
         return _failure(f"the engine failed: {error!r}; see its log", 500)
+
+
+def _who_shows(key: str) -> Middleware:
+    """Return a middleware that answers only callers that show the key."""
+    expected = f"Bearer {key}".encode()
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if request.path == control.HEALTH or hmac.compare_digest(shown, expected):
+            return await handler(request)
+        return _failure("this engine demands the key that it was started with: set AREAL_AGENT_ENGINE_KEY", 401)
+
+    return check
 
 
 def _answer(body: dict[str, Any], status: int = 200) -> web.Response:

@@ -90,9 +90,9 @@ class ForeignServer(ABC):
     launcher: ClassVar[Path]
     generate_path: ClassVar[str]
 
-    def __init__(self, base_url: str, *, takes_unlabelled: bool = False) -> None:
+    def __init__(self, base_url: str, *, key: str | None = None, takes_unlabelled: bool = False) -> None:
         """If `takes_unlabelled`, weights that nobody has labelled count as the first version."""
-        self.transport = Transport(base_url, keeps_connections=False)  # uvicorn closes them after 5 s
+        self.transport = Transport(base_url, key=key, keeps_connections=False)  # uvicorn closes them after 5 s
         self.takes_unlabelled = takes_unlabelled
 
     # ------------------------------------------------------------------------------------------- requests

@@ -283,8 +283,8 @@ class VllmServer(ForeignServer):
     launcher = VLLM_LAUNCHER
     generate_path = GENERATE
 
-    def __init__(self, base_url: str, *, takes_unlabelled: bool = False) -> None:
-        super().__init__(base_url, takes_unlabelled=takes_unlabelled)
+    def __init__(self, base_url: str, *, key: str | None = None, takes_unlabelled: bool = False) -> None:
+        super().__init__(base_url, key=key, takes_unlabelled=takes_unlabelled)
         self._applies_adapter = False
 
     def encode(self, request: GenerateRequest, rid: str, label: str) -> dict[str, Any]:
