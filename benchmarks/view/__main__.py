@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ def endings(count: int) -> Iterator[Sequence[object]]:
 
 
 @contextmanager
-def page_of(run: Path) -> Iterator[tuple[str, int]]:
+def page_of(run: Path) -> Generator[tuple[str, int]]:
     """Serve the page by the command; its address and the id of its process."""
     command = [sys.executable, "-m", "areal_agent.view", str(run)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
