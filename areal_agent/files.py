@@ -8,6 +8,7 @@ complete; a folder is synced to disk before it gets the name by which readers fi
 The folder of a run::
 
     config.yaml  ledger.sqlite  metrics.jsonl  checkpoints/  logs/  curve.png  summary.json
+    token_records/ (what the trainer saw of single tokens, for a share of the trajectories)
     model/         (the tiny model that it began with; a resume needs no other copy)
     engines_url  admin_key     (only while the run goes on)
 """

@@ -342,7 +342,8 @@ class TokenRecord:
 
     A token that several branches share is in the loss of exactly one of them. `behavior_logprobs`, `temperatures`,
     `versions` and `incarnations` are 0.0, 1.0, -1 and -1 where `loss_mask` is False. Without `incarnations` every token
-    is of incarnation 0.
+    is of incarnation 0. A turn is `truncated` if its whole answer is in the branch, and ended by its token limit
+    (finish reason `length`).
     """
 
     session_id: str
@@ -361,9 +362,12 @@ class TokenRecord:
     own_turn: int = 0  # the first turn with a token that no earlier branch has
     sample_of: int | None = None  # this one's first own turn is a parallel sample of a call in that branch
     incarnations: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # [T], of `versions`
+    truncated: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))  # [K], cut off by its limit
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
+        if not len(self.truncated):
+            object.__setattr__(self, "truncated", np.zeros(len(self.turn_rewards), dtype=np.bool_))
         if not len(self.incarnations):
             object.__setattr__(self, "incarnations", np.zeros(num_tokens, dtype=np.int32))
         for name in ("loss_mask", "turn_index", "behavior_logprobs", "temperatures", "versions", "incarnations"):

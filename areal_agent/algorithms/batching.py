@@ -34,6 +34,7 @@ class Sample:
     """
 
     rollout: str  # the session that the record is a branch of
+    branch: int = 0  # of that session
     inputs: Tensor  # [T] int64
     predicting: Tensor  # [M] int64, in 0..T-1
     targets: Tensor  # [M] int64
@@ -59,12 +60,14 @@ class Sample:
 
     def emptied(self) -> Self:
         """Return a sample with one input token, no loss token and the same fields set. It trains nothing."""
-        of_tokens = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("rollout", "weight")}
+        of_tokens = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in OF_SAMPLES}
         nothing = {name: value[:0] for name, value in of_tokens.items() if value is not None}
         return replace(self, **(nothing | {"inputs": torch.zeros(1, dtype=torch.long)}))
 
 
-JOINED = [one.name for one in fields(Sample) if one.name not in ("rollout", "inputs", "predicting", "weight")]
+OF_SAMPLES = ("rollout", "branch", "weight")
+"""The fields that are not of tokens."""
+JOINED = [one.name for one in fields(Sample) if one.name not in (*OF_SAMPLES, "inputs", "predicting")]
 """The fields that a micro-batch concatenates as they are."""
 
 
@@ -80,6 +83,7 @@ def sample_of(record: TokenRecord) -> Sample:
     num_inputs = int(positions[-1]) if len(positions) else 0
     return Sample(
         rollout=record.session_id,
+        branch=record.branch,
         inputs=tokens[:num_inputs],
         predicting=positions - 1,
         targets=tokens[positions],
@@ -176,7 +180,7 @@ def logprobs_and_entropy(
     logp_i = log softmax(head(h_i) / temperature_i)[target_i];  H_i = -sum_v p_iv log p_iv.
     `hidden` holds the states at the *predicting* positions (one before each target), so nothing is computed for tokens
     outside the loss. With more than one chunk of `chunk_size` positions, logits are recomputed in the backward pass,
-    which changes memory, not values. Logits of any type are cast to float32 before the temperature and the softmax.
+    which changes memory, not values. Logits of less than float32 are cast to it before the temperature and the softmax.
     Shapes: hidden [M, H], targets [M], temperatures [M] -> [M], [M].
     """
     num_tokens = len(targets)
@@ -199,7 +203,8 @@ def _recomputed(hidden: Tensor, targets: Tensor, temperatures: Tensor, head: Hea
 
 
 def _one_chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    logits = head(hidden).float() / temperatures[:, None]  # [M, V]
+    logits = head(hidden)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]  # [M, V]
     log_p = torch.log_softmax(logits, dim=-1)
     entropy = -(log_p.exp() * log_p).sum(dim=-1)
     return log_p.gather(1, targets[:, None]).squeeze(1), entropy

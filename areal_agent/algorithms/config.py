@@ -20,12 +20,19 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "ppo": {"advantage": "gae", "critic": True},
     "gspo": {"loss": "gspo", "aggregation": "sequence_mean", "clip_low": 3e-4, "clip_high": 4e-4, "minibatches": 4},
     "cispo": {"loss": "cispo", "proximal": "behavior", "clip_low": 1.0, "clip_high": 4.0},
-    "dapo": {"clip_high": 0.28, "dynamic_sampling": True, "minibatches": 4},
+    "dapo": {
+        "clip_high": 0.28,
+        "dynamic_sampling": True,
+        "minibatches": 4,
+        "reward_parts": {"overlong": 1.0},
+    },
 }
 """The choices of each preset in place of AlgorithmConfig's defaults. Keys that the user sets override them."""
 
 GROUP_ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 BATCH_ADVANTAGES = ("reinforce_pp", "gae")
+OVERLONG, LENGTH = "overlong", "length"
+"""Reward parts that are computed."""
 REWARD_KEYS = ("advantage", "normalize_by_std", "whiten", "step_group_weight", "discount", "critic", "kl_in")
 """The keys of an algorithm that count only where advantages come from rewards."""
 RENAMED = {"behavior_weight_cap": "behavior_weight_high"}
@@ -85,7 +92,7 @@ class AlgorithmConfig(Section):
     """A set of choices for the keys below; keys that are set override it. `grpo`: the defaults. `rloo`: advantage rloo.
     `ppo`: advantage gae with a critic. `gspo`: loss gspo, sequence_mean, clips 0.0003 and 0.0004, 4 minibatches.
     `cispo`: loss cispo, proximal behavior, clips 1 (none below) and 4. `dapo`: clip_high 0.28, dynamic_sampling, 4
-    minibatches."""
+    minibatches, and reward part overlong with weight 1."""
     advantage: str = "grpo"
     """`grpo`: return minus the group's mean at that turn. `dr_grpo`: the same, never divided. `rloo`: minus the mean of
     the others. `reinforce_pp`: the return alone. `gae`: by a critic. Or the user's own function,
@@ -136,7 +143,15 @@ class AlgorithmConfig(Section):
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount of rewards from turn to turn; tokens within a turn, and observations, are not discounted."""
     reward_parts: dict[str, float] = Field(default_factory=dict[str, float])
-    """Weights of named reward parts: weight times part is added to a rollout's final reward."""
+    """Weights of named reward parts: weight times part is added to a rollout's final reward. Parts that a workflow does
+    not name itself: `overlong`, DAPO's soft punishment, falls from 0 to -1 over the last tokens before the limit of the
+    rollout's longest answer, for its limit; `length` is the number of sampled tokens in thousands (its weight is
+    negative)."""
+    overlong_buffer: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """The share of an answer's token limit over which reward part `overlong` falls."""
+    truncated: Literal["train", "mask"] = "train"
+    """Conversations whose last answer was cut off by its token limit: `train` them as others, or `mask` them out of the
+    loss. Their rewards count in the baseline of their group either way."""
     critic: bool = False
     """Train a critic, for advantage gae: the policy's architecture with one output."""
     critic_learning_rate: Annotated[float, Field(gt=0)] | None = None
@@ -271,6 +286,10 @@ class AlgorithmConfig(Section):
                 self.behavior_weight_level == "none" and is_bounded,
                 "behavior_weight_mode and behavior_weight_low have no effect with behavior_weight_level none: that "
                 "weight is 1",
+            ),
+            (
+                self.overlong_buffer != 0.2 and OVERLONG not in self.reward_parts,
+                "overlong_buffer has no effect without a weight for overlong in reward_parts",
             ),
             (is_constant and self.aggregation_tokens is None, "aggregation constant needs aggregation_tokens"),
             (

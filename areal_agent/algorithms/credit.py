@@ -16,12 +16,36 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_agent.types import TokenRecord
+from areal_agent.algorithms.config import LENGTH, OVERLONG, AlgorithmConfig
+from areal_agent.types import TokenRecord, Trajectory
 
 Node = tuple[int, int]
 """A turn in the tree: branch, turn."""
 TOLERANCE = 1e-6
 """Rewards with a smaller difference, times their size, are alike: they are added up as 32-bit floats."""
+
+
+def reward_parts(trajectory: Trajectory, config: AlgorithmConfig) -> dict[str, float]:
+    """Return the parts of a rollout's reward by name: its own, and the computed ones that `config` has weights for.
+
+    `length`: the number of sampled tokens over 1000. `overlong`: DAPO's soft punishment (arXiv 2503.14476, eq. 13) of
+    the answer that it punishes most; with n tokens of at most L, and c = overlong_buffer L:
+    0 if n <= L - c, else (L - c - n) / c, which is -1 for an answer that was cut off.
+    """
+    answers = [
+        (len(one.token_ids), turn.sampling.max_tokens)
+        for turn in trajectory.turns
+        for one in turn.completions
+        if one.id not in trajectory.undelivered
+    ]
+    share = config.overlong_buffer
+    computed = {
+        LENGTH: sum(num_tokens for num_tokens, _ in answers) / 1000,
+        OVERLONG: min((min(0.0, (1.0 - share - n / limit) / share) for n, limit in answers), default=0.0),
+    }
+    return {name: part for name, part in computed.items() if name in config.reward_parts} | dict(
+        trajectory.rewards.parts
+    )
 
 
 def with_parts(

@@ -2,7 +2,7 @@
 
 P parameters, V vocabulary, H hidden size, I intermediate size, L layers, Q D and K D sizes of queries and of keys
 (other letters: model.py). N trainer ranks. T tokens that go through the trainer's model at once: the budget of a
-micro-batch, or the longest context where that may go alone. Bytes:
+micro-batch, or the longest context where that may go alone; with `trainer.context_parallel` a rank's share. Bytes:
 
     a rank of the trainer, always      12 P / N         weights and Adam's two moments, in float32
                                         4 P / N         a reference (algorithm.reference)
@@ -261,7 +261,8 @@ class TrainerMemory:
         trainer, lora = config.trainer, config.trainer.lora
         self._shape, self._trainer, self._is_gpu, self._lora = shape, trainer, is_gpu, lora
         longest = config.engine.max_context_tokens
-        self.tokens = max(trainer.tokens_per_micro_batch, longest if trainer.oversized == "alone" else 0)
+        tokens = max(trainer.tokens_per_micro_batch, longest if trainer.oversized == "alone" else 0)
+        self.tokens = -(-tokens // trainer.context_parallel)
         self._critic = shape.num_backbone_parameters + shape.hidden_size if config.algorithm.critic else 0
         # beside adapters, the reference is the model without them
         self._reference = shape.num_parameters if config.algorithm.reference == "initial" and not lora else 0

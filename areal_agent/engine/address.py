@@ -64,7 +64,9 @@ async def _fields(transport: Transport, path: str) -> JsonObject:
     """Return what a server answers at a path; empty if it has no such path."""
     try:
         answer = await transport.get(path)
-    except EngineRejected:
+    except EngineRejected as error:
+        if KEY_VARIABLE in str(error):
+            raise
         return {}
     return transport.decoded(lambda body: as_object(body, path), path, answer)
 

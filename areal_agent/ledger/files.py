@@ -330,12 +330,17 @@ def ledger_in(run_dir: Path) -> Path:
 @contextmanager
 def reading(path: Path) -> Generator["Snapshot"]:
     """Read one state of a whole ledger, also of a live run. Errors of SQLite inside become LedgerErrors."""
-    with closing(LedgerFiles(path)) as files:
-        try:
-            with files.snapshot() as snapshot:
-                yield snapshot
-        except sqlite3.Error as error:
-            raise LedgerError(_cannot(path, "read", error)) from error
+    with closing(LedgerFiles(path)) as files, naming(path), files.snapshot() as snapshot:
+        yield snapshot
+
+
+@contextmanager
+def naming(path: Path) -> Generator[None]:
+    """Turn errors of SQLite inside into LedgerErrors that name the ledger and the remedy."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise LedgerError(_cannot(path, "read", error)) from error
 
 
 def _cannot(path: Path, what: str, error: sqlite3.Error) -> str:

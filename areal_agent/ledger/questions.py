@@ -316,15 +316,21 @@ class RolloutSummary:
     fate: Fate | None
 
 
-_OF_ROLLOUTS = (
+OF_ROLLOUTS = (
     "FROM sessions s LEFT JOIN endings e ON e.session = s.number LEFT JOIN leases l ON l.session = s.id "
     "LEFT JOIN fates f ON f.session = s.id WHERE"
 )
-_TOTAL = (
+"""The tables of sessions `s` with their endings `e`, leases `l` and fates `f`."""
+TOTAL = (
     f"CASE WHEN e.status = '{Status.COMPLETED}' THEN "
     "coalesce(e.final_reward, 0) + (SELECT coalesce(sum(value), 0) FROM json_each(e.rewards)) END"
 )
 """The SQL of `Rewards.total`; NULL for a session that did not complete."""
+NUM_SAMPLED = (
+    "(SELECT coalesce(sum(length(c.token_ids)), 0) / 4 FROM turns t JOIN completions c ON c.turn = t.number "
+    "WHERE t.session = s.number)"
+)
+"""The SQL of the number of tokens that a session sampled."""
 
 
 def group_ids(
@@ -343,7 +349,7 @@ def group_ids(
     rewards: defaultdict[str, list[float]] = defaultdict(list)
     for connection in snapshot:
         for group_id, started_s, reward in connection.execute(
-            f"SELECT s.group_id, s.started_s, {_TOTAL if lowest_first else 'NULL'} {_OF_ROLLOUTS} s.purpose = ? "
+            f"SELECT s.group_id, s.started_s, {TOTAL if lowest_first else 'NULL'} {OF_ROLLOUTS} s.purpose = ? "
             f"AND (? IS NULL OR l.step = ?) AND (e.status != '{Status.COMPLETED}' OR NOT ?)",
             (purpose, step, step, only_failed),
         ):
@@ -357,7 +363,7 @@ def group_ids(
 
 def rewarded(snapshot: Snapshot, min_reward: float) -> Sequence[str]:
     """The completed training sessions with at least this reward in total, in the order of ids."""
-    query = f"SELECT s.id, {_TOTAL} AS reward {_OF_ROLLOUTS} s.purpose = ? AND reward >= ?"
+    query = f"SELECT s.id, {TOTAL} AS reward {OF_ROLLOUTS} s.purpose = ? AND reward >= ?"
     given = (SessionPurpose.TRAIN, min_reward)
     return sorted(row[0] for connection in snapshot for row in connection.execute(query, given))
 
@@ -365,10 +371,8 @@ def rewarded(snapshot: Snapshot, min_reward: float) -> Sequence[str]:
 _SUMMARIES = (
     "SELECT s.id, s.group_id, s.task_id, s.purpose, e.status, e.error, l.step, l.num_loss_tokens, s.started_s, "
     "e.ended_s, (SELECT count(*) FROM turns t WHERE t.session = s.number), "
-    "(SELECT coalesce(sum(length(c.token_ids)), 0) / 4 FROM turns t JOIN completions c ON c.turn = t.number "
-    "WHERE t.session = s.number), "
-    "e.final_reward, coalesce(e.rewards, '{}'), coalesce(e.parts, '{}'), f.trained_step, f.dropped "
-    f"{_OF_ROLLOUTS} s.group_id IN (SELECT value FROM json_each(?))"
+    f"{NUM_SAMPLED}, e.final_reward, coalesce(e.rewards, '{{}}'), coalesce(e.parts, '{{}}'), f.trained_step, f.dropped "
+    f"{OF_ROLLOUTS}"
 )
 
 
@@ -376,13 +380,18 @@ def rollouts_of(snapshot: Snapshot, groups: Iterable[str]) -> Mapping[str, Seque
     """The sessions of these groups by group, each group in the order of session ids. Scans all sessions."""
     found: dict[str, list[RolloutSummary]] = {group_id: [] for group_id in groups}
     for connection in snapshot:
-        for row in connection.execute(_SUMMARIES, (json.dumps(list(found)),)):
-            *columns, final, by_completion, parts, trained_step, dropped = row
-            rewards = Rewards(final=final, by_completion=decode_object(by_completion), parts=decode_object(parts))
-            _, group_id, _, purpose, status, *_ = columns
-            fate = _fate(purpose, status, trained_step, dropped)
-            found[group_id].append(RolloutSummary(*columns, rewards=rewards, fate=fate))
+        for one in summaries_in(connection, "s.group_id IN (SELECT value FROM json_each(?))", json.dumps(list(found))):
+            found[one.group_id].append(one)
     return {group_id: sorted(ones, key=lambda one: one.session_id) for group_id, ones in found.items()}
+
+
+def summaries_in(connection: sqlite3.Connection, condition: str, *given: object) -> Iterable[RolloutSummary]:
+    """The sessions of one file that fulfil an SQL condition on the tables of `OF_ROLLOUTS`."""
+    for row in connection.execute(f"{_SUMMARIES} {condition}", given):
+        *columns, final, by_completion, parts, trained_step, dropped = row
+        rewards = Rewards(final=final, by_completion=decode_object(by_completion), parts=decode_object(parts))
+        _, _, _, purpose, status, *_ = columns
+        yield RolloutSummary(*columns, rewards=rewards, fate=_fate(purpose, status, trained_step, dropped))
 
 
 def group_of(snapshot: Snapshot, session_id: str) -> str | None:

@@ -228,8 +228,16 @@ def _add(rows: Iterable[Row], name: str) -> float:
     return sum(float(row.get(name) or 0.0) for row in rows)
 
 
-def describe_batch(batch: RolloutBatch, success_reward: float, sources: Mapping[str, str] | None = None) -> Row:
-    """Return all metrics of what is trained in one step. `sources` maps task ids to the names of their sources."""
+def describe_batch(
+    batch: RolloutBatch,
+    success_reward: float,
+    sources: Mapping[str, str] | None = None,
+    parts: Iterable[Mapping[str, float]] = (),
+) -> Row:
+    """Return all metrics of what is trained in one step.
+
+    `sources` maps task ids to the names of their sources; `parts` are the reward parts of the trained trajectories.
+    """
     trained = batch.trained
     ids = {one.session_id for one in trained}
     groups = [[one for one in group.trajectories if one.session_id in ids] for group in batch.groups]
@@ -240,7 +248,7 @@ def describe_batch(batch: RolloutBatch, success_reward: float, sources: Mapping[
         **_latencies(trained),
         **_staleness(batch),
         **_tokens(batch),
-        **_means("reward/part", [one.rewards.parts for one in trained]),
+        **_means("reward/part", parts),
         **_means("logged", [one.logged for one in trained]),
     }
 

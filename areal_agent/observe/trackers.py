@@ -56,6 +56,10 @@ class ObserveConfig(Section):
     project: Annotated[str, Field(min_length=1)] = "areal_agent"
     """The project under which `wandb`, `mlflow` and `trackio` list the run; its name there is that of its folder."""
 
+    token_records: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """The share of trained trajectories for which the trainer keeps what it saw of each token: its log-probability, the
+    ratio and the advantage. `python -m areal_agent.view` shows them; `token_records/` in the run folder has them."""
+
     @field_validator("trackers")
     @classmethod
     def _each_once(cls, value: tuple[TrackerName, ...]) -> tuple[TrackerName, ...]:

@@ -19,7 +19,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from areal_agent.algorithms.credit import TOLERANCE, earn_alike, with_causal_credit, with_parts
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.credit import TOLERANCE, earn_alike, reward_parts, with_causal_credit, with_parts
 from areal_agent.errors import RolloutsFailing
 from areal_agent.ledger import questions
 from areal_agent.ledger.encoding import Lease
@@ -103,9 +104,7 @@ class DynamicSampling:
     """
 
     max_flat_groups: int
-    part_weights: Mapping[str, float] = field(default_factory=dict[str, float])  # of named parts in the reward
-    discount: float = 1.0
-    compares_turns: bool = False  # advantages also compare turns that met the same state
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rule: LossRule = field(default_factory=LossRule)
     num_flat: int = 0
     in_a_row: int = 0
@@ -119,12 +118,13 @@ class DynamicSampling:
         paid, rewards = with_parts(  # as the trainer will reward them
             [record for record in records if record.session_id in trainable],
             {one.session_id: one.rewards.total for one in group},
-            {one.session_id: one.rewards.parts for one in group},
-            self.part_weights,
+            {one.session_id: reward_parts(one, self.algorithm) for one in group},
+            self.algorithm.reward_parts,
         )
-        credited = with_causal_credit(paid, self.discount)
-        is_too_few = len(trainable) < (1 if self.compares_turns else 2)  # nothing to compare
-        if not is_too_few and not earn_alike(credited, self.discount, TOLERANCE, compares_turns=self.compares_turns):
+        discount, compares_turns = self.algorithm.discount, self.algorithm.step_group_weight > 0
+        credited = with_causal_credit(paid, discount)
+        is_too_few = len(trainable) < (1 if compares_turns else 2)  # nothing to compare
+        if not is_too_few and not earn_alike(credited, discount, TOLERANCE, compares_turns=compares_turns):
             self.in_a_row = 0
             return False
         self.in_a_row += 1

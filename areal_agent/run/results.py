@@ -13,7 +13,7 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -22,6 +22,8 @@ from typing import Any
 
 import orjson
 
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.credit import reward_parts
 from areal_agent.files import RunFolder
 from areal_agent.observe.clock import BusyClock, EngineReading, TimeAccount, engine_seconds
 from areal_agent.observe.curve import draw_curve
@@ -228,13 +230,14 @@ class RunMetrics:
         success_reward: float,
         source_names: Mapping[str, str] | None = None,
         *,
-        part_names: Iterable[str] = (),
+        algorithm: AlgorithmConfig | None = None,
         rule: LossRule | None = None,
     ) -> None:
         self._progress = progress
         self._success_reward = success_reward
         self._source_names = source_names or {}  # task source by task id
-        self._expected_parts = frozenset(part_names)  # of the reward; checked and emptied at the first step
+        self._algorithm = algorithm or AlgorithmConfig()
+        self._expected_parts = frozenset(self._algorithm.reward_parts)  # checked and emptied at the first step
         self._rule = rule or LossRule()
         self._has_noted_altered = False
         self._has_noted_infra = False
@@ -286,19 +289,19 @@ class RunMetrics:
 
     def trained(self, batch: RolloutBatch, report: StepReport) -> None:
         """Begin the row of a step."""
-        self._row = describe_batch(batch, self._success_reward, self._source_names)
+        parts = [reward_parts(one, self._algorithm) for one in batch.trained]
+        self._row = describe_batch(batch, self._success_reward, self._source_names, parts)
         masked = sum((self._rule.masked_tokens(one) for one in batch.trained), Counter[Mask]())
         self._row |= {f"{MASKED}{reason}": number for reason, number in masked.items()}
         self._row["tokens/generated_before"] = self._uncounted.num_tokens(batch)
         self._row |= {f"trainer/{name}": value for name, value in report.metrics.items()}
         if num_skipped := report.metrics.get("num_skipped_updates"):
             self._progress.note(f"step {report.step}: skipped {num_skipped:.0f} updates whose gradient was not finite")
-        self._note_missed_parts(batch)
+        self._note_missed_parts(batch, {name for one in parts for name in one})
 
-    def _note_missed_parts(self, batch: RolloutBatch) -> None:
+    def _note_missed_parts(self, batch: RolloutBatch, named: set[str]) -> None:
         """Note once, at the first step, which of `algorithm.reward_parts` no rollout named: they add nothing."""
         expected, self._expected_parts = self._expected_parts, frozenset[str]()
-        named = {name for one in batch.trained for name in one.rewards.parts}
         if batch.trained and (missed := expected - named):
             self._progress.note(
                 f"algorithm.reward_parts has {', '.join(sorted(missed))}, which no rollout of step {batch.step} named; "

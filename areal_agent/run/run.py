@@ -51,6 +51,7 @@ from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.models.recipe import demonstrations_of
 from areal_agent.observe.progress import Progress
+from areal_agent.observe.token_records import FOLDER as TOKEN_RECORDS
 from areal_agent.observe.trackers import TrackedRun, Trackers, require_installed, start_trackers
 from areal_agent.process import uninterrupted
 from areal_agent.run.evaluation import Evaluation
@@ -116,7 +117,7 @@ class Run:
             self.progress,
             config.eval.success_reward,
             self.preflight.tasks.source_names(),
-            part_names=config.algorithm.reward_parts,
+            algorithm=config.algorithm,
             rule=config.rollout.loss_rule,
         )
         self._producing: asyncio.Task[None] | None = None
@@ -365,6 +366,8 @@ class Run:
                     resume=checkpoint is not None,
                     chat_template=template,
                     num_steps=config.steps,
+                    token_records=folder.path / TOKEN_RECORDS,
+                    token_records_share=config.observe.token_records,
                     shares_gpu=config.cluster.kind == "local" and may_be_on(config.engine, config.trainer.num_ranks),
                 )
                 loaded = await self._trainer.init(setup)

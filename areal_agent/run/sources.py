@@ -314,9 +314,7 @@ async def make_producer(
     step = beginning.version.step
     dynamic_sampling = DynamicSampling(
         max_flat_groups=config.rollout.max_flat_groups,
-        part_weights=config.algorithm.reward_parts,
-        discount=config.algorithm.discount,
-        compares_turns=config.algorithm.step_group_weight > 0,
+        algorithm=config.algorithm,
         rule=config.rollout.loss_rule,
     )
     producer = Producer(

@@ -66,7 +66,7 @@ def fine_tune(config: SftConfig, *, name: str, resume: str | None = None, is_dry
         folder.config.write_text(config.to_yaml())
         with told_failures(folder):
             code, last_words = SftRun(config, folder, progress).run()
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):  # before the first step: later ones are noted
         if resume is None:
             folder.give_up(keep_logs=False)
         raise

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from areal_agent.errors import LedgerError
 from areal_agent.tokens.loss_rule import LossRule, Mask
-from areal_agent.types import Completion, TokenRecord, Trajectory, Turn
+from areal_agent.types import Completion, FinishReason, TokenRecord, Trajectory, Turn
 
 
 def token_records(trajectory: Trajectory, rule: LossRule | None = None) -> tuple[TokenRecord, ...]:
@@ -22,8 +22,22 @@ def token_records(trajectory: Trajectory, rule: LossRule | None = None) -> tuple
     """
     masks = (rule or LossRule()).masks(trajectory)
     claims = _Claims(trajectory, masks)
-    paths = [path for path in reversed(_leaf_paths(trajectory.turns)) if not _is_left_out(path, masks)]
-    return tuple(claims.record(branch, path) for branch, path in enumerate(paths))
+    return tuple(claims.record(branch, path) for branch, path in enumerate(_branches(trajectory, masks)))
+
+
+def sampled_spans(trajectory: Trajectory, rule: LossRule) -> tuple[Mapping[str, tuple[int, int]], ...]:
+    """Return where sampled tokens stand in the records of `token_records`: for each, start and end by completion."""
+    branches: list[Mapping[str, tuple[int, int]]] = []
+    for path in _branches(trajectory, rule.masks(trajectory)):
+        ends = np.cumsum([step.length for step in path]).tolist()
+        branches.append(
+            {step.completion.id: (end - step.num_sampled, end) for step, end in zip(path, ends, strict=True)}
+        )
+    return tuple(branches)
+
+
+def _branches(trajectory: Trajectory, masks: Mapping[str, Mask]) -> "list[_Path]":
+    return [path for path in reversed(_leaf_paths(trajectory.turns)) if not _is_left_out(path, masks)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,6 +129,7 @@ class _Claims:
         sample_of: int | None = None
         columns: list[_Columns] = []
         turn_rewards = np.zeros(len(path), dtype=np.float32)
+        truncated = np.zeros(len(path), dtype=np.bool_)
         for index, step in enumerate(path):
             owners = self._owners_of(step.completion)[: step.num_sampled]
             is_new = owners < 0
@@ -128,6 +143,7 @@ class _Claims:
                     sample_of = first if first != branch and is_new.all() else None
             if step.num_sampled == len(step.completion.token_ids):
                 turn_rewards[index] += self._unpaid.pop(step.completion.id, 0.0)
+                truncated[index] = step.completion.finish_reason is FinishReason.LENGTH
             owners[is_new] = branch
             is_trained = step.completion.id not in self._masked
             columns.append(_columns(index, step, is_new & is_trained))
@@ -146,6 +162,7 @@ class _Claims:
             versions=np.concatenate([column.versions for column in columns]),
             incarnations=np.concatenate([column.incarnations for column in columns]),
             turn_rewards=turn_rewards,
+            truncated=truncated,
             final_reward=float(final_reward),
             fork_turn=fork_turn,
             own_turn=len(path) - 1 if own_turn is None else own_turn,

@@ -84,6 +84,16 @@ class Transcript:
         """Return the text of ids, special tokens included."""
         return self._renderer and self._renderer.detokenizer.text_of(token_ids)
 
+    def texts_of(self, token_ids: Sequence[int]) -> Sequence[str]:
+        """Return the text of each id, without a tokenizer none; a character of several ids is at the last of them."""
+        if self._renderer is None:
+            return ()
+        stream = self._renderer.detokenizer.stream()
+        texts = [stream.feed(token_id) for token_id in token_ids]
+        if held_back := stream.finish():
+            texts[-1] += held_back
+        return texts
+
     def message(self, turn: Turn, completion: Completion) -> JsonObject:
         """Return an answer as OpenAI writes it, with what the prompt had begun of it."""
         if self._renderer is None:

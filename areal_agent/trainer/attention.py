@@ -24,6 +24,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from areal_agent.errors import ConfigError
+from areal_agent.trainer.context import Context
+
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # torch 2.9
@@ -191,15 +194,22 @@ def segment_attention(
     s_aux: Tensor | None = None,
     segments: Sequence[int] | None = None,
     one_call: OneCall | None = None,
+    context: Context | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention within each of `segments`, the lengths of the sequences in the one row; None: within each row.
 
-    `one_call` is used for plain causal attention in types and sizes that it takes; what it computes is the same.
+    `one_call` is used for plain causal attention in types and sizes that it takes; what it computes is the same. With
+    `context` other ranks have the rest of the row's tokens, and `segments` are those of the whole row.
 
     Shapes: B rows of T tokens, H query heads, G key-value heads, D and E the sizes of keys and values: query
     [B, H, T, D], key [B, G, T, D], value [B, G, T, E], sinks `s_aux` [H] -> [B, T, H, E].
     """
+    if context is not None:
+        _require_plain(attention_mask, segments or (), context)
+        given: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "segments": segments, "one_call": one_call}
+        output, none = segment_attention(module, *context.heads(query, key, value), s_aux=context.own(s_aux), **given)
+        return context.tokens(output), none
     num_tokens = query.shape[2]
     lengths = list(segments or (num_tokens,))
     assert sum(lengths) == num_tokens, (lengths, query.shape)
@@ -215,6 +225,15 @@ def segment_attention(
         outputs += _attend(q, k, v, rule, start, scores)
         start += q.shape[2]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _require_plain(rule: Rule | None, segments: Sequence[int], context: Context) -> None:
+    """Raise ConfigError where a rule says less than all tokens before: it was made for this rank's tokens alone."""
+    if rule is not None and rule.narrows(max(segments)):
+        raise ConfigError(
+            f"trainer.context_parallel is {context.size}, but this model's attention has windows or chunks, of "
+            f"{rule.reach or 'an unknown number of'} tokens, and a sequence has {max(segments)}; set it to 1"
+        )
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, rule: Rule | None, start: int, scores: Scores) -> list[Tensor]:

@@ -17,6 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
 
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.credit import reward_parts
 from areal_agent.errors import ProcessDied, TrainerError
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.wire import TEACHER, Frame, StepReport, TrainerInfo, encode_records, error_of, receive_frame
@@ -32,6 +34,7 @@ class TrainerClient:
     def __init__(self, connect: Callable[[], Awaitable[socket.socket]]) -> None:
         """`connect` waits until the process has called back. It raises EOFError when that ends before."""
         self._open = connect
+        self._algorithm = AlgorithmConfig()
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
@@ -44,18 +47,19 @@ class TrainerClient:
 
         Raises ConfigError for a model or a device that cannot be used.
         """
+        self._algorithm = setup.algorithm
         return INFO.validate_python(await self._call("init", {"setup": setup.model_dump(mode="json")}))
 
     async def train_step(
         self, batch: RolloutBatch, *, incarnation: int = 0, teacher: Sequence[NDArray[np.float32]] | None = None
     ) -> StepReport:
-        """Train one step on a batch's records, with the total rewards of its trajectories and their named parts.
+        """Train one step on a batch's records, with the total rewards of its trajectories and their parts by name.
 
         `incarnation` is that of the run; it tells which tokens were sampled by this trainer's own weights. `teacher`
         are the log-probabilities that a teacher elsewhere gives the loss tokens, [M] a record.
         """
         rewards = {trajectory.session_id: trajectory.rewards.total for trajectory in batch.trained}
-        parts = {trajectory.session_id: dict(trajectory.rewards.parts) for trajectory in batch.trained}
+        parts = {trajectory.session_id: reward_parts(trajectory, self._algorithm) for trajectory in batch.trained}
         answer = await self._call(
             "train_step",
             {"step": batch.step, "incarnation": incarnation, "rewards": rewards, "parts": parts},

@@ -79,6 +79,9 @@ class TrainerConfig(Section):
     with a state that runs from token to token need it (docs/models.md)."""
     num_ranks: Annotated[int, Field(ge=1, le=1024)] = 1
     """Trainer processes on this machine, which share weights and work (FSDP2). On cuda each has its own GPU."""
+    context_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Ranks that share the tokens of each packed row, for sequences whose activations one GPU cannot hold. It divides
+    `num_ranks` and the model's attention heads; windowed attention longer than its window is refused."""
     threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads of each trainer process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -122,6 +125,16 @@ class TrainerConfig(Section):
         for name in ("transfer_host", "transfer_bucket_mib"):
             if self.transfer != "distributed" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"trainer.{name} only applies to trainer.transfer distributed; leave it out")
+        if self.context_parallel > 1 and self.packing == "padded":
+            raise ValueError(
+                f"trainer.context_parallel is {self.context_parallel}, which divides packed rows, and trainer.packing "
+                "is 'padded'; set it to 1, or packing to 'balanced'"
+            )
+        if self.num_ranks % self.context_parallel:
+            raise ValueError(
+                f"trainer.context_parallel is {self.context_parallel}, which does not divide trainer.num_ranks = "
+                f"{self.num_ranks}; choose a divisor of it"
+            )
         if self.schedule == "constant" and self.learning_rate_floor:
             raise ValueError("trainer.learning_rate_floor only applies to trainer.schedule linear and cosine")
         return self
@@ -149,5 +162,9 @@ class TrainerSetup(Section):
     """Saved with every checkpoint; None means that of `model`."""
     num_steps: int = 1
     """The steps that the learning rate schedule spans."""
+    token_records: Path | None = None
+    """The folder in which what single tokens were trained with is kept; None: nowhere."""
+    token_records_share: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """The share of the trajectories for which it is kept."""
     shares_gpu: bool = False
     """An engine uses the same GPU between steps, so memory that only a step needs is freed after it."""

@@ -25,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from areal_agent.algorithms.batching import Head, MicroBatch, Sample, collate, logprobs_and_entropy
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.attention import ATTENTION_NAME, Kernel, OneCall, use_segment_attention
+from areal_agent.trainer.context import Context
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +38,17 @@ class LossTokenForward(nn.Module):
         self.model = model
         self._kernel = kernel
         self._vocab_size = vocab_size(model)
+        self.context: Context | None = None
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        hidden = hidden_states(decoder_of(self.model), batch, self._kernel)  # [M, H]
-        tail = tail_of(self.model)
-        return logprobs_and_entropy(hidden, batch.targets, batch.temperatures, tail, vocab_size=self._vocab_size)
+        own = batch if self.context is None else self.context.part(batch)
+        hidden = hidden_states(decoder_of(self.model), own, self._kernel, self.context)  # [M, H]
+        found = logprobs_and_entropy(
+            hidden, own.targets, own.temperatures, tail_of(self.model), vocab_size=self._vocab_size
+        )
+        if self.context is None:
+            return found
+        return self.context.gather(found[0], batch), self.context.gather(found[1], batch)
 
 
 def vocab_size(model: PreTrainedModel) -> int:
@@ -49,15 +56,19 @@ def vocab_size(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
-def hidden_states(decoder: nn.Module, batch: MicroBatch, kernel: Kernel | None = None) -> Tensor:
+def hidden_states(
+    decoder: nn.Module, batch: MicroBatch, kernel: Kernel | None = None, context: Context | None = None
+) -> Tensor:
     """Return the last hidden states that loss tokens are predicted from, [M, H].
 
-    With `kernel`, plain causal attention within the sequences of a packed row is one call.
+    With `kernel`, plain causal attention within the sequences of a packed row is one call. With `context`, `batch` is
+    this rank's part of one.
     """
     packed: dict[str, Any] = {}
     if batch.segments is not None:
         one_call = OneCall.of(kernel, batch.segments, batch.inputs.device) if kernel else None
         packed = {"position_ids": batch.positions, "segments": batch.segments, "one_call": one_call}
+        packed |= {} if context is None else {"context": context}
     states = decoder(input_ids=batch.inputs, use_cache=False, **packed).last_hidden_state  # [R, T, H]
     return states.flatten(0, 1)[batch.predicting]
 

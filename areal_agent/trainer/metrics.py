@@ -139,6 +139,7 @@ def reward_metrics(given: StepInput) -> dict[str, float]:
         "flat_group_fraction": flat / max(len(by_group), 1),
         "num_rollouts": len(rewards),
         "num_records": len(given.records),
+        "num_truncated_records": sum(bool(record.truncated[-1]) for record in given.records),
     }
 
 

@@ -30,6 +30,7 @@ from areal_agent.errors import ConfigError, WeightUpdateError
 from areal_agent.models.causal import fault_of
 from areal_agent.trainer.attention import Kernel, packed_kernel
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
+from areal_agent.trainer.context import Context
 from areal_agent.trainer.forward import LossTokenForward, choose_attention, decoder_layers, decoder_of, hidden_states
 from areal_agent.trainer.optimizer import Optimizer, Schedule
 from areal_agent.trainer.ranks import ALONE, FLOAT32, Group, Precision, whole
@@ -107,6 +108,9 @@ class Policy:
 
     def shard(self, group: Group, precision: Precision = FLOAT32) -> None:
         """Shard the parameters over the ranks of `group`, and compute in `precision`. Make copies before."""
+        if group.context is not None:
+            group.context.check(int(self.model.config.get_text_config().num_attention_heads))
+        self._loss_tokens.context = group.context
         group.shard(decoder_layers(self._decoder), self._loss_tokens, precision)
         self._group = group
 
@@ -218,12 +222,17 @@ def choose_device(name: str, *, rank: int = 0, num_ranks: int = 1) -> torch.devi
 class ValueForward(nn.ModuleDict):
     """The forward pass as one module, because FSDP2 gathers parameters per module."""
 
-    def __init__(self, decoder: nn.Module, head: nn.Module, kernel: Kernel | None) -> None:
+    def __init__(
+        self, decoder: nn.Module, head: nn.Module, kernel: Kernel | None, context: Context | None = None
+    ) -> None:
         super().__init__({"decoder": decoder, "head": head})
         self._kernel = kernel
+        self._context = context
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        return self["head"](hidden_states(self["decoder"], batch, self._kernel))
+        own = batch if self._context is None else self._context.part(batch)
+        values = self["head"](hidden_states(self["decoder"], own, self._kernel, self._context)).squeeze(1)
+        return values if self._context is None else self._context.gather(values, batch)
 
 
 class Critic:
@@ -247,7 +256,7 @@ class Critic:
         hidden_size = int(policy.model.config.get_text_config().hidden_size)
         head = nn.Linear(hidden_size, 1, bias=False, device=policy.device)
         nn.init.zeros_(head.weight)
-        self.model = ValueForward(decoder, head, policy.kernel).eval()
+        self.model = ValueForward(decoder, head, policy.kernel, group.context).eval()
         if config.gradient_checkpointing:
             recompute(decoder_layers(decoder))
         group.shard(decoder_layers(decoder), self.model, precision)
@@ -259,7 +268,7 @@ class Critic:
 
     def values(self, batch: MicroBatch) -> Tensor:
         """Return the value of each loss token of the micro-batch, [M] float32."""
-        return self.model(batch).squeeze(1).float()
+        return self.model(batch).float()
 
     def backward(self, batch: MicroBatch) -> tuple[float, int]:
         """Accumulate the gradient of the clipped value loss; return the loss and how many values were clipped."""

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BufferedRWPair
 from pathlib import Path
 from typing import Self
@@ -33,6 +33,7 @@ from areal_agent.callback import Callback
 from areal_agent.errors import ConfigError, ProcessDied
 from areal_agent.process import LIFELINE_VARIABLE, how_it_ended
 from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.context import Context
 from areal_agent.trainer.wire import Frame, error_of, read_frame
 
 logger = logging.getLogger(__name__)
@@ -226,19 +227,39 @@ FLOAT32 = Precision()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The ranks that train together, as one of them sees them. `mesh` is None for one rank that needs no FSDP2."""
+    """The ranks that train together, as one of them sees them. `mesh` is None for one rank that needs no FSDP2.
+
+    With a `context`, neighbouring ranks share their rows and are one data rank together; all shard the parameters.
+    """
 
     rank: int = 0
     size: int = 1
     mesh: DeviceMesh | None = None
+    context: Context | None = None
+    data: dist.ProcessGroup | None = None  # this rank and its likes of the other data ranks; None: all ranks
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.size // (1 if self.context is None else self.context.size)
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // (1 if self.context is None else self.context.size)
 
     @classmethod
-    def join(cls, rank: int, size: int, rendezvous: Path, device: torch.device) -> Self:
+    def join(cls, rank: int, size: int, rendezvous: Path, device: torch.device, *, context_parallel: int = 1) -> Self:
         """Wait for the other ranks at the file `rendezvous`, whose path only they know. Undo it with `leave`.
 
-        All ranks are on one machine and talk over its loopback interface, where no other machine listens.
+        Each `context_parallel` neighbours share their rows. All ranks are on one machine and talk over its loopback
+        interface, where no other machine listens.
         """
-        return cls._of(rank, size, dist.FileStore(str(rendezvous), size), device)  # pyright: ignore[reportPrivateImportUsage]
+        group = cls._of(rank, size, dist.FileStore(str(rendezvous), size), device)  # pyright: ignore[reportPrivateImportUsage]
+        if context_parallel == 1:
+            return group
+        shape = (size // context_parallel, context_parallel)
+        both = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
+        context = Context(group=both.get_group("context"), rank=rank % context_parallel, size=context_parallel)
+        return replace(group, context=context, data=both.get_group("data"))
 
     @classmethod
     def of_one(cls, device: torch.device) -> Self:
@@ -277,20 +298,20 @@ class Group:
                 module.set_force_sum_reduction_for_comms(True)
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over the ranks of a tensor on the CPU."""
+        """Return the sum over the data ranks of a tensor on the CPU."""
         if self.mesh is None:
             return values
         total = values.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.data)
         return total
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of every rank, by rank. All ranks must give equally many."""
+        """Return the numbers of every data rank, by rank. All ranks must give equally many."""
         if self.mesh is None:
             return [list(numbers)]
         ours = torch.tensor(numbers, dtype=torch.float64)
-        rows = [torch.empty_like(ours) for _ in range(self.size)]
-        dist.all_gather(rows, ours)
+        rows = [torch.empty_like(ours) for _ in range(self.num_data_ranks)]
+        dist.all_gather(rows, ours, group=self.data)
         return [row.tolist() for row in rows]
 
 

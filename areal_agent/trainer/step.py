@@ -31,6 +31,7 @@ from areal_agent.algorithms.losses import (
     policy_loss,
 )
 from areal_agent.algorithms.packing import alike, balanced, deal, first_fit, token_weights
+from areal_agent.observe.token_records import SeenTokens, TokenRecorder
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.metrics import (
     Mismatch,
@@ -68,6 +69,7 @@ class Stepper:
         teacher: Callable[[MicroBatch], tuple[Tensor, Tensor]] | None = None,
         critic: Critic | None = None,
         group: Group = ALONE,
+        recorder: TokenRecorder | None = None,
     ) -> None:
         self._policy = policy
         self._optimizer = optimizer
@@ -78,6 +80,7 @@ class Stepper:
         self._reference = reference
         self._teacher = teacher
         self._critic = critic
+        self._recorder = recorder
         self._objective = choose_objective(algorithm)
         self._own_advantage: AdvantageFunction | None = load_own(algorithm, "advantage")
 
@@ -95,7 +98,7 @@ class Stepper:
         differences = self._judged(given, samples)
         if differences is not None:
             laps.end("teacher")
-        samples = self._scored(given, samples, differences)
+        samples = self._kept(given, self._scored(given, samples, differences))
         minibatches = self._minibatches(samples)
         laps.end("advantages")
         start_version = WeightVersion(incarnation=given.incarnation, step=given.step - 1)
@@ -103,6 +106,8 @@ class Stepper:
             self._update(chosen, start_version=start_version, is_first=number == 0)
             for number, chosen in enumerate(minibatches)
         ]
+        if self._recorder is not None:
+            self._recorder.write(given.step)
         laps.end("update")
         return {
             **update_metrics(updates),
@@ -234,6 +239,13 @@ class Stepper:
         returns = value_targets(given.records, values, self._algorithm, penalties=penalties)
         return [replace(sample, returns=one) for sample, one in zip(scored, returns, strict=True)]
 
+    def _kept(self, given: StepInput, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """Empty the samples that `truncated: mask` takes out of the loss."""
+        if self._algorithm.truncated == "train":
+            return samples
+        is_cut = [bool(record.truncated[-1]) for record in given.records]
+        return [sample.emptied() if cut else sample for sample, cut in zip(samples, is_cut, strict=True)]
+
     def _penalty(self, sample: Sample) -> Tensor:
         assert sample.proximal is not None and sample.reference is not None, "a divergence needs a reference"
         kl = divergence(sample.proximal, sample.reference, self._algorithm.kl_estimator)
@@ -269,8 +281,9 @@ class Stepper:
         self._optimizer.clear_gradients()  # an earlier step that failed midway may have left some
         if self._critic is not None:
             self._critic.optimizer.clear_gradients()
-        for _, batch in self._share(samples):
-            tally = tally.merge(self._backward(batch, start_version, is_first=is_first))
+        for indices, batch in self._share(samples):
+            chosen = [samples[index] for index in indices]
+            tally = tally.merge(self._backward(batch, chosen, start_version, is_first=is_first))
         learning_rate, clip = self._optimizer.learning_rate, self._optimizer.clip
         norm = self._optimizer.update()
         return Update(
@@ -281,7 +294,9 @@ class Stepper:
             critic_gradient_norm=self._critic.optimizer.update() if self._critic is not None else None,
         )
 
-    def _backward(self, batch: MicroBatch, start_version: WeightVersion, *, is_first: bool) -> Tally:
+    def _backward(
+        self, batch: MicroBatch, samples: Sequence[Sample], start_version: WeightVersion, *, is_first: bool
+    ) -> Tally:
         logprobs, entropy = self._policy.logprobs_and_entropy(batch)
         start = logprobs.detach() if batch.proximal is None else batch.proximal
         assert batch.advantages is not None, "scored samples have advantages"
@@ -295,6 +310,7 @@ class Stepper:
             sequences=batch.sequences,
             reference=batch.reference,
         )
+        self._keep(samples, tokens)
         if batch.num_loss_tokens:
             loss, stats = policy_loss(tokens, self._algorithm, self._objective)
         else:  # a rank with nothing left still takes part, with a gradient of zero
@@ -316,6 +332,17 @@ class Stepper:
             else Mismatch(),
         )
 
+    def _keep(self, samples: Sequence[Sample], tokens: LossTokens) -> None:
+        """Keep what the loss is computed from, of those trajectories that are chosen for it."""
+        end = 0
+        for one in samples:
+            start, end = end, end + one.num_loss_tokens
+            if self._recorder is not None and self._recorder.keeps(one.rollout):
+                columns = (tokens.logprobs, tokens.proximal, tokens.advantages)
+                kept = (column[start:end].detach().float().cpu().numpy() for column in columns)
+                seen = SeenTokens((one.predicting + 1).int().numpy(), *kept)
+                self._recorder.add(one.rollout, one.branch, seen)
+
     def _proximal(self, batch: MicroBatch, start: Tensor, logprobs: Tensor, start_version: WeightVersion) -> Tensor:
         """Return the log-probabilities of the policy around which ratios are clipped."""
         match self._algorithm.proximal:
@@ -331,12 +358,12 @@ class Stepper:
     def _share(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], MicroBatch]]:
         """Yield this rank's micro-batches, each with the indices of its samples. Samples without loss are skipped.
 
-        Every rank gets equally many, because a forward pass is collective; a rank that runs out gets a sample without a
-        loss token.
+        Every data rank gets equally many, because a forward pass is collective; one that runs out gets a sample without
+        a loss token.
         """
         present = [index for index, one in enumerate(samples) if one.num_loss_tokens]
         lengths = [samples[index].num_tokens for index in present]
-        for part in deal(self._split(lengths), lengths, self._group.size)[self._group.rank]:
+        for part in deal(self._split(lengths), lengths, self._group.num_data_ranks)[self._group.data_rank]:
             indices = [present[place] for place in part]
             chosen = [samples[index] for index in indices] or [samples[present[0]].emptied()]
             yield indices, collate(chosen, self._policy.device, is_padded=self._config.packing == "padded")
@@ -345,7 +372,7 @@ class Stepper:
         budget = self._config.tokens_per_micro_batch
         match self._config.packing:
             case "balanced":
-                return balanced(lengths, budget, at_least=self._group.size)
+                return balanced(lengths, budget, at_least=self._group.num_data_ranks)
             case "first_fit":
                 return first_fit(lengths, budget)
             case "padded":

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from areal_agent.errors import ConfigError
+from areal_agent.observe.token_records import TokenRecorder
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.forward import vocab_size
@@ -75,6 +76,9 @@ class Trainer:
         by_reference = None if reference is None else reference.logprobs_and_entropy
         if has_reference and lora is not None:  # without its adapter, the policy is what it was at the start
             by_reference = policy.logprobs_without_adapter
+        recorder = None
+        if setup.token_records is not None and setup.token_records_share > 0:
+            recorder = TokenRecorder(setup.token_records, setup.token_records_share, group.rank)
         self._stepper = Stepper(
             policy,
             self._training.optimizer,
@@ -85,6 +89,7 @@ class Trainer:
             teacher=None if teacher is None else teacher.logprobs_and_entropy,
             critic=critic,
             group=group,
+            recorder=recorder,
         )
         publishes = setup.publishes and group.rank == 0
         self._channel = _open_channel(config, policy, setup.shared_memory, self._source) if publishes else None

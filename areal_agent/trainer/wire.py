@@ -36,8 +36,10 @@ DTYPES = {
     "versions": np.int32,
     "incarnations": np.int32,
     "turn_rewards": np.float32,
+    "truncated": np.bool_,
 }
-"""The arrays of a record: one number for each token, or for each turn (`turn_rewards`)."""
+"""The arrays of a record: one number for each token, or for each turn (OF_TURNS)."""
+OF_TURNS = ("turn_rewards", "truncated")
 NAMES = [one.name for one in fields(TokenRecord) if one.name not in DTYPES]
 NUM_TRACEBACK_LINES = 8
 Arrays = Mapping[str, NDArray[np.generic]]
@@ -145,7 +147,7 @@ def decode_records(names: Sequence[JsonObject], arrays: Arrays) -> tuple[TokenRe
     for index, one in enumerate(names):
         values = {name: one[name] for name in NAMES}
         for name in DTYPES:
-            ends = turns if name == "turn_rewards" else tokens
+            ends = turns if name in OF_TURNS else tokens
             values[name] = arrays[name][ends[index] : ends[index + 1]]
         records.append(TokenRecord(**values))
     return tuple(records)

@@ -46,7 +46,8 @@ class Worker:
     def call(self, command: str, arguments: JsonObject, records: Sequence[TokenRecord] = ()) -> JsonObject:
         """Carry out a command on all ranks, from their own process: no socket. Raises the error of whichever failed."""
         names, arrays = encode_records(records)
-        return self._together(Frame(header={"command": command, **arguments, "records": names}, arrays=arrays))
+        header = {"number": 0, "command": command, **arguments, "records": names}
+        return self._together(Frame(header=header, arrays=arrays))
 
     def close(self) -> None:
         """Close the trainer and end the other ranks. Harmless when closed before."""
@@ -133,7 +134,9 @@ class Worker:
         device = choose_device(config.device, rank=self._rank, num_ranks=config.num_ranks)
         group = ALONE
         if config.num_ranks > 1:
-            group = Group.join(self._rank, config.num_ranks, Path(arguments["rendezvous"]), device)
+            where = Path(arguments["rendezvous"])
+            parallel = config.context_parallel
+            group = Group.join(self._rank, config.num_ranks, where, device, context_parallel=parallel)
         self._trainer = Trainer(setup, device=device, group=group)
         info = self._trainer.info
         logger.info("loaded %s: %d parameters on %s", setup.model, info.num_parameters, info.device)

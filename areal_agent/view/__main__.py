@@ -1,19 +1,24 @@
 """The command line that shows a run.
 
-    python -m areal_agent.view RUN_DIR                       its newest groups: siblings, rewards, fates
+    python -m areal_agent.view RUN_DIR [RUN_DIR ...]         a page in the browser, also of several runs side by side
+    python -m areal_agent.view RUN_DIR --list                its newest groups: siblings, rewards, fates
     python -m areal_agent.view RUN_DIR --text                the newest trained conversation
     python -m areal_agent.view RUN_DIR --text GROUP          all siblings of a group
     python -m areal_agent.view RUN_DIR --text SESSION        one session as a conversation
 
-It only reads, also while the run is live. Exit codes: 0 shown; 1 the ledger cannot be read; 2 there is no such run,
-session or group.
+It only reads, also while the run is live. The page is served on loopback until Ctrl-C. Exit codes: 0 shown; 1 the
+ledger cannot be read; 2 there is no such run, session or group; 130 the page was ended.
 """
 
+import asyncio
 import difflib
 import io
+import os
 import sys
+import webbrowser
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from areal_agent.command import Parser, run_command
@@ -23,6 +28,8 @@ from areal_agent.ledger.files import Snapshot, ledger_in, reading
 from areal_agent.ledger.questions import STATUS_NOTE, RolloutSummary
 from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, Transcript
 from areal_agent.types import SessionPurpose, Status
+from areal_agent.view.recorded import RecordedRun
+from areal_agent.view.server import serve
 from areal_agent.view.session import MAX_SIBLINGS, SessionView, fate_of, reward_of
 from areal_agent.view.terminal import Screen, in_line
 
@@ -35,29 +42,34 @@ STATUS_WORDS = {"running": "running, or ended without a word"}
 
 def main(given: list[str] | None = None) -> int:
     parser = Parser(prog="python -m areal_agent.view", description="Show what a run recorded. It only reads.")
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder of a run, or its ledger.sqlite")
+    parser.add_argument(
+        "run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="the folder of a run, or its ledger.sqlite"
+    )
+    parser.add_argument("--port", metavar="P", type=int, help="the page's port on 127.0.0.1 (default: a free one)")
+    parser.add_argument("--list", action="store_true", help="no page: list groups with siblings, rewards and fates")
     parser.add_argument(
         "--text",
         metavar="SESSION",
         nargs="?",
         const="",
-        help="read one session as a conversation, or list one group; without a name read the newest trained session "
-        "(of the groups that --step, --failed, --lowest or --eval choose)",
+        help="no page: read one session as a conversation, or list one group; without a name read the newest trained "
+        "session (of the groups that --step, --failed, --lowest or --eval choose)",
     )
-    parser.add_argument("--step", metavar="N", type=int, help="only groups trained or leased for this step")
-    parser.add_argument("--failed", action="store_true", help="only rollouts that did not complete")
-    parser.add_argument("--lowest", action="store_true", help="groups of the lowest mean reward first")
-    parser.add_argument("--eval", action="store_true", help="the rollouts of evaluations")
-    parser.add_argument("--limit", metavar="N", type=int, default=10, help="groups to show (default %(default)s)")
+    parser.add_argument("--step", metavar="N", type=int, help="listed: only groups trained or leased for this step")
+    parser.add_argument("--failed", action="store_true", help="listed: only rollouts that did not complete")
+    parser.add_argument("--lowest", action="store_true", help="listed: groups of the lowest mean reward first")
+    parser.add_argument("--eval", action="store_true", help="listed: the rollouts of evaluations")
+    parser.add_argument("--limit", metavar="N", type=int, help="listed: groups to show (default 10)")
     parser.add_argument("--full", action="store_true", help="with a session: long texts whole")
     parser.add_argument(
         "--tokenizer", metavar="FOLDER", type=Path, help="with a session: its tokenizer (default: the run's)"
     )
     args = parser.parse_args(given)
-    if args.limit < 1:
-        raise ConfigError(f"--limit is {args.limit}; give at least 1")
-    if args.text and (args.step is not None or args.failed or args.lowest or args.eval):
-        raise ConfigError(f"--step, --failed, --lowest and --eval choose groups; leave them out with {args.text!r}")
+    is_terminal = args.list or args.text is not None
+    _refuse_idle_options(args, is_terminal)
+    if not is_terminal:
+        return _open_page(args)
+    args.run_dir, args.limit = args.run_dirs[0], 10 if args.limit is None else args.limit
     path = ledger_in(args.run_dir)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -69,6 +81,36 @@ def main(given: list[str] | None = None) -> int:
         else:
             _show_groups(screen, snapshot, args)
     return 0
+
+
+def _refuse_idle_options(args: Namespace, is_terminal: bool) -> None:
+    """Raise ConfigError for an option without effect, or a wrong number."""
+    chooses = args.step is not None or args.failed or args.lowest or args.eval
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"--limit is {args.limit}; give at least 1")
+    if args.port is not None and not 0 <= args.port <= 65535:
+        raise ConfigError(f"--port is {args.port}; give one from 1 to 65535, or leave it out for a free one")
+    if args.text and chooses:
+        raise ConfigError(f"--step, --failed, --lowest and --eval choose groups; leave them out with {args.text!r}")
+    if not is_terminal and (chooses or args.limit is not None or args.full):
+        raise ConfigError("--step, --failed, --lowest, --eval, --limit and --full are for --list or --text; add one")
+    if is_terminal and (args.port is not None or len(args.run_dirs) > 1):
+        raise ConfigError("--port and several runs are for the page; leave them out with --list or --text")
+
+
+def _open_page(args: Namespace) -> int:
+    """Serve the page of the runs, and open it where there is a browser; it ends with Ctrl-C."""
+    with ExitStack() as stack:
+        runs = [stack.enter_context(closing(RecordedRun.open(path, args.tokenizer))) for path in args.run_dirs]
+        asyncio.run(serve(runs, args.port or 0, _announce))
+    return 0
+
+
+def _announce(address: str) -> None:
+    print(f"{address}\nopen it in a browser on this machine; Ctrl-C ends it", flush=True)
+    has_screen = sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+    if has_screen and sys.stdout.isatty():
+        webbrowser.open(address)
 
 
 def _show_groups(screen: Screen, snapshot: Snapshot, args: Namespace) -> None:

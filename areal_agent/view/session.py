@@ -51,7 +51,7 @@ class SessionView:
             self.screen.line((f"turn {number}", "bold"), (_place(turn, newest, number_of), "yellow"))
             num_known = 0
             if turn.parent is None and number > 1:
-                known, num_known = _most_alike(whole[turn.id], [whole[one.id] for one in self.turns[: number - 1]])
+                known, num_known = most_alike(whole[turn.id], [whole[one.id] for one in self.turns[: number - 1]])
                 if num_known:
                     self.screen.line((f"its first {num_known} messages are those of turn {known + 1}", "dim"))
             if not turn.request_delta and self.transcript.has_text:  # a plain completion
@@ -123,7 +123,7 @@ class SessionView:
                 f"{completion.distribution}, mean logprob {logprob:.3f}, {turn.ended_s - turn.started_s:.2f} s; ",
                 "dim",
             ),
-            _loss_of(completion, one, masks),
+            loss_of(completion, one, masks),
             "" if reward is None else f"; reward {reward:g}",
         )
 
@@ -148,7 +148,7 @@ def fate_of(one: RolloutSummary) -> tuple[str, str]:
     return "" if one.status is None else "waiting", "dim"
 
 
-def _loss_of(completion: Completion, one: RolloutSummary, masks: Mapping[str, Mask]) -> tuple[str, str]:
+def loss_of(completion: Completion, one: RolloutSummary, masks: Mapping[str, Mask]) -> tuple[str, str]:
     """Return whether an answer is in the loss, or why not, and the style of that."""
     if one.purpose == SessionPurpose.EVAL:
         return "not in the loss: for evaluation", "yellow"
@@ -167,7 +167,7 @@ def _place(turn: Turn, newest: str | None, number_of: Mapping[str, int]) -> str:
     return f"  branch: {turn.fork_reason or 'no reason was recorded'}{kept}"
 
 
-def _most_alike(messages: Sequence[JsonObject], earlier: Sequence[Sequence[JsonObject]]) -> tuple[int, int]:
+def most_alike(messages: Sequence[JsonObject], earlier: Sequence[Sequence[JsonObject]]) -> tuple[int, int]:
     """Return the index of the earlier conversation with the longest common beginning, and the length of that."""
     lengths = [
         next((i for i, (a, b) in enumerate(zip(messages, one, strict=False)) if a != b), min(len(messages), len(one)))

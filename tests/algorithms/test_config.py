@@ -31,7 +31,17 @@ def test_division_by_the_standard_deviation(preset, override, divides):
             {"loss": "gspo", "aggregation": "sequence_mean", "clip_high": 4e-4, "minibatches": 4, "whitens": False},
         ),
         ("cispo", {"advantage": "grpo", "loss": "cispo", "proximal": "behavior", "clip_low": 1.0}),
-        ("dapo", {"clip_low": 0.2, "clip_high": 0.28, "aggregation": "token_mean", "minibatches": 4}),
+        (
+            "dapo",
+            {
+                "clip_low": 0.2,
+                "clip_high": 0.28,
+                "aggregation": "token_mean",
+                "minibatches": 4,
+                "dynamic_sampling": True,
+                "reward_parts": {"overlong": 1.0},
+            },
+        ),
     ],
 )
 def test_presets_are_tables_of_choices(preset, chosen):
@@ -64,6 +74,7 @@ def test_what_is_set_wins_over_the_preset():
         ({"preset": "cispo", "behavior_weight_level": "sequence"}, "that weight is 1"),
         ({"aggregation": "constant"}, "aggregation constant needs aggregation_tokens"),
         ({"aggregation_tokens": 9}, "aggregation_tokens has no effect on aggregation 'token_mean'"),
+        ({"overlong_buffer": 0.5}, "no effect without a weight for overlong"),
         ({"kl_coefficient": 0.1}, "kl_coefficient needs a reference to diverge from"),
         (
             {"advantage": "reinforce_pp", "normalize_by_std": False},

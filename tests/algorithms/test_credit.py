@@ -1,6 +1,7 @@
 """Credit along the tree of a rollout's branches, by hand.
 
 - Named parts are added to the final reward with their weights; one that is missing, or has no weight, adds nothing.
+- `length` counts sampled tokens; `overlong` falls where an answer nears its limit. Own parts of these names stay.
 - A turn above a fork earns the sum over sub-agents, the mean over parallel samples, discounted by causal distance.
 - The final reward is not multiplied by branches. The rest of an answer that a branch left is earned by its beginning.
 - Rollouts without forks, and forks without rewards of completions, come back as they are.
@@ -15,8 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.algorithms.advantages import returns_by_token
-from areal_agent.algorithms.credit import with_causal_credit, with_parts
-from areal_agent.types import TokenRecord
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.credit import reward_parts, with_causal_credit, with_parts
+from areal_agent.types import Rewards, SamplingParams, TokenRecord
+from tests import histories
 
 TURN = [(False, [1]), (True, [2])]
 
@@ -48,6 +51,33 @@ def test_parts_are_added_with_their_weights(make_branch, make_record):
     assert records[0].final_reward == 1.5
     assert records[1].turn_rewards.tolist() == [0.0]
     assert rewards == {"s": 2.0, "other": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "overlong"),
+    [
+        ([40, 80], 0.0),
+        ([90, 10], -0.5),  # of 100 tokens, the last fifth: (80 - 90) / 20
+        ([90, 100], -1.0),
+    ],
+)
+def test_computed_parts_by_hand(lengths, overlong):
+    turns = [
+        histories.turn(f"t{n}", histories.completion(f"c{n}", [1] * n), sampling=SamplingParams(max_tokens=100))
+        for n in [*lengths, 99]
+    ]
+    rollout = histories.trajectory(
+        "s", (), 0.0, turns=tuple(turns), undelivered=("c99",), rewards=Rewards(parts={"a": 2.0})
+    )
+    assert reward_parts(rollout, AlgorithmConfig()) == {"a": 2.0}
+    weighted = AlgorithmConfig(reward_parts={"length": -1.0, "overlong": 1.0})
+    expected = {"length": sum(lengths) / 1000, "overlong": overlong, "a": 2.0}
+    assert reward_parts(rollout, weighted) == pytest.approx(expected)
+
+
+def test_a_part_that_a_workflow_names_itself_is_not_computed():
+    rollout = histories.trajectory("s", [1], 0.0, rewards=Rewards(final=0.0, parts={"length": 7.0}))
+    assert reward_parts(rollout, AlgorithmConfig(reward_parts={"length": 1.0})) == {"length": 7.0}
 
 
 def test_a_call_above_sub_agents_earns_the_sum(make_branch):

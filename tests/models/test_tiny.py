@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from areal_agent.command import run_command
@@ -100,6 +101,22 @@ def test_the_same_seed_builds_the_same_model(small_recipe: Recipe, tmp_path: Pat
         build(folder, seed=seed, recipe=small_recipe, threads=1)
     assert torch.equal(weights_of(one), weights_of(again))
     assert not torch.equal(weights_of(one), weights_of(other))
+
+
+def test_without_a_warm_start_it_is_random(small_recipe: Recipe, tmp_path: Path) -> None:
+    steps: list[int] = []
+    report = build(
+        tmp_path / "model",
+        seed=1,
+        recipe=small_recipe,
+        threads=1,
+        is_untrained=True,
+        on_progress=lambda one: steps.append(one.step),
+    )
+    assert (report.steps, steps) == (0, [])
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    embedding = load_file(tmp_path / "model" / "model.safetensors")["model.embed_tokens.weight"]
+    assert float(embedding.std()) == pytest.approx(0.02, rel=0.1)  # transformers' initialisation
 
 
 def test_a_failure_leaves_nothing(small_recipe: Recipe, tmp_path: Path) -> None:

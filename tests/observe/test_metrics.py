@@ -246,7 +246,8 @@ def test_named_parts_of_the_reward_and_numbers_that_a_workflow_logged() -> None:
     logged = {"tool_failures": 2, "is_hard": True, "answer": "42"}
     first = replace(trajectory("a", [1], 0.0), rewards=Rewards(final=0.0, parts=parts), logged=logged)
     rewards = Rewards(final=0.0, parts={"format": 0.0})
-    row = described(first, replace(first, session_id="b", rewards=rewards, logged={"is_hard": False}))
+    second = replace(first, session_id="b", rewards=rewards, logged={"is_hard": False})
+    row = described(first, second, parts=[first.rewards.parts, second.rewards.parts])
     assert {name: value for name, value in row.items() if name.startswith(("reward/part/", "logged/"))} == {
         "reward/part/format": 0.5,
         "reward/part/style": 0.25,

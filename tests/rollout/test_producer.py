@@ -335,8 +335,11 @@ def siblings(*rollouts: Trajectory) -> list[Trajectory]:
     return [replace(one, session_id=f"g-{index}") for index, one in enumerate(rollouts)]
 
 
-def is_flat(rollouts: Sequence[Trajectory], **settings: object) -> bool:
-    return DynamicSampling(max_flat_groups=10, **settings).replaces(siblings(*rollouts))
+def is_flat(rollouts: Sequence[Trajectory], *, rule: LossRule | None = None, **settings: object) -> bool:
+    algorithm = AlgorithmConfig.model_validate(settings)
+    return DynamicSampling(max_flat_groups=10, algorithm=algorithm, rule=rule or LossRule()).replaces(
+        siblings(*rollouts)
+    )
 
 
 @pytest.mark.parametrize(
@@ -356,7 +359,7 @@ def is_flat(rollouts: Sequence[Trajectory], **settings: object) -> bool:
     ids=range(10),
 )
 def test_groups_without_spread_are_flat(rewards: list[Rewards], expected: bool) -> None:
-    sampling = DynamicSampling(max_flat_groups=10, part_weights={"short": 0.5})
+    sampling = DynamicSampling(max_flat_groups=10, algorithm=AlgorithmConfig(reward_parts={"short": 0.5}))
     assert sampling.replaces(siblings(*map(rollout, rewards))) is expected
     assert sampling.num_flat == int(expected)
 
@@ -398,7 +401,7 @@ def test_what_has_no_token_to_train_does_not_count(trains_altered: bool, expecte
 @pytest.mark.parametrize(("compares_turns", "expected"), [(False, True), (True, False)])
 def test_turns_that_meet_in_a_state_are_told_apart(compares_turns: bool, expected: bool) -> None:
     rollouts = [rollout(Rewards(by_completion={"0a": 1.0}), num_turns=2)] * 2
-    assert is_flat(rollouts, compares_turns=compares_turns) is expected
+    assert is_flat(rollouts, step_group_weight=float(compares_turns)) is expected
 
 
 few = st.sampled_from([0.0, 0.5, 1.0])
@@ -424,7 +427,7 @@ rollouts_of_any_kind = st.builds(
 def test_all_advantages_of_a_flat_group_are_zero(
     rollouts: list[Trajectory], discount: float, step_group_weight: float, advantage: str
 ) -> None:
-    if not is_flat(rollouts, discount=discount, compares_turns=step_group_weight > 0):
+    if not is_flat(rollouts, discount=discount, step_group_weight=step_group_weight):
         return
     config = AlgorithmConfig(advantage=advantage, discount=discount, step_group_weight=step_group_weight)
     records = [record for one in siblings(*rollouts) for record in token_records(one) if record.loss_mask.any()]

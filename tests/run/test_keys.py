@@ -72,7 +72,7 @@ def test_a_run_leaves_and_prints_no_key(small_model: Path, tmp_path: Path) -> No
     printed = [command(tmp_path, "areal_agent.train", "--config", "leaky.yaml")]
     printed.append(command(tmp_path, "areal_agent.ledger", "export", "run", "--parquet", "out.parquet"))
     printed.append(str(pq.read_table(tmp_path / "out.parquet").to_pylist()))
-    printed.append(command(tmp_path, "areal_agent.view", "run", "--failed"))
+    printed.append(command(tmp_path, "areal_agent.view", "run", "--list", "--failed"))
     failed = next(
         line.split()[0] for line in printed[-1].splitlines() if "ValueError: no model for the key sk-***" in line
     )

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.files import RunFolder
 from areal_agent.observe.metrics import MetricsLog
 from areal_agent.observe.progress import Progress
@@ -147,7 +148,8 @@ def batch() -> RolloutBatch:
 def told(batch: RolloutBatch, *, part_names: tuple[str, ...] = (), num_skipped: int = 0) -> str:
     """All that is told of two steps."""
     stream = io.StringIO()
-    metrics = RunMetrics(Progress(total_steps=2, mode="plain", stream=stream), 1.0, part_names=part_names)
+    algorithm = AlgorithmConfig(reward_parts=dict.fromkeys(part_names, 1.0))
+    metrics = RunMetrics(Progress(total_steps=2, mode="plain", stream=stream), 1.0, algorithm=algorithm)
     for step in (1, 2):
         metrics.trained(batch, StepReport(step=step, metrics={"num_skipped_updates": num_skipped}, seconds=1.0))
     return stream.getvalue()
@@ -159,8 +161,8 @@ def test_a_part_that_no_rollout_named_is_told_once(batch: RolloutBatch) -> None:
     assert "they named format" in text
 
 
-def test_parts_that_were_named_are_not_told(batch: RolloutBatch) -> None:
-    assert told(batch, part_names=("format",)) == ""
+def test_parts_that_were_named_or_computed_are_not_told(batch: RolloutBatch) -> None:
+    assert told(batch, part_names=("format", "overlong", "length")) == ""
 
 
 def test_updates_that_were_left_out_are_told(batch: RolloutBatch) -> None:

@@ -8,6 +8,7 @@
 - tokens that a later turn injects into its prompt are in the loss where they were sampled, and not there
 - several answers of one turn are branches of their own
 - a branch says where it left its parent, and whether its own call is a parallel sample of another's
+- a turn is truncated in the branch that has the whole answer, if that ended by its length
 - a turn without its parent, or one that forks beyond the parent's end, is an error
 """
 
@@ -50,6 +51,19 @@ def turn(prompt: tuple[int, ...], *completions: Completion, **changes: Any) -> T
 def trajectory(*turns: Turn, final: float | None = 1.0, **by_completion: float) -> Trajectory:
     rewards = Rewards(final=final, by_completion=by_completion)
     return histories.trajectory("s", (), 0.0, turns=turns, rewards=rewards)
+
+
+def test_answers_that_ended_by_their_length_are_told() -> None:
+    cut = completion("c2", 6, 7, finish_reason=FinishReason.LENGTH)
+    first, second = token_records(
+        trajectory(
+            turn((1, 2), completion("c1", 3, 4)),
+            turn((5,), cut, parent="c1", fork_at=4),
+            turn((8,), completion("c3", 9), parent="c2", fork_at=6),  # keeps one of the two tokens of c2
+        )
+    )
+    assert first.truncated.tolist() == [False, False, False]
+    assert second.truncated.tolist() == [False, True]
 
 
 def test_two_turns_by_hand() -> None:

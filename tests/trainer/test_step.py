@@ -12,7 +12,9 @@
 - The default algorithm gives the same numbers on a fixed batch as it gave at first.
 - A critic learns returns; a reference pulls the policy, by the loss or by the rewards; the entropy bonus raises
   entropy.
+- Truncated conversations may be masked; their rewards stay in the baseline of their group.
 - Named parts of the reward count with their weights. A user's own loss and advantage train.
+- What is kept of tokens is what the loss was computed from, with several minibatches too.
 - A checkpoint with critic and reference goes on exactly; one that lacks what the algorithm asks for is refused.
 - A sequence longer than a micro-batch goes alone, or is refused at the start with `trainer.oversized: refuse`.
 """
@@ -32,6 +34,7 @@ from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
 from areal_agent.algorithms.losses import LossTokens
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError
+from areal_agent.observe.token_records import FOLDER, read_seen
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.wire import StepInput
 from tests.trainer.lab import GRADIENT_DESCENT, PLAIN, Lab, train_alike
@@ -299,6 +302,17 @@ def test_the_entropy_bonus_raises_entropy(model_folder, given):
     assert with_bonus[-1] > without[-1] + 0.05
 
 
+def test_masked_truncated_conversations_count_in_the_baseline_alone(model_folder, make_batch, as_input):
+    given = as_input(make_batch(1))
+    cut, *others = given.records
+    ended = np.arange(len(cut.turn_rewards)) == len(cut.turn_rewards) - 1
+    told = replace(given, records=[replace(cut, truncated=ended), *others])
+    by_hand = replace(given, records=[replace(cut, loss_mask=np.zeros_like(cut.loss_mask)), *others])
+    masking = Lab(model_folder, algorithm=AlgorithmConfig(truncated="mask"))
+    assert torch.equal(masking.gradient(told), Lab(model_folder).gradient(by_hand))
+    assert torch.equal(Lab(model_folder).gradient(told), Lab(model_folder).gradient(given))
+
+
 def test_named_parts_count_with_their_weights(model_folder, make_batch, as_input):
     batch = make_batch(1)
     parts = {one.session_id: {"style": float(number)} for number, one in enumerate(batch.trained)}
@@ -397,3 +411,23 @@ def test_a_config_under_which_there_can_be_one_is_refused():
     online = {"rollout": {"gateway_url": "http://127.0.0.1:1"}, "engine": {"url": "http://127.0.0.1:2"}}
     with pytest.raises(ConfigError, match=r"trainer\.oversized is 'refuse', which needs the run's own engine"):
         Config.parse({**online, "trainer": {"oversized": "refuse"}})
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_what_is_kept_of_tokens_is_what_the_loss_was_computed_from(
+    model_folder, open_trainer, given, tmp_path, minibatches
+):
+    algorithm = PLAIN.model_copy(update={"minibatches": minibatches})
+    kept = {"token_records": tmp_path / FOLDER, "token_records_share": 1.0}
+    start = {id(record): Lab(model_folder).logprobs(record).detach() for record in given.records}
+    open_trainer(model_folder, GRADIENT_DESCENT, algorithm, **kept).train_step(given)
+    ratios = []
+    for record, advantages in zip(given.records, token_advantages(given.records, algorithm), strict=True):
+        seen = read_seen(tmp_path, given.step, record.session_id)[record.branch]
+        assert seen.positions.tolist() == np.flatnonzero(record.loss_mask).tolist()
+        at_start = start[id(record)][torch.from_numpy(seen.positions).long() - 1]
+        torch.testing.assert_close(torch.from_numpy(seen.proximal), at_start, atol=1e-5, rtol=1e-5)
+        assert seen.advantages.tolist() == advantages[seen.positions].tolist()
+        ratios.append(np.exp(seen.logprobs - seen.proximal))
+    moved = np.abs(np.concatenate(ratios) - 1).max()
+    assert moved < 1e-5 if minibatches == 1 else moved > 1e-3

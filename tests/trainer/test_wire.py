@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from areal_agent.trainer.wire import DTYPES, Frame, decode_records, encode_records, read_frame, receive_frame
+from areal_agent.trainer.wire import DTYPES, OF_TURNS, Frame, decode_records, encode_records, read_frame, receive_frame
 from areal_agent.types import TokenRecord
 
 
@@ -24,7 +24,7 @@ def records(draw) -> TokenRecord:
     num_turns = draw(st.integers(0, 3))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     values = {
-        field: rng.integers(0, 2**31, num_turns if field == "turn_rewards" else num_tokens).astype(dtype)
+        field: rng.integers(0, 2**31, num_turns if field in OF_TURNS else num_tokens).astype(dtype)
         for field, dtype in DTYPES.items()
     }
     return TokenRecord(

@@ -16,114 +16,23 @@ import sys
 from collections.abc import Iterator
 from contextlib import aclosing, closing
 from pathlib import Path
-from typing import Any
 
 import orjson
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import Tokenizer
 
 from areal_agent.command import run_command
-from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, TranscriptSettings
-from areal_agent.types import (
-    Completion,
-    Distribution,
-    Drop,
-    ForkReason,
-    Rewards,
-    SessionPurpose,
-    Status,
-    Turn,
-)
+from areal_agent.types import SessionPurpose
 from areal_agent.view.__main__ import main
 from areal_agent.view.terminal import visible
-from tests import histories
-
-HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202ereversed\u2066\r\x08\nturn 9\n\u200b\ud7ff\u00e9 \u05d0"
-CALL = '<tool_call>{"name": "python", "arguments": {"code": "a = 2\\nprint(a + 2)"}}</tool_call>'
-QUESTION = {"role": "user", "content": "What is 2 + 2?"}
-
-
-class Recorder:
-    """Records sessions of text in a ledger, as a gateway with the small model's tokenizer does."""
-
-    def __init__(self, ledger: Ledger, model: Path) -> None:
-        self.ledger = ledger
-        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-
-    def ids(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=False).ids)
-
-    def turn(self, name: str, role: str, content: str, answer: str, parent: str | None = None, **changes: Any) -> Turn:
-        token_ids = self.ids(f"{answer}<|im_end|>")
-        versions = (0,) * (len(token_ids) - 1) + (1,)
-        made: Completion = histories.completion(
-            f"{name}-c", versions, token_ids=token_ids, **changes.pop("completion", {})
-        )
-        prompt = self.ids(f"\n<|im_start|>{role}\n{content}<|im_end|>\n<|im_start|>assistant\n")
-        fields = {"parent": parent, "new_prompt_ids": prompt, "request_delta": ({"role": role, "content": content},)}
-        return histories.turn(name, made, **(fields | changes))
-
-    async def session(self, name: str, *turns: Turn, ends: bool = True, **changes: Any) -> None:
-        started = {key: changes.pop(key) for key in ("group_id", "purpose", "started_s", "task_id") if key in changes}
-        await self.ledger.own.open_session(histories.session(name, **started))
-        for turn in turns:
-            await self.ledger.own.append_turn(name, turn)
-        if ends:
-            fields = {key: started[key] for key in started if key != "purpose"} | {"ended_s": 9.0}
-            await self.ledger.own.close_session(histories.trajectory(name, (), 1.0, **(fields | changes)))
-
-
-@pytest.fixture
-async def run(tmp_path: Path, small_model: Path) -> Path:
-    """A run of three groups and an evaluation, which still goes on: its ledger is open while it is read."""
-    folder = tmp_path / "run"
-    folder.mkdir()
-    ledger = await Ledger.open(folder / "ledger.sqlite", create=True)
-    await ledger.begin_incarnation(0)
-    await ledger.set_note(TRANSCRIPT_NOTE, TranscriptSettings(tokenizer=str(small_model)).note())
-    recorder = Recorder(ledger, small_model)
-    await talk(recorder)
-    await recorder.session("g1-0", group_id="g1", started_s=3.0, status=Status.ERROR, error="KeyError: 'x' (a.py:3)")
-    hostile = recorder.turn("g2-0-1", "user", HOSTILE, HOSTILE)
-    await recorder.session("g2-0", hostile, ends=False, group_id="g2", started_s=4.0, task_id=HOSTILE)
-    graded = recorder.turn("e-0-1", "user", "Is it so?", "Yes")
-    await recorder.session("e-0", graded, group_id="e", purpose=SessionPurpose.EVAL)
-    for name in ("cut-0", "cut-1"):
-        turn = recorder.turn(f"{name}-1", "user", "What is 3?", "3")
-        cut_off: dict[str, Any] = {"status": Status.CANCELLED, "error": "the run ended first"}
-        await recorder.session(name, turn, group_id="cut", started_s=5.0, **cut_off)
-    await ledger.drop({"g0-1": Drop.STALE, "g1-0": Drop.ERROR, "cut-0": Drop.ORPHAN, "cut-1": Drop.ORPHAN})
-    yield folder
-    await ledger.aclose()
-
-
-async def talk(recorder: Recorder) -> None:
-    """Record the group g0: a rollout with a call, a branch and a new conversation, and one whose reward is 0."""
-    first = recorder.turn("t1", "user", "What is 2 + 2?", f"Let me see. {CALL}")
-    second = recorder.turn(
-        "t2", "tool", "4", "<think>\nIt is 4.\n</think>\n\nThe answer is 4.", "t1-c", fork_at=7,
-        completion={"distribution": Distribution.ALTERED},
-    )  # fmt: skip
-    edited = recorder.turn("t3", "tool", "5", "It is 5.", "t1-c", fork_at=7, fork_reason=ForkReason.EDITED)
-    again = recorder.turn(
-        "t4", "user", "", "It is 6.",
-        request_delta=(QUESTION, {"role": "user", "content": "Really?"}), fork_reason=ForkReason.NEW_CONVERSATION,
-    )  # fmt: skip
-    rewards = Rewards(final=0.5, by_completion={"t2-c": 0.25}, parts={"format": 1.0})
-    await recorder.session("g0-0", first, second, edited, again, group_id="g0", rewards=rewards, logged={"tries": 2})
-    await recorder.session("g0-1", recorder.turn("t5", "user", "What is 2 + 2?", "5"), group_id="g0",
-                           rewards=Rewards(final=0.0))  # fmt: skip
-    await recorder.ledger.lease(1, [Lease.of(await recorder.ledger.trajectory("g0-0"), 30)])
-    await recorder.ledger.commit_checkpoint(1, "checkpoints/1")
+from tests.view.recorder import QUESTION, Recorder, talk
 
 
 @pytest.fixture
 def show(run: Path, capsys: pytest.CaptureFixture[str]):
     def shown(*arguments: str) -> str:
-        assert main([str(run), *arguments]) == 0
+        assert main([str(run), *(arguments if "--text" in arguments else ("--list", *arguments))]) == 0
         return capsys.readouterr().out
 
     return shown
@@ -273,7 +182,7 @@ async def test_where_no_group_is_shown_it_says_where_some_are(
         if evaluates:
             turn = recorder.turn("e-1", "user", "What is 1?", "1")
             await recorder.session("e", turn, group_id="eval", purpose=SessionPurpose.EVAL)
-    assert main([str(tmp_path), *options]) == 0
+    assert main([str(tmp_path), "--list", *options]) == 0
     assert said in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -282,6 +191,21 @@ def test_reading_changes_nothing(run: Path, show) -> None:
     show()
     show("--text", "g0-0")
     assert ((run / "ledger.sqlite").read_bytes(), (run / "ledger.sqlite-wal").read_bytes()) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--failed",), "are for --list or --text; add one"),
+        (("--list", "--port", "1"), "--port and several runs are for the page"),
+        (("--port", "70000"), "--port is 70000; give one from 1 to 65535"),
+        (("--list", "--limit", "0"), "--limit is 0; give at least 1"),
+    ],
+)
+def test_an_option_without_effect_is_refused(run: Path, capsys, options: tuple[str, ...], message: str) -> None:
+    code, error = refused(run, *options, capsys=capsys)
+    assert (code, error.count("\n")) == (2, 1)
+    assert message in error
 
 
 def test_an_unknown_name_gets_near_ones(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,9 +260,10 @@ async def test_what_cannot_be_read_gets_one_line(
     await talk(Recorder(ledger, small_model))
     await ledger.aclose()
     for _ in damage(tmp_path, kind):
-        got, error = refused(tmp_path, capsys=capsys)
-        assert (got, error.count("\n")) == (code, 1)
-        assert message in error
+        for options in ([], ["--list"]):  # the page, and the terminal
+            got, error = refused(tmp_path, *options, capsys=capsys)
+            assert (got, error.count("\n")) == (code, 1)
+            assert message in error
     assert "there is no run folder" in refused(tmp_path / "elsewhere", capsys=capsys)[1]
 
 

@@ -364,9 +364,7 @@ def _who_shows(key: str) -> Middleware:
         shown = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if request.path == control.HEALTH or hmac.compare_digest(shown, expected):
             return await handler(request)
-        return _failure(
-            "this engine demands its key: set AREAL_AGENT_ENGINE_KEY to the one that it was started with", 401
-        )
+        return _failure("this engine demands the key that it was started with: set AREAL_AGENT_ENGINE_KEY", 401)
 
     return check
 

@@ -1,0 +1,54 @@
+"""One rollout as a single HTML file, for a colleague who has neither the run nor this package: nothing is fetched.
+
+The file has the page's own style and scripts, and the answers that its views would ask the server for. A browser loads
+modules from files only, so they are joined to one script: each stands at its top level, and no two use the same name.
+"""
+
+import re
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+
+import orjson
+
+from areal_agent.ledger.files import Snapshot
+from areal_agent.tokens.transcript import Transcript
+from areal_agent.types import JsonObject
+from areal_agent.view.trajectory import describe, tokens_of
+
+MODULES = ("parts.js", "trajectory.js", "tokens.js", "export.js")
+_IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
+_EXPORT = re.compile(r"^export ", re.MULTILINE)
+_FORM = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+{style}</style>
+<p id="notice" role="status" hidden></p>
+<main id="main" tabindex="-1"></main>
+<script>globalThis.EXPORTED = {answers};</script>
+<script type="module">
+{script}</script>
+</html>
+"""
+
+
+def export(
+    snapshot: Snapshot, transcript: Transcript, run_dir: Path, session_id: str, page: Mapping[str, bytes]
+) -> str:
+    """Return the file of a rollout, made of the page's files by name. Raises LedgerError for an unknown session."""
+    rollout = describe(snapshot, transcript, run_dir, session_id)
+    answers: dict[str, JsonObject] = {"": rollout}  # by turn
+    for turn in rollout["turns"]:
+        answers[turn["id"]] = tokens_of(snapshot, transcript, run_dir, session_id, turn["id"])
+    modules = (_EXPORT.sub("", _IMPORT.sub("", page[name].decode())) for name in MODULES)
+    return _FORM.format(
+        title=escape(session_id),
+        style=page["style.css"].decode(),
+        answers=orjson.dumps(answers).decode().replace("<", "\\u003c"),  # no text of a stranger ends the script
+        script="".join(modules),
+    )

@@ -1,0 +1,189 @@
+// One rollout: what became of it, its siblings, and its turns as a conversation. A branch is set in, with its reason.
+
+import { ask, copier, count, duration, el, exported, longText, short, tone, word } from "./parts.js";
+
+const MAX_INDENT = 4;
+const LABELS = { tool: "result" };
+
+export async function showTrajectory(place) {
+  const { run, number, rest: [session, turn] } = place;
+  const path = `api/${number}/rollout?session=${encodeURIComponent(session)}`;
+  const view = new Trajectory(run, number, session, path, await ask(path));
+  view.begin = () => turn && view.go(view.data.turns.findIndex((one) => one.id === turn));
+  return view;
+}
+
+class Trajectory {
+  constructor(run, number, session, path, data) {
+    Object.assign(this, { run, number, session, path, data, at: -1, root: el("section.trajectory") });
+    this.keys = {
+      j: () => this.go(this.at + 1), k: () => this.go(this.at - 1),
+      n: () => this.sibling(1), p: () => this.sibling(-1),
+      t: () => this.openTokens(), Enter: () => this.openTokens(), Escape: () => history.back(),
+    };
+    this.draw();
+  }
+
+  draw() {
+    const { data } = this, lanes = lanesOf(data.turns);
+    this.cards = data.turns.map((turn, index) => this.turn(turn, index, lanes[index]));
+    this.root.replaceChildren(this.heading(), this.outline(lanes), el("div.turns", {}, ...this.cards));
+    if (!data.turns.length) this.root.append(el("p.empty", {}, "The model was not called yet."));
+  }
+
+  heading() {
+    const { data } = this, parts = Object.entries(data.rewards.parts);
+    const facts = [
+      ["status", data.status ?? "open"], ["reward", data.reward == null ? "none" : short(data.reward)],
+      ...parts.map(([name, value]) => [`part ${name}`, short(value)]),
+      ["fate", data.fate], data.num_loss_tokens == null ? null : ["in the loss", `${count(data.num_loss_tokens)} tokens of step ${data.leased_step}`],
+      ["sampled", `${count(data.num_sampled_tokens)} tokens in ${data.turns.length} turns`],
+      ["time", data.ended_s ? duration(data.ended_s - data.started_s) : "open"],
+      ...Object.entries(data.logged).map(([name, value]) => [name, typeof value === "string" ? value : JSON.stringify(value)]),
+    ].filter(Boolean);
+    const link = (one) => el(`a.sibling.${tone(one)}`, {
+      href: `#/rollout/${this.number}/${encodeURIComponent(one.session_id)}`, title: `${one.session_id}: ${one.fate}`,
+      "aria-current": one.session_id === data.session_id ? "true" : null,
+    }, one.outcome);
+    return el("header", {},
+      el("h2", {}, word(data.session_id)),
+      el("p.dim", {}, "task ", word(data.task_id), " · group ", exported ? word(data.group_id) : el("a", { href: `#/rollouts/${this.number}?group=${encodeURIComponent(data.group_id)}` }, word(data.group_id))),
+      el("dl", {}, ...facts.map(([name, value]) => el("div", {}, el("dt", {}, word(name)), el("dd", {}, word(value))))),
+      data.error ? longText(data.error, "div.text.error") : null,
+      data.siblings.length > 1 && !exported ? el("p.siblings", {}, "siblings ", ...data.siblings.map(link),
+        data.num_siblings > data.siblings.length ? ` of ${count(data.num_siblings)}` : "") : null,
+      exported ? null : el("p.actions", {},
+        copier("link", () => location.href), copier("JSON", () => JSON.stringify(data, null, 2)),
+        el("a.button.quiet", { href: `export/${this.number}?session=${encodeURIComponent(this.session)}`, download: true, title: "this rollout as one file" }, "export"),
+        copier("curl", () => `curl '${new URL(this.path, document.baseURI).href}'`, "a command that fetches this rollout as JSON")));
+  }
+
+  outline(lanes) {
+    if (this.data.turns.length < 3) return "";
+    return el("nav.outline", { "aria-label": "turns" }, ...this.data.turns.map((turn, index) =>
+      el("button.quiet", { onclick: () => this.go(index), class: `quiet lane${Math.min(lanes[index].depth, MAX_INDENT)}`, title: turn.fork_reason ?? "" },
+        `${turn.fork_reason ? "⑂ " : ""}${index + 1}`)));
+  }
+
+  turn(turn, index, lane) {
+    const heading = el("h3", {}, `turn ${index + 1}`, lane.branch ? el("span.branch", {}, lane.branch) : null,
+      el("span.dim", {}, `${count(turn.num_prompt_tokens)} new prompt tokens · ${duration(turn.ended_s - turn.started_s)}`),
+      el("span.actions", {},
+        el("a.button.quiet", { href: `#/tokens/${this.number}/${encodeURIComponent(this.session)}/${encodeURIComponent(turn.id)}` }, "tokens"),
+        exported ? null : copier("link", () => new URL(`#/rollout/${this.number}/${encodeURIComponent(this.session)}/${encodeURIComponent(turn.id)}`, location.href).href),
+        copier("JSON", () => JSON.stringify(turn, null, 2)),
+        copier("curl", () => this.request(turn), "a command that sends this turn's request to $OPENAI_BASE_URL")));
+    const [known, numKnown] = turn.known;
+    const card = el("article.turn", { class: `turn lane${Math.min(lane.depth, MAX_INDENT)}`, id: `turn-${index}` }, heading,
+      numKnown ? el("p.dim", {}, `its first ${numKnown} messages are those of turn ${known + 1}`) : null,
+      ...turn.messages.slice(numKnown).flatMap((one) => message(one)));
+    turn.answers.forEach((answer, number) => {
+      const label = turn.answers.length > 1 ? `answer ${number + 1}` : "answer";
+      card.append(...(answer.message ? message(answer.message, label)
+        : [block(label, "answer", el("div.dim", {}, `${count(answer.num_tokens)} tokens; --tokenizer FOLDER shows their text`))]), facts(answer));
+    });
+    return card;
+  }
+
+  /** A request with the whole conversation that a turn answered. */
+  request(turn) {
+    const messages = [];
+    const byAnswer = new Map(this.data.turns.flatMap((one) => one.answers.map((answer) => [answer.id, [one, answer]])));
+    for (let one = turn; one; ) {
+      messages.unshift(...one.messages);
+      const [before, answer] = byAnswer.get(one.parent) ?? [];
+      if (answer) messages.unshift(answer.message);
+      one = before;
+    }
+    const { temperature, top_p, max_tokens } = turn.sampling;
+    const body = JSON.stringify({ model: "default", messages, temperature, top_p, max_tokens }).replaceAll("'", "'\\''");
+    return `curl "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" -H 'Content-Type: application/json' -d '${body}'`;
+  }
+
+  go(index) {
+    if (!this.cards.length) return;
+    this.cards[this.at]?.classList.remove("selected");
+    this.at = Math.max(0, Math.min(index, this.cards.length - 1));
+    this.cards[this.at].classList.add("selected");
+    this.cards[this.at].scrollIntoView({ block: "start" });
+  }
+
+  openTokens() {
+    const turn = this.data.turns[Math.max(0, this.at)];
+    if (turn) location.hash = `#/tokens/${this.number}/${encodeURIComponent(this.session)}/${encodeURIComponent(turn.id)}`;
+  }
+
+  sibling(by) {
+    const place = this.data.siblings.findIndex((one) => one.session_id === this.data.session_id);
+    const other = this.data.siblings[place + by];
+    if (other) location.hash = `#/rollout/${this.number}/${encodeURIComponent(other.session_id)}`;
+  }
+
+  /** While the rollout goes on, show the turns that have come. */
+  async refresh() {
+    if (this.data.fate.startsWith("trained") || this.data.fate.startsWith("dropped") || this.run.isOver) return;
+    const data = await ask(this.path);
+    if (JSON.stringify(data) === JSON.stringify(this.data)) return;
+    this.data = data;
+    this.draw();
+    this.cards[this.at]?.classList.add("selected");
+  }
+}
+
+/** How deep each turn is set in, and what its branch is: a turn that continues the newest answer of its line is none. */
+function lanesOf(turns) {
+  const numbers = new Map(turns.flatMap((turn, index) => turn.answers.map((one) => [one.id, index])));
+  const lanes = [];
+  let newest = null;
+  turns.forEach((turn, index) => {
+    const parent = numbers.get(turn.parent), isBranch = index > 0 && (turn.fork_reason || turn.parent !== newest);
+    const kept = parent == null ? "" : `; it keeps ${count(turn.fork_at)} tokens up to turn ${parent + 1}`;
+    lanes.push({
+      depth: parent == null ? (index && turn.fork_reason ? 1 : 0) : lanes[parent].depth + (isBranch ? 1 : 0),
+      branch: isBranch ? `branch: ${turn.fork_reason ?? "no reason was recorded"}${kept}` : "",
+    });
+    newest = turn.answers.at(-1)?.id ?? newest;
+  });
+  return lanes;
+}
+
+/** The blocks of a message: its reasoning, its text, its calls. */
+function message(one, label = LABELS[one.role] ?? one.role) {
+  const calls = (one.tool_calls ?? []).map((call) => call.function ?? call), text = textOf(one.content);
+  return [
+    one.reasoning_content ? block("reasoning", "reasoning", longText(String(one.reasoning_content))) : null,
+    text || !calls.length ? block(label, one.role, longText(text)) : null,
+    ...calls.map((call) => block("call", "call", el("div", {}, el("b", {}, word(call.name ?? "")), ...given(call.arguments)))),
+  ].filter(Boolean);
+}
+
+const block = (label, kind, content) => el(`div.message.${/^[a-z]+$/.test(kind) ? kind : "other"}`, {}, el("span.label", {}, word(label)), content);
+
+/** The arguments of a call by name, each as a text; what is no object is shown as it is. */
+function given(written) {
+  let values = written;
+  try {
+    values = typeof written === "string" ? JSON.parse(written) : written;
+  } catch { /* it is shown as it was written */ }
+  if (!values || typeof values !== "object") return values == null ? [] : [longText(String(values), "div.text.mono")];
+  return Object.entries(values).flatMap(([name, value]) => [el("span.argument", {}, word(name)), longText(textOf(value), "div.text.mono")]);
+}
+
+/** The content of a message as text: parts of text one after the other, anything else as JSON. */
+function textOf(content) {
+  if (content == null || typeof content === "string") return content ?? "";
+  if (Array.isArray(content) && content.every((part) => typeof part?.text === "string")) return content.map((part) => part.text).join("");
+  return JSON.stringify(content, null, 2);
+}
+
+function facts(answer) {
+  const versions = answer.versions.map(([version, start, end]) => `${count(end - start)} by ${version}`).join(", ");
+  const isIn = answer.loss === "in the loss";
+  return el("p.facts", {},
+    `${count(answer.num_tokens)} tokens (${versions || "of no version"})`, el("span", {}, answer.finish_reason), el("span", {}, answer.distribution),
+    answer.versions.length > 1 ? el("span.warn", {}, `interrupted ${answer.versions.length - 1}×`) : null,
+    answer.logprob == null ? null : el("span", {}, `mean logprob ${answer.logprob.toFixed(3)}`),
+    answer.reward == null ? null : el("span", {}, `reward ${short(answer.reward)}`),
+    answer.advantage == null ? null : el("span", {}, `credit ${short(answer.advantage)}`),
+    el(`span.${isIn ? "good" : "warn"}`, {}, answer.loss));
+}

@@ -1,0 +1,156 @@
+"""The page's server: files of the page, and what a run recorded as JSON. It listens on loopback alone and only reads.
+
+    /KEY/                         the page (areal_agent/view/page/)
+    /KEY/api/runs                 the folders of the runs
+    /KEY/api/N/state              run N: its status, and rows of metrics from `offset` on
+    /KEY/api/N/rollouts           rollouts from `cursor` on, by filters
+    /KEY/api/N/rollout            the rollout `session`
+    /KEY/api/N/tokens             the tokens of `turn` in `session`
+    /KEY/export/N                 the rollout `session` as one HTML file
+
+A random key is part of every address, and `HostCheck` refuses calls from pages elsewhere, so that no web page that the
+reader has open can ask for anything. The page loads nothing from elsewhere, which its Content-Security-Policy enforces.
+"""
+
+import asyncio
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from areal_agent.errors import ArealAgentError, ConfigError, LedgerError, RequestError
+from areal_agent.gateway.auth import HostCheck
+from areal_agent.view.export import export
+from areal_agent.view.recorded import RecordedRun
+from areal_agent.view.trajectory import describe, tokens_of
+
+HOST = "127.0.0.1"
+PAGE = Path(__file__).parent / "page"
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+WRONG_KEY = "This is not the address that `python -m areal_agent.view` printed: the key in it is missing or wrong."
+
+Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+async def serve(runs: Sequence[RecordedRun], port: int, started: Callable[[str], None]) -> None:
+    """Serve the page until cancelled; call `started` with its address once it answers. Port 0 takes a free one.
+
+    Raises ConfigError when the port cannot be listened on.
+    """
+    key = secrets.token_urlsafe(24)
+    runner = web.AppRunner(make_app(runs, key), access_log=None, shutdown_timeout=0.5)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, HOST, port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError(f"--port {port} cannot be listened on: {error.strerror}; leave it out") from None
+        started(f"http://{HOST}:{runner.addresses[0][1]}/{key}/")
+        await asyncio.Event().wait()
+    finally:
+        await runner.cleanup()
+
+
+def make_app(runs: Sequence[RecordedRun], key: str) -> web.Application:
+    """Return the application that shows the runs to those who have the key."""
+    check, page = HostCheck([]), {path.name: path.read_bytes() for path in PAGE.iterdir()}
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Reply) -> web.StreamResponse:
+        reply = await _answer(request, handler, check, key)
+        reply.headers.update(HEADERS)
+        return reply
+
+    async def file(request: web.Request) -> web.Response:
+        name = request.match_info["name"] or "index.html"
+        if name not in page:
+            raise RequestError(f"there is no {name!r:.80}; the page is at the address that was printed", status=404)
+        return web.Response(body=page[name], content_type=TYPES[Path(name).suffix], charset="utf-8")
+
+    async def names(_request: web.Request) -> web.Response:
+        return _json([str(run.path.parent) for run in runs])
+
+    async def state(request: web.Request) -> web.Response:
+        run = _run(runs, request)
+        return _json(await run.ask(run.state, _number(request.query.get("offset", "0"), "offset")))
+
+    async def rollouts(request: web.Request) -> web.Response:
+        run, filters = _run(runs, request), dict(request.query)
+        cursor = [_number(one, "cursor") for one in filters.pop("cursor", "").split(",") if one]
+        return _json(await run.ask(run.rollouts, filters, cursor))
+
+    async def rollout(request: web.Request) -> web.Response:
+        run = _run(runs, request)
+        return _json(await run.ask(describe, run.transcript, run.path.parent, request.query.get("session", "")))
+
+    async def exported(request: web.Request) -> web.Response:
+        run, session = _run(runs, request), request.query.get("session", "")
+        text = await run.ask(export, run.transcript, run.path.parent, session, page)
+        name = re.sub(r"[^\w.-]", "_", session, flags=re.ASCII)
+        headers = {"Content-Disposition": f'attachment; filename="rollout-{name}.html"'}
+        return web.Response(text=text, content_type="text/html", charset="utf-8", headers=headers)
+
+    async def tokens(request: web.Request) -> web.Response:
+        run, (session, turn) = _run(runs, request), (request.query.get(name, "") for name in ("session", "turn"))
+        return _json(await run.ask(tokens_of, run.transcript, run.path.parent, session, turn))
+
+    app = web.Application(middlewares=[guard])
+    under = "/{key}"
+    for path, handler in {
+        "/api/runs": names,
+        "/api/{run}/state": state,
+        "/api/{run}/rollouts": rollouts,
+        "/api/{run}/rollout": rollout,
+        "/api/{run}/tokens": tokens,
+        "/export/{run}": exported,
+        "/{name:[^/]*}": file,
+    }.items():
+        app.router.add_get(under + path, handler)
+    return app
+
+
+async def _answer(request: web.Request, handler: Reply, check: HostCheck, key: str) -> web.StreamResponse:
+    """Answer a request that may be made; any other, and any failure, with one line."""
+    try:
+        check.check(request)
+        if not secrets.compare_digest(request.path.split("/")[1].encode(), key.encode()):
+            raise RequestError(WRONG_KEY, status=403)
+        return await handler(request)
+    except RequestError as error:
+        return web.Response(status=error.status, text=error.message)
+    except web.HTTPException as error:
+        return web.Response(status=error.status, text=f"{error.reason}: {request.method} {request.path!r:.80}")
+    except LedgerError as error:
+        return web.Response(status=422, text=str(error))
+    except ArealAgentError as error:
+        return web.Response(status=400, text=str(error))
+
+
+def _run(runs: Sequence[RecordedRun], request: web.Request) -> RecordedRun:
+    number = _number(request.match_info["run"], "the run")
+    if number >= len(runs):
+        raise RequestError(f"there is no run {number}; the page shows {len(runs)}", status=404)
+    return runs[number]
+
+
+def _number(text: str, what: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 16):
+        raise RequestError(f"{what} is {text!r:.80}; give a number from 0 on")
+    return int(text)
+
+
+def _json(value: Mapping[str, Any] | Sequence[Any]) -> web.Response:
+    return web.Response(body=orjson.dumps(value), content_type="application/json")

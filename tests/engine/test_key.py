@@ -1,0 +1,57 @@
+"""The key of an engine that other machines can reach: every call but `/health` has to show it.
+
+- Clients show the key that they are given, or that of the environment.
+- A caller with another key or none is told what to set.
+- An engine does not listen beyond loopback without a key.
+"""
+
+from contextlib import aclosing
+
+import pytest
+
+from areal_agent.engine.__main__ import main
+from areal_agent.engine.address import KEY_VARIABLE, EngineAddress
+from areal_agent.engine.client import HttpEngine
+from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.server import EngineServer
+from areal_agent.errors import ConfigError, EngineRejected
+
+KEY = "sk-of-this-engine"
+
+
+@pytest.fixture
+async def url(tiny):
+    runner = ModelRunner(str(tiny), device="cpu", num_slots=2, max_context_tokens=64)
+    async with aclosing(await EngineServer.start(runner, key=KEY)) as server:
+        yield server.base_url
+
+
+async def test_a_client_with_the_key_is_answered(url, ask):
+    async with aclosing(HttpEngine(url, key=KEY)) as engine:
+        assert (await engine.info()).max_context_tokens == 64
+        assert (await engine.generate(ask())).token_ids
+
+
+@pytest.mark.parametrize("key", [None, "another", "é"])
+async def test_others_are_told_what_to_set(url, key):
+    async with aclosing(HttpEngine(url, key=key)) as engine:
+        assert await engine.health()
+        with pytest.raises(EngineRejected, match=f"demands the key that it was started with: set {KEY_VARIABLE}"):
+            await engine.info()
+
+
+async def test_the_environment_may_have_the_key(url, monkeypatch):
+    with pytest.raises(EngineRejected, match=KEY_VARIABLE):
+        await EngineAddress.of_server(url)
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    address = await EngineAddress.of_server(url)
+    assert address.backend == "embedded"
+    assert KEY not in repr(address)
+    async with aclosing(address.connect()) as fleet:
+        assert (await fleet.info()).max_context_tokens == 64
+
+
+def test_an_engine_without_a_key_stays_on_loopback(tmp_path, monkeypatch):
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0 lets other machines connect, and there is no key"):
+        main(["--model", str(tmp_path), "--host", "0.0.0.0"])

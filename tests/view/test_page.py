@@ -1,0 +1,408 @@
+"""The page of `python -m areal_agent.view`, in a real Chromium.
+
+1. Every view shows what a run recorded: its curves and time line, its rollouts with siblings, a rollout as a
+conversation with its branches and facts, the tokens of a turn with their weights and interruptions; 2. rollouts are
+filtered, and searched for text and tools; 3. what a run adds is shown while one looks; 4. several runs stand side by
+side; 5. the keyboard suffices, narrow windows need no sideways scrolling, light and dark follow the reader; 6. hostile
+text harms nothing, a line of 1 MB is cut; 7. a list of any length has a handful of rows; 8. a run that is damaged later
+gets one line, one of the schema before is shown; 9. what the trainer kept stands beside each token; 10. an exported
+rollout is one file that needs no server; 11. nothing is fetched elsewhere.
+"""
+
+import re
+import shutil
+import sqlite3
+from collections.abc import AsyncIterator, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import pytest_asyncio
+
+pytest.importorskip("playwright", reason="playwright is not installed; pip install 'areal_agent[test]'")
+
+from playwright.async_api import Browser, Page, async_playwright, expect
+
+from areal_agent.ledger import questions
+from areal_agent.ledger.files import reading
+from areal_agent.observe.metrics import MetricsLog
+from areal_agent.observe.token_records import FOLDER, SeenTokens, TokenRecorder
+from areal_agent.tokens.loss_rule import LossRule
+from areal_agent.tokens.records import sampled_spans
+from tests import histories
+from tests.view.browser import CHROMIUM, FLAGS, Reader
+
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed; apt-get install chromium"),
+    pytest.mark.asyncio(loop_scope="module"),  # one browser for all
+]
+
+VERSIONS = Path(__file__).parents[1] / "ledger" / "versions"
+MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script>\u202eright to left\x1b[2J"
+THOUGHT = {"role": "assistant", "reasoning_content": "Is it?", "content": "No."}
+PARTS = {"seconds/wall": 4.0, "seconds/engine/generating": 3.0, "seconds/engine/waiting_for_agents": 1.0}
+SIDE = {"seconds/trainer/training": 2.0, "seconds/trainer/waiting_for_rollouts": 2.0, "push/stall_s": 0.5}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def browser() -> AsyncIterator[Browser]:
+    async with async_playwright() as playwright:
+        yield await playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def reader(browser: Browser) -> AsyncIterator[Reader]:
+    async with Reader.start(browser) as reader:
+        yield reader
+
+
+def row(step: int, reward: float, **values: float) -> Mapping[str, Any]:
+    return {
+        "kind": "step",
+        "step": step,
+        "incarnation": 0,
+        "time": 1.0,
+        "reward/mean": reward,
+        **PARTS,
+        **SIDE,
+        **values,
+    }
+
+
+def write_rows(run: Path, *rows: Mapping[str, Any]) -> None:
+    with closing(MetricsLog(run / "metrics.jsonl")) as log:
+        for one in rows:
+            log.append(one)
+
+
+async def rows_of(page: Page) -> list[str]:
+    """The names in the list of rollouts, once it is loaded."""
+    await expect(page.locator(".filters .dim")).to_have_text(re.compile(r"\d of|\d\+ of"))
+    return await page.locator(".rows .rollout").all_inner_texts()
+
+
+async def test_a_run_has_its_curves_and_its_time_line(run: Path, reader: Reader) -> None:
+    evaluation = {
+        "kind": "evaluation",
+        "step": 0,
+        "incarnation": 0,
+        "time": 0.0,
+        "label": "before",
+        "eval/success": 0.4,
+    }
+    write_rows(run, evaluation, row(1, 0.25), row(2, 0.5), row(3, 0.75, **{"rollouts/dropped/error": 2}))
+    page = await reader.open(run)
+    figures = dict(
+        zip(await page.locator("dt").all_inner_texts(), await page.locator("dd").all_inner_texts(), strict=True)
+    )
+    assert figures == {
+        "status": "running", "step": "3", "reward": "0.75", "held-out success": "0.4", "rollouts": "7",
+        "tokens trained": "0", "time": "12.0 s",
+    }  # fmt: skip
+    assert await page.locator("figure h3").all_inner_texts() == [
+        "Reward", "Tokens per second", "Stalenessversions", "Mismatch of trainer and enginenats", "The engine's time",
+        "The trainer's time", "What happened", await page.locator("h3 select").inner_text(),
+    ]  # fmt: skip
+    ticks = await page.locator(".tick title").evaluate_all("all => all.map((one) => one.textContent)")
+    assert ticks == [
+        *(f"step {step}: push, stall of 0.5 s" for step in (1, 2, 3)),
+        "step 1: checkpoint",
+        "step 0: evaluation before: 0.4",
+        "step 3: dropped error: 2",
+    ]
+    await page.locator("figure svg").first.hover()
+    await expect(page.locator("figcaption").first).to_contain_text("step 2")
+    await expect(page.locator("figcaption").first).to_contain_text("mean 0.5")
+    await page.locator("figure svg").nth(4).hover()
+    await expect(page.locator("figcaption").nth(4)).to_contain_text("generating 75% · waiting for agents 25%")
+    await page.locator("figure svg").first.click()
+    await expect(page).to_have_url(f"{reader.address}#/rollouts/0?step=2")
+
+
+async def test_a_step_that_was_trained_again_counts_once(run: Path, reader: Reader) -> None:
+    write_rows(run, row(1, 0.1), row(2, 0.9), row(3, 0.9), row(2, 0.2))
+    page = await reader.open(run)
+    await expect(page.locator("dd").nth(1)).to_have_text("2")
+    await expect(page.locator("dd").nth(2)).to_have_text("0.2")
+
+
+async def test_rollouts_have_their_siblings_rewards_and_fates(run: Path, reader: Reader) -> None:
+    page = await reader.open(run, at="#/rollouts/0")
+    assert await rows_of(page) == ["cut-1", "cut-0", "e-0", "g2-0", "g1-0", "g0-1", "g0-0"]
+    found = page.locator(".rows .row", has_text="g0-0")
+    assert await found.locator("> span").all_inner_texts() == [
+        "g0-0", "0.75", "", "trained(1)", "1", "0–1", "4", "116", "8.0 s", "0",
+    ]  # fmt: skip
+    assert await found.locator(".siblings i").evaluate_all("all => all.map((one) => one.className)") == [
+        "self good",
+        "bad",
+    ]
+    await expect(page.locator(".rows .row", has_text="g1-0")).to_contain_text("KeyError: 'x' (a.py:3)")
+
+
+FILTERS = {
+    "status=error": ["g1-0"],
+    "status=open": ["g2-0"],
+    "fate=dropped": ["cut-1", "cut-0", "g1-0", "g0-1"],
+    "fate=stale": ["g0-1"],
+    "fate=evaluation": ["e-0"],
+    "step=1": ["g0-0"],
+    "least_reward=0.5&purpose=train": ["g0-0"],
+    "most_reward=0.5": ["g0-1"],
+    "least_tokens=100": ["g0-0"],
+    "version=7": [],
+    "group=g0": ["g0-1", "g0-0"],
+    "tool=python": ["g0-0"],
+    "text=really?": ["g0-0"],
+    "text=the ANSWER is 4": ["g0-0"],
+    "text=nowhere": [],
+}
+
+
+async def test_rollouts_are_filtered_and_searched(run: Path, reader: Reader) -> None:
+    page = await reader.open(run)
+    found: dict[str, list[str]] = {}
+    for filters in FILTERS:
+        await page.goto(f"{reader.address}#/rollouts/0?{filters}")
+        found[filters] = await rows_of(page)
+    assert found == FILTERS
+
+
+async def test_a_search_shows_the_place(run: Path, reader: Reader) -> None:
+    page = await reader.open(run, at="#/rollouts/0")
+    await rows_of(page)
+    await page.keyboard.press("/")
+    await page.keyboard.type("answer is 4")
+    await page.keyboard.press("Enter")
+    await expect(page.locator(".filters .dim")).to_have_text("1 of 7 rollouts; 7 read")
+    await expect(page.locator(".rows .row em")).to_contain_text("The answer is 4.")
+
+
+async def test_a_rollout_is_a_conversation_with_its_branches(run: Path, reader: Reader) -> None:
+    page = await reader.open(run, at="#/rollout/0/g0-0")
+    assert await page.locator("h3 .branch").all_inner_texts() == [
+        "branch: edited; it keeps 7 tokens up to turn 1", "branch: new_conversation",
+    ]  # fmt: skip
+    said = page.locator(".turn").first
+    await expect(said.locator(".message.user")).to_contain_text("What is 2 + 2?")
+    await expect(said.locator(".message.call")).to_contain_text("a = 2\nprint(a + 2)", use_inner_text=True)
+    await expect(page.locator(".turn").nth(1).locator(".message.tool")).to_contain_text("4")
+    await expect(page.locator(".turn").nth(3)).to_contain_text("its first 1 messages are those of turn 1")
+    facts = await page.locator(".facts").all_inner_texts()
+    assert "interrupted 1×" in facts[0] and "in the loss" in facts[0]
+    assert "not in the loss: altered" in facts[1] and "reward 0.25" in facts[1]
+    heading = await page.locator("section > header").inner_text()
+    for part in ("task 0", "group g0", "trained(1)", "30 tokens of step 1", "part format\n1", "tries\n2"):
+        assert part in heading, part
+    await page.locator("a.sibling").nth(1).click()
+    await expect(page.locator("h2")).to_have_text("g0-1")
+
+
+async def test_the_tokens_of_a_turn_have_their_weights_and_interruptions(run: Path, reader: Reader) -> None:
+    page = await reader.open(run, at="#/tokens/0/g0-1/t5")
+    await expect(page.locator(".flow .push")).to_have_text("⟂ weights 0:1")
+    assert "".join(await page.locator(".flow .token").all_inner_texts()).endswith("assistant⏎5<|im_end|>")
+    last = page.locator(".rows .row").last
+    values = await last.locator("> span").all_inner_texts()
+    assert values[2:4] == ["<|im_end|>", "-0.5000"]
+    assert values[7:] == ["0:1", "not in the loss: dropped(stale)"]
+    colours = page.locator("select")
+    await colours.select_option("weight version")
+    await expect(page.locator(".token.version1")).to_have_text("<|im_end|>")
+    await colours.select_option("in the loss")
+    assert await page.locator(".token.low4").count() == 2
+
+
+async def test_what_a_run_adds_is_shown(run: Path, reader: Reader) -> None:
+    write_rows(run, row(1, 0.25))
+    page = await reader.open(run)
+    await expect(page.locator("dd").nth(1)).to_have_text("1")
+    write_rows(run, row(2, 0.5))
+    await expect(page.locator("dd").nth(1)).to_have_text("2")
+    await page.goto(f"{reader.address}#/rollouts/0")
+    assert len(await rows_of(page)) == 7
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
+        connection.execute(
+            "INSERT INTO sessions (id, group_id, task_id, purpose, seed, key_hash, started_s) "
+            "VALUES ('new', 'g', 't', 'train', 0, '', 9)"
+        )
+    await expect(page.locator(".rows .rollout").first).to_have_text("new")
+    await page.goto(f"{reader.address}#/rollout/0/g2-0")
+    await expect(page.locator(".turn")).to_have_count(1)
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
+        columns = "session, parent, fork_at, fork_reason, new_prompt_ids, request_delta, sampling, started_s, ended_s"
+        connection.execute(f"INSERT INTO turns (id, {columns}) SELECT 'next', {columns} FROM turns WHERE id = 'g2-0-1'")
+    await expect(page.locator(".turn")).to_have_count(2)
+
+
+async def test_runs_stand_side_by_side(run: Path, tmp_path: Path, reader: Reader) -> None:
+    write_rows(run, row(1, 0.25), row(2, 0.5))
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    write_rows(other, row(3, 1.0))
+    page = await reader.open(run, other)
+    assert await page.locator("h2").all_inner_texts() == ["run", "other"]
+    assert await page.locator("figure").first.locator("path.run1").count() == 2
+    await page.get_by_role("link", name="other").click()
+    await expect(page).to_have_url(f"{reader.address}#/rollouts/1")
+
+
+async def test_the_keyboard_suffices(run: Path, reader: Reader) -> None:
+    page = await reader.open(run, at="#/rollouts/0?group=g0")
+    await rows_of(page)
+    for key in ("j", "j", "k", "j", "Enter"):
+        await page.keyboard.press(key)
+    await expect(page.locator("h2")).to_have_text("g0-0")
+    await page.keyboard.press("j")
+    await page.keyboard.press("j")
+    await expect(page.locator(".turn.selected h3")).to_contain_text("turn 2")
+    await page.keyboard.press("t")
+    await expect(page.locator("h2")).to_contain_text("turn 2 of 4")
+    await page.keyboard.press("n")
+    await expect(page.locator("h2")).to_contain_text("turn 3 of 4")
+    await page.keyboard.press("Escape")
+    await expect(page.locator(".turn.selected h3")).to_contain_text("turn 3")
+    await page.keyboard.press("?")
+    await expect(page.locator("dialog")).to_contain_text("next and previous")
+
+
+async def test_narrow_windows_and_both_schemes(run: Path, reader: Reader) -> None:
+    write_rows(run, row(1, 0.25), row(2, 0.5))
+    papers: set[str] = set()
+    await reader.serve(run)
+    for scheme in ("light", "dark"):
+        page = await reader.visit(reader.address, viewport={"width": 380, "height": 700}, color_scheme=scheme)
+        papers.add(await page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        for place, ready in (
+            ("", "figure"),
+            ("rollouts/0", ".rows .row"),
+            ("rollout/0/g0-0", ".turn"),
+            ("tokens/0/g0-0/t1", ".token"),
+        ):
+            await page.goto(f"{reader.address}#/{place}")
+            await page.locator(ready).first.wait_for()
+            assert await page.evaluate("document.querySelector('main').scrollWidth <= innerWidth"), place
+    assert len(papers) == 2
+
+
+async def test_hostile_text_harms_nothing(run: Path, reader: Reader) -> None:
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
+        big = orjson.dumps(
+            [{"role": MARKUP, "content": MARKUP}, {"role": "user", "content": "x" * 2**20 + "end"}, THOUGHT]
+        )
+        connection.execute("UPDATE turns SET request_delta = ? WHERE id = 'e-0-1'", (big.decode(),))
+        connection.execute("UPDATE sessions SET task_id = ? WHERE id = 'e-0'", (MARKUP,))
+    page = await reader.open(run, at="#/rollouts/0")
+    await expect(page.locator(".rows .row", has_text="e-0").locator(".task")).to_have_text(
+        MARKUP.replace("\u202e", "\\u202e").replace("\x1b", "\\u001b")
+    )
+    await page.goto(f"{reader.address}#/rollout/0/e-0")
+    await expect(page.locator(".turn")).to_contain_text("<script>alert(2)</script>\\u202eright to left\\u001b[2J")
+    assert await page.locator("main img, main script").count() == 0
+    await expect(page.locator(".message.reasoning")).to_contain_text("Is it?")
+    assert len(await page.locator(".message.user .text").inner_text()) < 5000
+    await page.get_by_role("button", name="show all 1,048,579 characters").click()
+    await expect(page.locator(".message.user .text .block").last).to_have_text("x" * 8576 + "end")
+    await page.goto(f"{reader.address}#/rollout/0/g2-0")
+    await expect(page.locator(".turn")).to_contain_text("\\u001b]0;owned\\u0007")
+
+
+async def test_a_long_list_has_a_handful_of_rows(tmp_path: Path, reader: Reader) -> None:
+    async with histories.open_ledger(tmp_path):
+        pass
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection, connection:
+        connection.executemany(
+            "INSERT INTO sessions (id, group_id, task_id, purpose, seed, key_hash, started_s) "
+            "VALUES (?, ?, '0', ?, 0, '', ?)",
+            [(f"s{number}", f"g{number // 4}", "eval" if number < 5 else "train", number) for number in range(20_000)],
+        )
+    page = await reader.open(tmp_path, at="#/rollouts/0")
+    await expect(page.locator(".rows .rollout").first).to_have_text("s19999")
+    space = page.locator(".space")
+    for _ in range(4):
+        height = await space.evaluate("(one) => one.clientHeight")
+        await page.locator(".rows").evaluate("(one) => one.scrollTo(0, one.scrollHeight)")
+        await page.wait_for_function("(before) => document.querySelector('.space').clientHeight > before", arg=height)
+    assert await page.locator(".rows .row").count() < 80
+    await page.goto(f"{reader.address}#/rollouts/0?purpose=eval")
+    await expect(page.locator(".rows .rollout").last).to_have_text("s0")
+
+
+async def test_a_run_that_is_damaged_later_gets_one_line(run: Path, reader: Reader) -> None:
+    page = await reader.open(run, at="#/rollouts/0")
+    await rows_of(page)
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
+        connection.execute("UPDATE completions SET versions = 'torn' WHERE id = 't5-c'")
+        connection.execute("UPDATE turns SET sampling = '{' WHERE id = 't1'")
+    await page.goto(f"{reader.address}#/rollout/0/g0-0")
+    await expect(page.locator("#notice")).to_contain_text("turn 't1' is damaged")
+    await page.goto(f"{reader.address}#/rollouts/0?group=g0")
+    await expect(page.locator("#notice")).to_contain_text("an answer of session 'g0-1' is damaged")
+    (run / "metrics.jsonl").write_bytes(b'{"kind":"step"\n' + orjson.dumps(row(1, 0.5)) + b"\n{torn")
+    await page.goto(f"{reader.address}#/")
+    await expect(page.locator(".summary")).to_contain_text("1 rows of metrics.jsonl are damaged and left out")
+
+
+async def test_a_run_of_the_schema_before_is_shown(tmp_path: Path, reader: Reader) -> None:
+    for script in (VERSIONS / "2").glob("*.sql"):
+        with closing(sqlite3.connect(tmp_path / f"{script.stem}.sqlite")) as connection:
+            connection.executescript(script.read_text())
+    before = contents(tmp_path)
+    page = await reader.open(tmp_path, at="#/rollouts/0")
+    names = await rows_of(page)
+    await page.locator(".rows .row").last.click()
+    await expect(page.locator("h2")).to_have_text(names[-1])
+    assert contents(tmp_path) == before
+
+
+def contents(folder: Path) -> Mapping[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.sqlite")}
+
+
+async def test_what_the_trainer_kept_stands_beside_each_token(run: Path, reader: Reader) -> None:
+    """The first answer of g0-0 is trained in the branch that ends with it: those after it keep none of its tokens."""
+    recorder = TokenRecorder(run / FOLDER, share=1.0)
+    with reading(run / "ledger.sqlite") as snapshot:
+        trajectory = questions.trajectory(snapshot, "g0-0")
+    branches = enumerate(one.get("t1-c", (0, 0)) for one in sampled_spans(trajectory, LossRule()))
+    branch, start = next((branch, start) for branch, (start, end) in branches if end > start)
+    values = (np.array(one, np.float32) for one in ([-0.25, -1.5], [-0.5, -1.5], [2.0, -1.0]))
+    recorder.add("g0-0", branch, SeenTokens(np.array([start, start + 2], np.int32), *values))
+    recorder.write(1)
+    page = await reader.open(run, at="#/rollout/0/g0-0")
+    await expect(page.locator(".facts").first).to_contain_text("credit 0.5")
+    await page.goto(f"{reader.address}#/tokens/0/g0-0/t1")
+    await expect(page.locator("section > header")).to_contain_text("The trainer's values of 2 tokens were kept.")
+    await page.locator(".token").nth(22).click()  # its prompt has 22
+    seen = page.locator(".rows .row.selected > span")
+    assert (await seen.all_inner_texts())[3:] == ["-0.5000", "-0.2500", "1.2840", "2.0000", "0:0", "in the loss"]
+    await page.keyboard.press("j")
+    assert (await seen.all_inner_texts())[4:] == ["", "", "", "0:0", "not in the loss: too old"]
+    await page.locator("select").select_option("advantage")
+    await expect(page.locator(".legend")).to_have_text("-1 to 2; full colour at 2")
+    assert await page.locator(".token.high7, .token.low4").count() == 2
+
+
+async def test_an_exported_rollout_is_one_file(run: Path, tmp_path: Path, reader: Reader) -> None:
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
+        hostile = orjson.dumps([{"role": "user", "content": "</script>" + MARKUP}])
+        connection.execute("UPDATE turns SET request_delta = ? WHERE id = 't1'", (hostile.decode(),))
+    page = await reader.open(run, at="#/rollout/0/g0-0")
+    async with page.expect_download() as download:
+        await page.get_by_role("link", name="export").click()
+    made = await download.value
+    assert made.suggested_filename == "rollout-g0-0.html"
+    await made.save_as(tmp_path / "sent.html")
+    await page.close()
+    num_asked = len(reader.asked)
+    page = await reader.visit((tmp_path / "sent.html").as_uri())
+    await expect(page.locator("h2")).to_have_text("g0-0")
+    await expect(page.locator(".turn").first).to_contain_text("</script><img src=x")
+    assert await page.locator(".turn").count() == 4
+    await page.get_by_role("link", name="tokens").nth(1).click()
+    await expect(page.locator("h2")).to_contain_text("turn 2 of 4")
+    await expect(page.locator(".token").last).to_contain_text("<|im_end|>")
+    assert all(one.startswith("file:") for one in reader.asked[num_asked:])
