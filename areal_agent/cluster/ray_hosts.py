@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import importlib
 import ipaddress
+import logging
 import math
 import os
 import shutil
@@ -311,7 +312,8 @@ async def open_ray(config: ClusterConfig, needs: Sequence[Need]) -> AsyncGenerat
 
 def _connect(ray: Any, config: ClusterConfig, needs: Sequence[Need]) -> None:
     """Runs in a thread, for in the main thread Ray would take over SIGTERM."""
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning", "configure_logging": False}
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if config.address is None:
         names = {name for need in needs for name in need.resources} - {"CPU", "GPU"}
         options |= {

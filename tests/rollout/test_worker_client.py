@@ -20,6 +20,7 @@ from areal_agent import Status, Task
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.fleet.member import FleetView
 from areal_agent.gateway.metrics import Counters
+from areal_agent.ledger.encoding import CompletionRow, EndingRow, TurnRow
 from areal_agent.rollout import worker_client as wire
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.local import LocalSettings
@@ -51,6 +52,7 @@ def test_a_rollout_comes_as_it_was_sent(data: dict, seed: int) -> None:
     [
         wire.CancelCall(number=1),
         wire.StatsCall(number=2),
+        wire.Written(number=3, error="full"),
         wire.EnginesCall(view=FleetView(serving=("http://a",), out={"http://b": "it hangs"}, versions=("0:7",))),
     ],
     ids=lambda one: one.kind,
@@ -82,6 +84,15 @@ def counted() -> wire.Counted:
         wire.Failed(number=2, message="m"),
         wire.Warned(message="w"),
         counted(),
+        wire.AppendTurn(
+            number=4,
+            session_id="s",
+            turn=TurnRow("t", None, 0, None, b"\x00\xff\x81", "[]", "{}", 1.5, 2.5),
+            completions=(CompletionRow("c", b"\xfe\xff", b"\x80", "[]", "stop", "exact"),),
+        ),
+        wire.CloseSession(
+            number=5, session_id="s", ending=EndingRow("completed", None, 0.5, "{}", "{}", "{}", "[]", 3.5)
+        ),
     ],
     ids=lambda one: one.kind,
 )
