@@ -123,8 +123,8 @@ class Config(ConfigFile):
     def _hand_weights_over_on_disk(cls, values: Any) -> Any:
         """The default of `trainer.transfer` is for one machine: those of a cluster share no memory."""
         match values:
-            case {"cluster": {"kind": "ray"}}:
-                return {**values, "trainer": {"transfer": "disk"} | dict(values.get("trainer") or {})}
+            case {"cluster": {"kind": "ray"}} if isinstance(trainer := values.get("trainer", {}), dict):
+                return {**values, "trainer": {"transfer": "disk"} | trainer}
             case _:
                 return values
 
@@ -245,11 +245,11 @@ def require_one_machine(config: Config) -> None:
     if config.cluster.kind == "local":
         return
     for key, is_local, remedy in (
-        ("rollout.gateway_url", config.is_online, "leave cluster out: the agents are elsewhere already"),
-        ("engine.backend", config.engine.backend != "embedded", "use the embedded engine"),
+        ("rollout.gateway_url", config.is_online, "leave cluster out"),
+        ("engine.backend", config.engine.backend != "embedded", "use 'embedded': no other runs there yet"),
         ("engine.first_gpu", config.engine.first_gpu > 0, "leave it out: Ray chooses the GPUs"),
         ("engine.release_kv", config.engine.release_kv, "leave it out: trainer and engines share no GPU"),
-        ("trainer.transfer", config.trainer.transfer != "disk", "leave it out: weights go through the run's folder"),
+        ("trainer.transfer", config.trainer.transfer != "disk", "set it to 'disk': weights go through run_dir"),
     ):
         if is_local:
             section, _, name = key.partition(".")

@@ -79,7 +79,7 @@ class Hosts(Protocol):
 
     @property
     def engine_key(self) -> str | None:
-        """The key that engines started on them demand, where they listen beyond loopback."""
+        """The key that engines started on them demand; None on this machine alone, where they listen on loopback."""
         ...
 
     async def host_for(self, name: str) -> Host:

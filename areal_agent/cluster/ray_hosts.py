@@ -1,33 +1,37 @@
 """The hosts of a Ray cluster. Ray finds room, starts our command lines there and tells of deaths; it carries no data.
 
-    placement groups   one bundle for the trainer with all its ranks, one for each engine, one for each worker (spread)
-    a process          an `Agent`, an actor of Ray on its bundle, starts it; its output comes here by `Agent.follow`
+    placement groups   one for the trainer with all its ranks, one for each engine, one for all workers (spread)
+    a process          a `Starter`, an actor of Ray on its bundle, starts it; its output comes here by `Starter.follow`
 
 Ray restarts nothing: whoever started a process asks for a host anew, and gets one wherever Ray has put the bundle by
-then. A process ends with its agent, whose end Ray sees to when this process is gone. A node is given up when Ray says
-so, or when its agent has not answered for `cluster.lost_after_s`.
+then. A process ends with its starter, whose end Ray sees to when this process is gone. A node is given up when Ray says
+so, or when a starter has not answered for `cluster.lost_after_s`. Processes share no memory, but all machines have the
+same Python, working folder, model and run folder at the same paths: each is looked for before anything starts there.
 """
 
 import asyncio
 import contextlib
 import importlib
+import importlib.util
 import ipaddress
 import logging
 import math
 import os
 import shutil
 import socket
+import sys
 import tempfile
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_agent.cluster.config import ClusterConfig
-from areal_agent.cluster.hosts import LOCAL, LOOPBACK, Host, Hosts, Process
+from areal_agent.cluster.hosts import LOCAL, Host, Hosts, Process
 from areal_agent.cluster.servers import engine_name
 from areal_agent.engine.config import VISIBLE_GPUS, EngineConfig
+from areal_agent.engine.transport import awake_timeout
 from areal_agent.errors import ConfigError, ProcessDied
 from areal_agent.gateway.auth import new_key
 from areal_agent.process import ManagedProcess, death_of, how_it_ended, last_lines
@@ -35,21 +39,25 @@ from areal_agent.rollout.config import RolloutConfig
 from areal_agent.trainer.config import TrainerConfig
 
 FOLLOW_S = 0.2
-"""The interval at which an agent looks for new output."""
+"""The interval at which a starter looks for new output."""
 
 ANSWERS_A_LIMIT = 4
-"""An agent without news answers this often within `cluster.lost_after_s`."""
+"""A starter without news answers this often within `cluster.lost_after_s`."""
 
-PIECE_BYTES = 2**20
+PIECE_BYTES = 64 * 1024
+"""The most output in one answer: from 100 KiB on, Ray puts answers into its object store, which dies with its node."""
 
 PYTHON_PATH = "PYTHONPATH"
+
+BEYOND_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""At 0, a Ray that is started listens on loopback alone, on every system. Read when Ray is imported."""
 
 Resources = Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """The processes of one placement group, by name, with what each of them reserves."""
+    """The processes of one placement group, by name, with what Ray reserves for each of them."""
 
     names: tuple[str, ...]
     resources: Resources
@@ -57,27 +65,36 @@ class Need:
 
 
 def needs_of(
-    cluster: ClusterConfig, engine: EngineConfig, rollout: RolloutConfig, trainer: TrainerConfig | None = None
-) -> list[Need]:
-    """Return what a run reserves. Threads are CPUs; with `device: cuda` each rank and each engine has a GPU.
+    cluster: ClusterConfig,
+    engine: EngineConfig,
+    rollout: RolloutConfig,
+    trainer: TrainerConfig | None,
+    *,
+    has_gpus: bool,
+) -> Sequence[Need]:
+    """Return what a run reserves: a CPU for each thread, and for each rank and engine that is to use a GPU one of them.
 
-    >>> [need.names for need in needs_of(ClusterConfig(kind="ray"), EngineConfig(), RolloutConfig(workers=2))]
-    [('engine',), ('worker 0', 'worker 1')]
+    `has_gpus` says whether the cluster has any, which decides where `device` is `auto`.
+
+    >>> needs = needs_of(ClusterConfig(kind="ray"), EngineConfig(), RolloutConfig(workers=2), None, has_gpus=True)
+    >>> [(need.names, need.resources) for need in needs]
+    [(('engine',), {'CPU': 1, 'GPU': 1}), (('worker 0', 'worker 1'), {'CPU': 1})]
     """
+
+    def amounts(num_threads: int, num_gpus: int, device: str) -> Resources:
+        is_on_gpu = device == "cuda" or (device == "auto" and has_gpus)
+        return {"CPU": num_threads} | ({"GPU": num_gpus} if is_on_gpu else {})
+
     needs: list[Need] = []
     if trainer is not None:
         ranks = trainer.num_ranks
-        needs.append(Need(names=("trainer",), resources=_amounts(trainer.threads * ranks, ranks, trainer.device)))
-    names = (engine_name(engine, number) for number in range(engine.num_servers))
-    needs += [Need(names=(name,), resources=_amounts(engine.threads, 1, engine.device)) for name in names]
+        needs.append(Need(names=("trainer",), resources=amounts(trainer.threads * ranks, ranks, trainer.device)))
+    for number in range(engine.num_servers):
+        needs.append(Need(names=(engine_name(engine, number),), resources=amounts(engine.threads, 1, engine.device)))
     if rollout.workers:
         names = tuple(f"worker {number}" for number in range(rollout.workers))
         needs.append(Need(names=names, resources=cluster.worker_resources, strategy="SPREAD"))
     return needs
-
-
-def _amounts(num_cpus: int, num_gpus: int, device: str) -> Resources:
-    return {"CPU": num_cpus} | ({"GPU": num_gpus} if device == "cuda" else {})
 
 
 def own_address(network: str | None, of_ray: str) -> str:
@@ -87,24 +104,33 @@ def own_address(network: str | None, of_ray: str) -> str:
     wanted = ipaddress.ip_network(network)
     family = socket.AF_INET6 if wanted.version == 6 else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect((str(wanted[1]), 9))  # sends nothing, but chooses the address from which it would
+        probe.connect((str(next(iter(wanted.hosts()))), 9))  # sends nothing, but chooses the address to send from
         if ipaddress.ip_address(found := probe.getsockname()[0]) in wanted:
             return found
     raise ConfigError(f"cluster.network is {network}, but machine {of_ray} has no address in it; give its network")
 
 
-class Agent:
-    """An actor of Ray that starts one process on its node, in the folder in which the run was started."""
+# ------------------------------------------------------------------------------------------------ on the node
 
-    def __init__(self, folder: str, network: str | None) -> None:
-        os.chdir(folder)
-        of_ray: str = importlib.import_module("ray.util").get_node_ip_address()
-        self._address = own_address(network, of_ray)
+
+class Starter:
+    """An actor of Ray that starts one process on its node."""
+
+    def __init__(self) -> None:
+        self._address = ""
         self._process: ManagedProcess | None = None
 
-    async def address(self) -> str:
-        """Return the address of its node."""
-        return self._address
+    async def settle(self, network: str | None, folder: str, paths: Sequence[str]) -> tuple[str, str]:
+        """Enter `folder`. Return the node's address, and what makes the node unfit, or an empty text."""
+        of_ray: str = importlib.import_module("ray.util").get_node_ip_address()
+        if missing := _missing((folder, *paths)):
+            return of_ray, f"it has no {', '.join(missing)}"
+        os.chdir(folder)
+        try:
+            self._address = own_address(network, of_ray)
+        except ConfigError as error:
+            return of_ray, str(error)
+        return self._address, ""
 
     async def free_port(self) -> int:
         """Return a port on which nobody listens now."""
@@ -147,16 +173,56 @@ class Agent:
             await self._process.aclose(grace_s, with_session=with_session)
 
 
+def _missing(paths: Iterable[str]) -> Sequence[str]:
+    return [path for path in paths if not os.path.exists(path)]
+
+
+# ------------------------------------------------------------------------------------------------ on this machine
+
+
+class RemoteStarter:
+    """Calls a starter. `limit_s` is `cluster.lost_after_s`."""
+
+    def __init__(self, ray: Any, actor: Any, limit_s: float) -> None:
+        self._ray = ray
+        self._actor = actor
+        self.limit_s = limit_s
+
+    def tell(self, method: str) -> None:
+        """Call without waiting."""
+        getattr(self._actor, method).remote()
+
+    async def ask(self, method: str, *arguments: object, extra_s: float = 0.0) -> Any:
+        """Call and wait, `extra_s` longer than usual. Raises TimeoutError, and ConnectionError when it is gone."""
+        try:
+            async with awake_timeout(self.limit_s + extra_s):
+                return await getattr(self._actor, method).remote(*arguments)
+        except TimeoutError:
+            raise TimeoutError(f"its node has not answered for cluster.lost_after_s = {self.limit_s:g}") from None
+        except self._ray.exceptions.RayTaskError:  # an error of the method
+            raise
+        except self._ray.exceptions.RayError as error:
+            raise ConnectionError(f"Ray says: {_in_one_line(error)}") from None
+
+    def release(self) -> None:
+        """End the starter, with what it still runs."""
+        self._ray.kill(self._actor)
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
 class RayProcess:
     """A `hosts.Process` on another node."""
 
     pid = None
 
-    def __init__(self, name: str, log_path: Path, agent: "_Handle", address: str) -> None:
+    def __init__(self, name: str, log_path: Path, starter: RemoteStarter) -> None:
         self.name = name
         self.log_path = log_path
-        self._agent = agent
-        self._address = address
+        self._starter = starter
+        self._is_lost = False
         self._end = asyncio.create_task(self._follow(), name=f"output of {name}")
 
     @property
@@ -170,14 +236,14 @@ class RayProcess:
         return last_lines(self.log_path, num_lines)
 
     def kill(self) -> None:
-        self._agent.tell("kill")
+        self._starter.tell("kill")
 
     async def aclose(self, grace_s: float = 5.0, *, with_session: bool = False) -> None:
-        with contextlib.suppress(ConnectionError):
-            if self.is_running or with_session:
-                await self._agent.ask("end", grace_s, with_session, extra_s=grace_s)
-            await asyncio.wait({self._end}, timeout=grace_s)  # for its last output
-        self._agent.release()
+        if self.is_running or (with_session and not self._is_lost):
+            with contextlib.suppress(OSError):
+                await self._starter.ask("end", grace_s, with_session, extra_s=grace_s)
+                await asyncio.wait({self._end}, timeout=grace_s)  # for its last output
+        self._starter.release()
         self._end.cancel()
         await asyncio.wait({self._end})
 
@@ -187,51 +253,26 @@ class RayProcess:
         with self.log_path.open("ab") as log:
             try:
                 while status is None:
-                    output, status = await self._agent.ask("follow", offset, self._agent.limit_s / ANSWERS_A_LIMIT)
+                    wait_s = self._starter.limit_s / ANSWERS_A_LIMIT
+                    output, status = await self._starter.ask("follow", offset, wait_s)
                     offset += log.write(output)
                     log.flush()
-            except ConnectionError as error:
-                return f"is lost: {error}"
+            except OSError as error:
+                self._is_lost = True
+                return f"is lost: {_in_one_line(error)}"
         return how_it_ended(status)
-
-
-class _Handle:
-    """Calls an agent. ConnectionError means that its node or the agent is gone."""
-
-    def __init__(self, ray: Any, actor: Any, limit_s: float) -> None:
-        self._ray = ray
-        self._actor = actor
-        self.limit_s = limit_s
-
-    def tell(self, method: str) -> None:
-        """Call without waiting."""
-        getattr(self._actor, method).remote()
-
-    async def ask(self, method: str, *arguments: object, extra_s: float = 0.0) -> Any:
-        """Call and wait, no longer than `cluster.lost_after_s` and `extra_s`."""
-        try:
-            async with asyncio.timeout(self.limit_s + extra_s):
-                return await getattr(self._actor, method).remote(*arguments)
-        except TimeoutError:
-            raise ConnectionError(f"its node has not answered for cluster.lost_after_s = {self.limit_s:g}") from None
-        except self._ray.exceptions.RayActorError as error:
-            raise ConnectionError(f"Ray says that {' '.join(str(error).split())}") from None
-
-    def release(self) -> None:
-        """End the agent, with what it still runs."""
-        self._ray.kill(self._actor)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayHost:
     """A `hosts.Host`: one bundle, wherever Ray has put it."""
 
-    agent: _Handle
+    starter: RemoteStarter
     address: str
     home: str
 
     async def free_port(self) -> int:
-        return await self.agent.ask("free_port")
+        return await self.starter.ask("free_port")
 
     async def start(
         self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None
@@ -240,27 +281,51 @@ class RayHost:
         if PYTHON_PATH in os.environ:
             variables[PYTHON_PATH] = os.environ[PYTHON_PATH]
         try:
-            await self.agent.ask("start", name, list(argv), variables)
-        except ConnectionError as error:
-            raise ProcessDied(f"the {name} process could not be started: {error}") from None
-        return RayProcess(name, log_path, self.agent, self.address)
+            await self.starter.ask("start", name, list(argv), variables)
+        except OSError as error:
+            self.starter.release()
+            raise ProcessDied(f"the {name} process could not be started: {_in_one_line(error)}") from None
+        return RayProcess(name, log_path, self.starter)
 
 
 class RayHosts:
-    """The `hosts.Hosts` of a Ray cluster. Made by `open_ray`."""
+    """The `hosts.Hosts` of a Ray cluster. Made by `open_hosts`."""
 
-    def __init__(self, ray: Any, config: ClusterConfig, home: str, groups: Mapping[str, tuple[Any, int, Need]]) -> None:
-        self.engine_key = None if config.address is None else new_key()
+    def __init__(self, ray: Any, config: ClusterConfig, home: str, paths: Sequence[str]) -> None:
+        """`paths` have to be on every machine."""
+        self.engine_key = new_key()
         self._ray = ray
         self._config = config
         self._home = home
-        self._groups = groups  # by the name of a process: its group, its bundle, and its need
+        self._paths = paths
+        self._groups: dict[str, tuple[Any, int, Need]] = {}  # of the process with that name, its bundle there
+
+    async def reserve(self, needs: Sequence[Need]) -> None:
+        """Reserve a bundle for each process, all at once. Raises ConfigError that names what found no room."""
+        limit_s = self._config.placement_timeout_s
+        groups: list[Any] = []
+        for need in needs:
+            groups.append(self._ray.util.placement_group([dict(need.resources) for _ in need.names], need.strategy))
+            self._groups |= {name: (groups[-1], index, need) for index, name in enumerate(need.names)}
+        ready = await asyncio.gather(*(asyncio.to_thread(group.wait, limit_s) for group in groups))
+        for need, is_ready in zip(needs, ready, strict=True):
+            if not is_ready:
+                free = {name: amount for name, amount in self._ray.available_resources().items() if ":" not in name}
+                raise ConfigError(
+                    f"cluster: Ray found no room for {', '.join(need.names)} with {dict(need.resources)} each within "
+                    f"cluster.placement_timeout_s = {limit_s:g}; free are {free}: add nodes, or ask for less"
+                )
+
+    def give_back(self) -> None:
+        """Give all bundles back, which ends what is left in them."""
+        for group in {id(group): group for group, _, _ in self._groups.values()}.values():
+            self._ray.util.remove_placement_group(group)
 
     async def host_for(self, name: str) -> Host:
         group, index, need = self._groups[name]
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         amounts = dict(need.resources)
-        actor_class = self._ray.remote(Agent).options(
+        actor_class = self._ray.remote(Starter).options(
             num_cpus=amounts.pop("CPU", 0),
             num_gpus=amounts.pop("GPU", 0),
             resources=amounts,
@@ -268,50 +333,76 @@ class RayHosts:
             max_concurrency=8,
             scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, index),
         )
-        agent = _Handle(
-            self._ray, actor_class.remote(os.getcwd(), _text(self._config.network)), self._config.lost_after_s
-        )
+        limit_s = self._config.placement_timeout_s
+        starter = RemoteStarter(self._ray, actor_class.remote(), self._config.lost_after_s)
         try:
-            address = await agent.ask("address", extra_s=self._config.placement_timeout_s)
-        except ConnectionError as error:
-            agent.release()
-            raise ProcessDied(f"there is no host for the {name}: {error}; it needs {dict(need.resources)}") from None
-        return RayHost(agent=agent, address=address, home=self._home)
+            network = _text(self._config.network)
+            address, fault = await starter.ask("settle", network, os.getcwd(), self._paths, extra_s=limit_s)
+        except OSError as error:
+            starter.release()
+            is_late = isinstance(error, TimeoutError)
+            why = f"none had room within cluster.placement_timeout_s = {limit_s:g}" if is_late else str(error)
+            raise ProcessDied(f"there is no node for the {name} with {dict(need.resources)}: {why}") from None
+        if fault:
+            starter.release()
+            raise ConfigError(
+                f"cluster: machine {address}, where Ray has put the {name}, is not like this one: {fault}; every "
+                "machine needs the same Python, working folder, model and run_dir at the same paths"
+            )
+        return RayHost(starter=starter, address=address, home=self._home)
 
 
 def _text(network: object) -> str | None:
     return None if network is None else str(network)
 
 
-def require_ray() -> Any:
-    """Return the package. Raises ConfigError when it is not installed."""
-    try:
-        return importlib.import_module("ray")
-    except ModuleNotFoundError:
+def require_ray() -> None:
+    """Raise ConfigError when Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
         raise ConfigError(
-            "cluster.kind is 'ray', which needs the package ray; pip install 'areal_agent[ray]', or leave cluster out"
-        ) from None
+            "cluster.kind is 'ray', which needs the package ray; pip install 'areal-agent[ray]', or leave cluster out"
+        )
 
 
 @asynccontextmanager
-async def open_ray(config: ClusterConfig, needs: Sequence[Need]) -> AsyncGenerator[RayHosts]:
-    """Connect to a cluster, or start one on this machine, and reserve what is needed. Raises ConfigError."""
-    ray = require_ray()
-    await asyncio.to_thread(_connect, ray, config, needs)
+async def open_hosts(
+    cluster: ClusterConfig,
+    engine: EngineConfig,
+    rollout: RolloutConfig,
+    trainer: TrainerConfig | None = None,
+    *,
+    shared: Iterable[Path] = (),
+) -> AsyncGenerator[Hosts]:
+    """Open the machines of a run, with room for its processes; without `trainer`, for all but that one.
+
+    `shared` are files and folders that every machine has to have. Raises ConfigError.
+    """
+    if cluster.kind == "local":
+        yield LOCAL
+        return
+    require_ray()
+    if cluster.address is None:
+        os.environ.setdefault(BEYOND_LOOPBACK, "0")
+    ray = importlib.import_module("ray")
+    await asyncio.to_thread(_connect, ray, cluster, needs_of(cluster, engine, rollout, trainer, has_gpus=False))
     try:
-        home = own_address(_text(config.network), ray.util.get_node_ip_address())
-        groups = await _reserve(ray, config, needs)
+        home = own_address(_text(cluster.network), ray.util.get_node_ip_address())
+        hosts = RayHosts(ray, cluster, home, [sys.executable, *map(os.path.abspath, shared)])
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         try:
-            yield RayHosts(ray, config, home, groups)
+            await hosts.reserve(needs_of(cluster, engine, rollout, trainer, has_gpus=has_gpus))
+            yield hosts
         finally:
-            for group in {id(group): group for group, _, _ in groups.values()}.values():
-                ray.util.remove_placement_group(group)
+            hosts.give_back()
     finally:
         await asyncio.to_thread(ray.shutdown)
 
 
 def _connect(ray: Any, config: ClusterConfig, needs: Sequence[Need]) -> None:
-    """Runs in a thread, for in the main thread Ray would take over SIGTERM."""
+    """Connect to the cluster, or start one on this machine. Runs in a thread: in the main one Ray would take SIGTERM.
+
+    Raises ConfigError.
+    """
     logging.getLogger("ray").setLevel(logging.ERROR)
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if config.address is None:
@@ -321,49 +412,14 @@ def _connect(ray: Any, config: ClusterConfig, needs: Sequence[Need]) -> None:
             "resources": {name: _sum_of(needs, name) for name in names},
             "include_dashboard": False,
         }
-        options |= {"_node_ip_address": LOOPBACK}  # whoever reaches a cluster may run programs there
     try:
         ray.init(address=config.address or "local", **options)
     except Exception as error:  # Ray raises errors of many kinds
         raise ConfigError(
-            f"cluster.address is {config.address!r}, where Ray cannot be reached or started: "
-            f"{' '.join(str(error).split())}"
+            f"cluster.address is {config.address!r}, and Ray could not "
+            f"{'be reached there' if config.address else 'start on this machine'}: {_in_one_line(error)}"
         ) from error
 
 
 def _sum_of(needs: Sequence[Need], name: str) -> float:
     return sum(len(need.names) * need.resources.get(name, 0.0) for need in needs)
-
-
-async def _reserve(ray: Any, config: ClusterConfig, needs: Sequence[Need]) -> dict[str, tuple[Any, int, Need]]:
-    """Reserve a bundle for each process, all at once. Raises ConfigError that names what found no room."""
-    groups = [ray.util.placement_group([dict(one.resources) for _ in one.names], one.strategy) for one in needs]
-    ready = await asyncio.gather(*(asyncio.to_thread(group.wait, config.placement_timeout_s) for group in groups))
-    for need, is_ready in zip(needs, ready, strict=True):
-        if not is_ready:
-            free = {name: amount for name, amount in ray.available_resources().items() if ":" not in name}
-            raise ConfigError(
-                f"cluster: Ray found no room for {', '.join(need.names)} with {dict(need.resources)} each within "
-                f"cluster.placement_timeout_s = {config.placement_timeout_s:g}; free are {free}: add nodes, or ask "
-                "for less"
-            )
-    return {
-        name: (group, index, need)
-        for group, need in zip(groups, needs, strict=True)
-        for index, name in enumerate(need.names)
-    }
-
-
-@asynccontextmanager
-async def open_hosts(
-    cluster: ClusterConfig, engine: EngineConfig, rollout: RolloutConfig, trainer: TrainerConfig | None = None
-) -> AsyncGenerator[Hosts]:
-    """Open the machines of a run, with room for its processes; without `trainer`, for all but that one.
-
-    Raises ConfigError.
-    """
-    if cluster.kind == "local":
-        yield LOCAL
-        return
-    async with open_ray(cluster, needs_of(cluster, engine, rollout, trainer)) as hosts:
-        yield hosts

@@ -226,8 +226,8 @@ class RemoteJournal:
 
     def written(self, answer: Written) -> None:
         """Take the answer to one write."""
-        future = self._waiting[answer.number]
-        if not future.done():
+        future = self._waiting.pop(answer.number)
+        if not future.done():  # otherwise its caller was cancelled
             if answer.error is None:
                 future.set_result(None)
             else:
@@ -236,7 +236,7 @@ class RemoteJournal:
     def lose(self) -> None:
         """Fail every write: nobody answers any more."""
         self._is_lost = True
-        for number in self._waiting:
+        for number in list(self._waiting):
             self.written(Written(number=number, error=GONE))
 
     async def _send(self, write: Write) -> None:
@@ -244,10 +244,7 @@ class RemoteJournal:
             raise LedgerError(GONE)
         future = self._waiting[write.number] = asyncio.get_running_loop().create_future()
         self._channel.send(encode(write))
-        try:
-            await future
-        finally:
-            del self._waiting[write.number]
+        await future
 
 
 class _WarningsToMain(logging.Handler):

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.fleet.member import FleetView
-from areal_agent.errors import ArealAgentError, ConfigError, WorkerError
+from areal_agent.errors import ConfigError, WorkerError
 from areal_agent.gateway.metrics import GatewayStats
 from areal_agent.ledger.encoding import CompletionRow, EndingRow, TurnRow
 from areal_agent.ledger.shard import LedgerShard
@@ -316,8 +316,8 @@ class WorkerClient:
                     await self._shard.append_rows(write.session_id, write.turn, write.completions)
                 case CloseSession():
                     await self._shard.close_with(write.session_id, write.ending)
-        except ArealAgentError as failure:
-            error = str(failure)
+        except Exception as failure:  # the boundary that turns a failure into an answer
+            error = str(failure) or repr(failure)
         if not self._is_gone:
             self._channel.send(encode(Written(number=write.number, error=error)))
 

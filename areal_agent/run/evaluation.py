@@ -161,7 +161,7 @@ async def _evaluate(preflight: Preflight) -> EvalReport:
             progress.phase("starting the engine")
             try:
                 async with (
-                    open_hosts(config.cluster, config.engine, config.rollout) as hosts,
+                    open_hosts(config.cluster, config.engine, config.rollout, shared=[folder.path, model]) as hosts,
                     open_serving(
                         config,
                         preflight.workflow,

@@ -331,8 +331,9 @@ class Run:
         config, folder, checkpoint = self.config, self.folder, beginning.checkpoint
         self.progress.phase("starting the trainer" if config.is_online else "starting engine and trainer")
         weights = checkpoint.path if checkpoint else model
+        shared = [folder.path, model] if teacher is None else [folder.path, model, teacher]
         hosts = await self._stack.enter_async_context(
-            open_hosts(config.cluster, config.engine, config.rollout, config.trainer)
+            open_hosts(config.cluster, config.engine, config.rollout, config.trainer, shared=shared)
         )
         shared_memory = self._stack.enter_context(
             weights_folder(in_memory=config.trainer.transfer == "shared_memory")

@@ -1,7 +1,9 @@
-"""A run on a Ray cluster of three nodes, which are processes of this machine; without Ray these tests are skipped.
+"""Runs on a Ray cluster whose nodes are processes of this machine.
 
-- It goes on when the node of an engine and a worker dies: the engine serves elsewhere, and the ledger is proved.
-- What finds no room is named.
+- What finds no room is named, and so is what a machine lacks.
+- A run goes on when the node of an engine and a worker dies: both are started on another node, the engine under a new
+  URL with the newest weights, and the ledger is proved. Its engines refuse who has no key.
+- The quickstart runs without an address on a Ray of its own, and learns on three nodes by their address alone (full).
 """
 
 import asyncio
@@ -13,26 +15,49 @@ from typing import Any
 import pytest
 
 from areal_agent.cluster.config import ClusterConfig
-from areal_agent.cluster.ray_hosts import Need, open_ray
+from areal_agent.cluster.ray_hosts import open_hosts
 from areal_agent.config import Config
+from areal_agent.engine.client import HttpEngine
+from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.fleet.fleet import MemberReport
 from areal_agent.engine.fleet.member import MemberState
-from areal_agent.errors import ConfigError
+from areal_agent.errors import ConfigError, EngineRejected
 from areal_agent.ledger.verify import verify
+from areal_agent.rollout.config import RolloutConfig
 from areal_agent.run.run import Run
+from tests.commands import run as run_command
 
-cluster_utils = pytest.importorskip("ray.cluster_utils", reason="the extra ray is not installed")
 pytestmark = pytest.mark.slow  # a node takes seconds to start, a process more
 
 HEAD = {"num_cpus": 2, "resources": {"head": 8}, "include_dashboard": False}
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "300")  # a machine that tests in parallel is slow
-    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=HEAD)
-    yield cluster
-    cluster.shutdown()
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    cluster_utils = pytest.importorskip("ray.cluster_utils", reason="the extra ray is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_raylet_start_wait_time_s", "300")  # a machine that tests in parallel is slow
+        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=HEAD)
+        yield cluster
+        cluster.shutdown()
+
+
+def config_of(cluster: Any, **values: Any) -> ClusterConfig:
+    return ClusterConfig(kind="ray", address=cluster.address, lost_after_s=60.0, **values)
+
+
+async def test_what_finds_no_room_is_named(cluster: Any) -> None:
+    config = config_of(cluster, placement_timeout_s=1.0, worker_resources={"moon": 1})
+    with pytest.raises(ConfigError, match=r"found no room for worker 0 with \{'moon': 1\.0\}.*add nodes"):
+        async with open_hosts(config, EngineConfig(), RolloutConfig(workers=1)):
+            pass
+
+
+async def test_what_a_machine_lacks_is_named(cluster: Any, tmp_path: Path) -> None:
+    shared = [tmp_path, tmp_path / "model"]
+    async with open_hosts(config_of(cluster), EngineConfig(), RolloutConfig(), shared=shared) as hosts:
+        with pytest.raises(ConfigError, match=r"has put the engine, is not like this one: it has no \S+/model; every"):
+            await hosts.host_for("engine")
 
 
 async def test_a_run_survives_the_node_of_a_worker_and_an_engine(
@@ -56,18 +81,23 @@ async def test_a_run_survives_the_node_of_a_worker_and_an_engine(
             "rollout": {"workers": 2, "max_concurrent": 4, "max_tokens": 8, "timeout_s": 300},
             "engine": {"num_servers": 2, "max_context_tokens": 128, "startup_timeout_s": 300},
             "eval": {"num_tasks": 0},
-            "cluster": {"kind": "ray", "address": cluster.address, "worker_resources": {"sandbox": 1}},
+            "cluster": config_of(cluster, worker_resources={"sandbox": 1}).model_dump(),
         }
     )
     async with asyncio.timeout(900), Run(config) as run:
         engines = run.source.serving.engine.client
         await train(run, 2)
         before = set(run.source.serving.engine.urls)
+        stranger = HttpEngine(next(iter(before)))
+        with pytest.raises(EngineRejected, match="AREAL_AGENT_ENGINE_KEY"):
+            await stranger.info()
+        await stranger.aclose()
         cluster.add_node(num_cpus=1, resources={"sandbox": 1})
         cluster.remove_node(nodes[0], allow_graceful=False)
         await train(run, 4)
         while not is_replaced(engines.report(), before):
             await engines.roster.changed()
+        assert {one.version for one in await engines.survey()} == {run.version}
         await run.save()
         await run.stop_producing()
         await run.settle(is_completed=True)
@@ -87,9 +117,23 @@ async def train(run: Run, until_step: int) -> None:
         await run.push()
 
 
-async def test_what_finds_no_room_is_named(cluster: Any) -> None:
-    config = ClusterConfig(kind="ray", address=cluster.address, placement_timeout_s=1.0)
-    needs = [Need(names=("engine",), resources={"CPU": 1}), Need(names=("worker 0",), resources={"sandbox": 1})]
-    with pytest.raises(ConfigError, match=r"found no room for worker 0 with \{'sandbox': 1\}.*add nodes"):
-        async with open_ray(config, needs):
-            pass
+QUICKSTART = ("areal_agent.train", "--config", "configs/quickstart.yaml", "cluster.kind=ray")
+
+
+def test_without_an_address_a_ray_of_this_machine_alone_is_started(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="the extra ray is not installed")
+    done = run_command(*QUICKSTART, "steps=2", "eval.num_tasks=0", "rollout.workers=1", f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
+
+
+@pytest.mark.full
+def test_the_quickstart_learns_on_three_nodes(cluster: Any, tmp_path: Path) -> None:
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    done = run_command(*QUICKSTART, f"cluster.address={cluster.address}", f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["success_before"] <= 0.5
+    assert summary["success_after"] >= 0.9
