@@ -47,10 +47,16 @@ ANSWERS_A_LIMIT = 4
 PIECE_BYTES = 64 * 1024
 """The most output in one answer: from 100 KiB on, Ray puts answers into its object store, which dies with its node."""
 
+MAX_TRIES = 3
+"""The tries for a host: until Ray has noticed that a node is dead, it may put a starter there."""
+
 PYTHON_PATH = "PYTHONPATH"
 
 BEYOND_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """At 0, a Ray that is started listens on loopback alone, on every system. Read when Ray is imported."""
+
+NICENESS = "RAY_worker_niceness"
+"""The niceness of what a Ray that is started runs; 15 by default."""
 
 Resources = Mapping[str, float]
 
@@ -202,7 +208,7 @@ class RemoteStarter:
         except self._ray.exceptions.RayTaskError:  # an error of the method
             raise
         except self._ray.exceptions.RayError as error:
-            raise ConnectionError(f"Ray says: {_in_one_line(error)}") from None
+            raise ConnectionError(f"Ray says: {_in_one_line(error):.300}") from None
 
     def release(self) -> None:
         """End the starter, with what it still runs."""
@@ -322,6 +328,30 @@ class RayHosts:
             self._ray.util.remove_placement_group(group)
 
     async def host_for(self, name: str) -> Host:
+        limit_s = self._config.placement_timeout_s
+        why = ""
+        for _ in range(MAX_TRIES):
+            starter = self._new_starter(name)
+            try:
+                network = _text(self._config.network)
+                address, fault = await starter.ask("settle", network, os.getcwd(), self._paths, extra_s=limit_s)
+            except OSError as error:
+                starter.release()
+                if isinstance(error, TimeoutError):
+                    why = f"none had room within cluster.placement_timeout_s = {limit_s:g}"
+                    break
+                why = str(error)
+                continue
+            if not fault:
+                return RayHost(starter=starter, address=address, home=self._home)
+            starter.release()
+            raise ConfigError(
+                f"cluster: machine {address}, where Ray has put the {name}, is not like this one: {fault}; every "
+                "machine needs the same Python, working folder, model and run_dir at the same paths"
+            )
+        raise ProcessDied(f"there is no node for the {name} with {dict(self._groups[name][2].resources)}: {why}")
+
+    def _new_starter(self, name: str) -> RemoteStarter:
         group, index, need = self._groups[name]
         strategies = importlib.import_module("ray.util.scheduling_strategies")
         amounts = dict(need.resources)
@@ -333,23 +363,7 @@ class RayHosts:
             max_concurrency=8,
             scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, index),
         )
-        limit_s = self._config.placement_timeout_s
-        starter = RemoteStarter(self._ray, actor_class.remote(), self._config.lost_after_s)
-        try:
-            network = _text(self._config.network)
-            address, fault = await starter.ask("settle", network, os.getcwd(), self._paths, extra_s=limit_s)
-        except OSError as error:
-            starter.release()
-            is_late = isinstance(error, TimeoutError)
-            why = f"none had room within cluster.placement_timeout_s = {limit_s:g}" if is_late else str(error)
-            raise ProcessDied(f"there is no node for the {name} with {dict(need.resources)}: {why}") from None
-        if fault:
-            starter.release()
-            raise ConfigError(
-                f"cluster: machine {address}, where Ray has put the {name}, is not like this one: {fault}; every "
-                "machine needs the same Python, working folder, model and run_dir at the same paths"
-            )
-        return RayHost(starter=starter, address=address, home=self._home)
+        return RemoteStarter(self._ray, actor_class.remote(), self._config.lost_after_s)
 
 
 def _text(network: object) -> str | None:
@@ -382,7 +396,8 @@ async def open_hosts(
         return
     require_ray()
     if cluster.address is None:
-        os.environ.setdefault(BEYOND_LOOPBACK, "0")
+        for variable in (BEYOND_LOOPBACK, NICENESS):
+            os.environ.setdefault(variable, "0")
     ray = importlib.import_module("ray")
     await asyncio.to_thread(_connect, ray, cluster, needs_of(cluster, engine, rollout, trainer, has_gpus=False))
     try:

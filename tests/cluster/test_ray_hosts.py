@@ -151,5 +151,5 @@ def test_an_address_in_a_network() -> None:
     assert own_address(None, "10.1.2.3") == "10.1.2.3"
     assert own_address("127.0.0.0/8", "10.1.2.3") == "127.0.0.1"
     assert own_address("127.0.0.1/32", "10.1.2.3") == "127.0.0.1"
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.0/24, but machine 10\.1\.2\.3 has no address in it"):
-        own_address("192.0.2.0/24", "10.1.2.3")  # a network for documentation, which no machine is in
+    with pytest.raises(ConfigError, match=r"198\.51\.100\.0/24, but machine 10\.1\.2\.3 has no address in it"):
+        own_address("198.51.100.0/24", "10.1.2.3")  # a network for documentation, which no machine is in
