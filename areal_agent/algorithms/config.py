@@ -326,7 +326,8 @@ def before_preset(values: Mapping[str, object], preset: str) -> dict[str, object
     """
     present = PRESETS.get(str(values.get("preset", "grpo")), {})
     chosen = {**present, **PRESETS.get(preset, {})}.keys()
-    repeated = {name: present.get(name, AlgorithmConfig.model_fields[name].default) for name in chosen}
+    fields = AlgorithmConfig.model_fields
+    repeated = {name: present.get(name, fields[name].get_default(call_default_factory=True)) for name in chosen}
     return {name: value for name, value in values.items() if name not in repeated or value != repeated[name]}
 
 

@@ -89,6 +89,7 @@ def test_a_config_that_works(small_model: Path, tmp_path: Path) -> None:
             "workflow",
             "tasks",
             "packages",
+            "algorithm",
             "ports",
             "run folder",
             "machine",

@@ -95,6 +95,7 @@ async def test_a_run_has_its_curves_and_its_time_line(run: Path, reader: Reader)
     }
     write_rows(run, evaluation, row(1, 0.25), row(2, 0.5), row(3, 0.75, **{"rollouts/dropped/error": 2}))
     page = await reader.open(run)
+    await expect(page.locator("figure h3")).to_have_count(8)
     figures = dict(
         zip(await page.locator("dt").all_inner_texts(), await page.locator("dd").all_inner_texts(), strict=True)
     )
@@ -183,9 +184,8 @@ async def test_a_search_shows_the_place(run: Path, reader: Reader) -> None:
 
 async def test_a_rollout_is_a_conversation_with_its_branches(run: Path, reader: Reader) -> None:
     page = await reader.open(run, at="#/rollout/0/g0-0")
-    assert await page.locator("h3 .branch").all_inner_texts() == [
-        "branch: edited; it keeps 7 tokens up to turn 1", "branch: new_conversation",
-    ]  # fmt: skip
+    branches = ["branch: edited; it keeps 7 tokens up to turn 1", "branch: new_conversation"]
+    await expect(page.locator("h3 .branch")).to_have_text(branches)
     said = page.locator(".turn").first
     await expect(said.locator(".message.user")).to_contain_text("What is 2 + 2?")
     await expect(said.locator(".message.call")).to_contain_text("a = 2\nprint(a + 2)", use_inner_text=True)
@@ -244,8 +244,8 @@ async def test_runs_stand_side_by_side(run: Path, tmp_path: Path, reader: Reader
     shutil.copytree(run, other)
     write_rows(other, row(3, 1.0))
     page = await reader.open(run, other)
-    assert await page.locator("h2").all_inner_texts() == ["run", "other"]
-    assert await page.locator("figure").first.locator("path.run1").count() == 2
+    await expect(page.locator("h2")).to_have_text(["run", "other"])
+    await expect(page.locator("figure").first.locator("path.run1")).to_have_count(2)
     await page.get_by_role("link", name="other").click()
     await expect(page).to_have_url(f"{reader.address}#/rollouts/1")
 
