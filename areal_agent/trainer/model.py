@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -263,7 +263,7 @@ class Policy:
         self._group.shard(decoder_layers(decoder_of(trial)), None)
         fill(trial, self._rows)
         chosen = choose_attention(trial, is_padded=is_padded, kernel=kernel)
-        self.model.set_attn_implementation(trial.config._attn_implementation)
+        self.model.set_attn_implementation(cast(Any, trial.config)._attn_implementation)
         return chosen
 
     @property

@@ -291,7 +291,8 @@ class Group:
             yield
             return
         os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # or threads of transformers would read ahead
-        hook = register_module_parameter_registration_hook(self._only_rows)
+        only_rows: Any = self._only_rows
+        hook = register_module_parameter_registration_hook(only_rows)
         try:
             yield
         finally:

@@ -22,6 +22,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 import orjson
 import torch
@@ -122,14 +123,20 @@ class SharedMemoryChannel:
 
 def fitting(entries: Sequence[TensorEntry], parameters: Parameters) -> Iterator[tuple[TensorEntry, Tensor]]:
     """Yield each tensor with its place. Raises ValueError unless names, shapes and order are those of the layout."""
-    pairs: Iterable[tuple[str, Tensor]] = parameters.items() if isinstance(parameters, Mapping) else parameters
-    for entry, pair in itertools.zip_longest(entries, pairs):
-        if entry is None or pair is None or (entry.name, entry.shape) != (pair[0], tuple(pair[1].shape)):
-            name = pair[0] if entry is None else entry.name
-            raise ValueError(
-                f"the parameters do not fit the channel's layout, see {name}; write those of the same model"
-            )
-        yield entry, pair[1]
+    pairs = iter(
+        cast(Iterable[tuple[str, Tensor]], parameters.items() if isinstance(parameters, Mapping) else parameters)
+    )
+    for entry in entries:
+        name, tensor = next(pairs, (entry.name, None))
+        if tensor is None or (name, tuple(tensor.shape)) != (entry.name, entry.shape):
+            raise _unfit(entry.name)
+        yield entry, tensor
+    for name, _ in pairs:
+        raise _unfit(name)
+
+
+def _unfit(name: str) -> ValueError:
+    return ValueError(f"the parameters do not fit the channel's layout, see {name}; write those of the same model")
 
 
 def _mapped_file(directory: Path, num_bytes: int) -> tuple[Path, Tensor]:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -150,13 +151,13 @@ def go_through(model: Path, group: Group, memory: Memory) -> None:
     with memory.phase("publish"):
         trainer.publish()
     with memory.phase("export"):
-        write_export(folder, trainer._policy, model)
+        write_export(folder, cast(Any, trainer)._policy, model)
     with memory.phase("save"):
         trainer.save(folder / "checkpoints", step=2, incarnation=0)
 
 
 def measure(size: int, *, num_layers: int, hidden_size: int) -> dict[str, dict[str, list[int]]]:
-    """Return bytes: the `size` of the model and its parts; by phase and rank what was added at its `peak` and `left`."""
+    """Return bytes: `size` of the model and its parts; by phase and rank what was added at its `peak`, or `left`."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "small", num_layers=1, hidden_size=16)

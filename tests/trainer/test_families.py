@@ -149,7 +149,6 @@ def test_what_the_files_hold_besides_the_model_is_handed_on(tmp_path: Path) -> N
         name: "bfloat16" if "visual" in name else "float32" for name in files
     }
     (tmp_path / "export").mkdir()
-    (tmp_path / "export").mkdir()
     write_export(tmp_path / "export", policy, folder)
     exported = Qwen3_5ForConditionalGeneration.from_pretrained(tmp_path / "export").state_dict()
     original = Qwen3_5ForConditionalGeneration.from_pretrained(folder).state_dict()
