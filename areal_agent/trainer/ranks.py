@@ -310,8 +310,7 @@ class Group:
         assert self.mesh is not None, "one rank alone has all rows"
         seen = distribute_tensor(tensor, self.mesh, [Shard(0)], src_data_rank=None)
         own = seen.to_local().clone()  # a view would keep the whole tensor
-        form = {"shape": seen.shape, "stride": seen.stride()}
-        return DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False, **form)
+        return DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False, shape=seen.shape, stride=seen.stride())
 
     def shard(self, layers: Sequence[nn.Module], whole: nn.Module | None, precision: Precision = FLOAT32) -> None:
         """Shard the parameters of a model over the ranks (FSDP2): each layer is one unit, and the rest is another.
