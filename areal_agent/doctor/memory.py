@@ -14,8 +14,9 @@ micro-batch, or the longest context where that may go alone; with `trainer.conte
                                        20 min(T V, 2^24)    logits of one chunk: five float32 tensors of them
                                         8 V H           the gradient of the output layer on its way (float32: 4 V H)
       while it updates, besides         8 P / N         gradients, and AdamW's own workspace
-      while it loads                    4 P             of each model, whole, before it is spread
-      while it publishes, N > 1         4 P             more on rank 0: the weights in one piece
+      while it loads                    4 P             of each model
+                           with N > 1   4 P / N         of each model; and what its attention is proved with:
+                                        4 (P - (L - 1) layer)  one layer, and all that is no layer
 
       c bytes is a number that is computed with (`trainer.dtype`); of V H it is 4 with `trainer.fp32_lm_head`.
       a, of a token and a layer, in bfloat16 (norms inside in float32), counted on a CPU:
@@ -27,7 +28,6 @@ micro-batch, or the longest context where that may go alone; with `trainer.conte
                                        12 A / N         adapters and their moments; no reference
          while it trains, besides       4 A / N         gradients, none of the output layer
                                         T L c R          a target: between the matrices of each adapter
-         while it publishes             e M             merged weights, on rank 0
 
     an engine                           e P             weights, e bytes each: 4 on a CPU, 2 on a GPU
                                         2 e L K D       keys and values of one token, times the tokens kept
@@ -279,9 +279,9 @@ class TrainerMemory:
         of_trained = (4 if lora else 2) * self._trained
         self.checkpoint_bytes = FLOAT32_BYTES * (shape.num_parameters + of_trained + 3 * self._critic + self._reference)
 
-    def at_peak(self, rank: int) -> Parts:
+    def at_peak(self) -> Parts:
         """Return the parts of the phase that takes the most."""
-        return max(self.training(), self.updating(), self.loading(), self.publishing(rank), key=Parts.total)
+        return max(self.training(), self.updating(), self.loading(), key=Parts.total)
 
     def training(self) -> Parts:
         """Return the parts while gradients are computed."""
@@ -306,25 +306,35 @@ class TrainerMemory:
         return self._always() + Parts({"trainer: gradients": self._gradients()}) + workspace
 
     def loading(self) -> Parts:
-        """Return the parts while ranks load their models whole, before these are spread. There are no moments yet."""
-        return +Parts({"trainer: the models, whole": self._whole_bytes(), "trainer: CUDA": self._cuda_bytes()})
+        """Return the parts while models are loaded. Several ranks load their rows. There are no moments yet."""
+        shape = self._shape
+        of_trial = shape.num_parameters - (shape.num_layers - 1) * shape.num_layer_parameters
+        is_trial_apart = self._trainer.num_ranks > 1
+        return +Parts(
+            {
+                "trainer: the models": self._share(self._whole_bytes()),
+                "trainer: a layer and what is none": FLOAT32_BYTES * of_trial if is_trial_apart else 0,
+                "trainer: CUDA": self._cuda_bytes(),
+            }
+        )
 
-    def publishing(self, rank: int) -> Parts:
-        """Return the parts while weights are published; rank 0 has spread or merged weights in one piece."""
-        if self._pushes_adapter or rank > 0:
-            return self._always()
-        merged = self._shape.num_matrix_parameters if self._lora else 0
-        spread = self._shape.num_parameters - merged if self._trainer.num_ranks > 1 else 0
-        whole = FLOAT32_BYTES * spread + self._item_bytes * merged
-        return self._always() + Parts({"trainer: weights in one piece": whole})
+    def publishing(self) -> Parts:
+        """Return the parts while weights are published, one tensor after the other."""
+        return self._always()
 
     def on_machine(self) -> Parts:
         """Return the use of the machine's memory: everything for a trainer on the CPU, else what goes through it."""
         num_ranks = self._trainer.num_ranks
         parts = Parts({"trainer: processes": num_ranks * TORCH_PROCESS_BYTES})
         if self._is_gpu:
-            return parts + Parts({"trainer: the models, before they are on a GPU": num_ranks * self._whole_bytes()})
-        return sum((self.at_peak(rank) for rank in range(num_ranks)), parts)
+            # several ranks have a tensor at a time
+            held = (
+                num_ranks * FLOAT32_BYTES * self._shape.num_embedding_parameters
+                if num_ranks > 1
+                else self._whole_bytes()
+            )
+            return parts + Parts({"trainer: weights on their way to a GPU": held})
+        return sum((self.at_peak() for _ in range(num_ranks)), parts)
 
     def on_its_way(self) -> Parts:
         """Return new weights on their way to engines: two slots in memory, where they go through memory."""
@@ -391,10 +401,10 @@ def estimate(shape: ModelShape, config: Config, machine: Machine) -> dict[int | 
             needs[number] = sampling
         elif config.engine.release_kv:  # the engine lends the memory of its keys while the trainer trains
             lent = Parts({what: num_bytes for what, num_bytes in sampling.items() if what != KEYS})
-            phases = (sampling + trainer.publishing(number), lent + trainer.at_peak(number))
+            phases = (sampling + trainer.publishing(), lent + trainer.at_peak())
             needs[number] = max(phases, key=Parts.total)
         else:
-            needs[number] = sampling + trainer.at_peak(number)
+            needs[number] = sampling + trainer.at_peak()
     return {place: parts for place, parts in needs.items() if parts}
 
 

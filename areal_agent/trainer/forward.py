@@ -13,8 +13,7 @@ A kernel that attends within all sequences at once has to give the same in bfloa
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -148,8 +147,7 @@ def choose_attention(model: PreTrainedModel, *, is_padded: bool, kernel: Kernel 
     """
     rows = _probe(vocab_size(model), model.device)
     try:
-        model.set_attn_implementation("eager")  # what a model defines itself by: others leave out soft caps and sinks
-        plain = [_observe(model, lambda row=row: model(input_ids=row[None], use_cache=False).logits[0]) for row in rows]
+        plain = [_plain_logits(model, row) for row in rows]
     except Exception as error:  # a boundary: models of any kind
         raise ConfigError(f"{_type(model)} cannot be trained: its forward pass fails: {_line(error)}") from error
     found: list[str] = []
@@ -167,9 +165,7 @@ def choose_attention(model: PreTrainedModel, *, is_padded: bool, kernel: Kernel 
     )
 
 
-def _proved(
-    model: PreTrainedModel, rows: Sequence[Tensor], plain: Sequence["_Observed"], kernel: Kernel
-) -> Kernel | None:
+def _proved(model: PreTrainedModel, rows: Sequence[Tensor], plain: Sequence[Tensor], kernel: Kernel) -> Kernel | None:
     """Return `kernel` if its logits are as near to `plain`, which are in float32, as those of the loop over sequences.
 
     Both are computed in bfloat16, and compared by the mean distance within each sequence.
@@ -179,7 +175,7 @@ def _proved(
     def distances(of_kernel: Kernel | None) -> list[float]:
         with torch.no_grad(), torch.autocast(model.device.type, dtype=torch.bfloat16):
             logits = tail_of(model)(hidden_states(decoder_of(model), batch, of_kernel)).float()
-        return [float((one.logits - ours).abs().mean()) for one, ours in zip(plain, logits.split(LENGTHS), strict=True)]
+        return [float((one - ours).abs().mean()) for one, ours in zip(plain, logits.split(LENGTHS), strict=True)]
 
     loop = distances(None)
     try:
@@ -197,15 +193,15 @@ def _proved(
     return None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Observed:
-    """What a forward pass computes: its logits [T, V], and what the parts of its layers return, in their order."""
+@torch.no_grad()
+def _plain_logits(model: PreTrainedModel, row: Tensor) -> Tensor:
+    """Return the logits of one sequence alone, [T, V]."""
+    model.set_attn_implementation("eager")  # what a model defines itself by: others leave out soft caps and sinks
+    return model(input_ids=row[None], use_cache=False).logits[0]
 
-    logits: Tensor
-    outputs: dict[str, Tensor]  # by name and class
 
-
-def _observe(model: PreTrainedModel, compute: Callable[[], Tensor]) -> _Observed:
+def _observe(model: PreTrainedModel, compute: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """Return what the parts of the layers return in a forward pass, in their order, by name and class."""
     names = {id(module): f"{name} ({type(module).__name__})" for name, module in model.named_modules()}
     outputs: dict[str, Tensor] = {}
 
@@ -217,46 +213,52 @@ def _observe(model: PreTrainedModel, compute: Callable[[], Tensor]) -> _Observed
     parts = [part for layer in decoder_layers(decoder_of(model)) for part in (*layer.children(), layer)]
     hooks = [part.register_forward_hook(note) for part in parts]
     try:
-        with torch.no_grad():
-            return _Observed(logits=compute(), outputs=outputs)
+        compute()
     finally:
         for hook in hooks:
             hook.remove()
+    return outputs
 
 
 def _difference(
-    model: PreTrainedModel, rows: Sequence[Tensor], plain: Sequence[_Observed], attention: str, *, is_padded: bool
+    model: PreTrainedModel, rows: Sequence[Tensor], plain: Sequence[Tensor], attention: str, *, is_padded: bool
 ) -> str | None:
     """Say how the logits of one batch of all rows differ from `plain`, those of each alone; None if they do not."""
     batch = collate([_predicting_all(row) for row in rows], model.device, is_padded=is_padded)
-    try:
+
+    @torch.no_grad()
+    def compute() -> Tensor:
         if attention == ATTENTION_NAME:
             use_segment_attention(model)
         else:
             model.set_attn_implementation(attention)
-        found = _observe(model, lambda: tail_of(model)(hidden_states(decoder_of(model), batch)))
+        return tail_of(model)(hidden_states(decoder_of(model), batch))
+
+    try:
+        logits = compute()
     except Exception as error:  # a boundary: models of any kind
         return f"the forward pass of a batch fails: {_line(error)}"
-    expected = torch.cat([one.logits for one in plain])
-    distance = (found.logits - expected).abs().amax(dim=1)  # [M]
+    expected = torch.cat(list(plain))
+    distance = (logits - expected).abs().amax(dim=1)  # [M]
     spread = float(expected.std())
     is_same = distance <= TOLERANCE * spread
     has_experts = any(word in name for name, _ in model.named_modules() for word in ("expert", "moe", "router"))
     enough = NEARLY_ALL if has_experts else 1.0
     if is_same.float().mean() >= enough and bool((distance <= FLIPPED * spread).all()):
         return None
+    inside = _observe(model, compute), [_observe(model, lambda row=row: _plain_logits(model, row)) for row in rows]
     token = int(is_same.long().argmin())
     sequence = int(batch.sequences[token])
     return (
         f"they differ by up to {float(distance.max()):.2g} (their standard deviation is {spread:.2g}), first at token "
         f"{token - sum(LENGTHS[:sequence])} of sequence {sequence}; inside the model, first after "
-        f"{_first_to_differ(found, plain, batch)}"
+        f"{_first_to_differ(*inside, batch)}"
     )
 
 
-def _first_to_differ(found: _Observed, plain: Sequence[_Observed], batch: MicroBatch) -> str:
-    for name, output in found.outputs.items():
-        alone = [one.outputs[name][0] for one in plain if name in one.outputs and len(one.outputs[name]) == 1]
+def _first_to_differ(found: Mapping[str, Tensor], plain: Sequence[Mapping[str, Tensor]], batch: MicroBatch) -> str:
+    for name, output in found.items():
+        alone = [one[name][0] for one in plain if name in one and len(one[name]) == 1]
         if output.shape[:2] == batch.inputs.shape and len(alone) == len(plain):
             expected = torch.cat(alone)
             ours = output.flatten(0, 1)[batch.predicting]

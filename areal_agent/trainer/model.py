@@ -2,17 +2,19 @@
 
 `Policy` wraps a causal language model and computes log-probabilities of loss tokens (forward.py). `Critic` copies it
 with one output in place of the vocabulary. `Adapter` adds LoRA, and `recompute` trades time for memory. With several
-ranks, parameters are sharded over them; methods that gather them are collective: every rank has to call them.
+ranks, each loads only its rows of every parameter, and the model stays on the meta device until `shard`. Methods that
+gather parameters do so one after the other and are collective: every rank has to call them.
 """
 
 import copy
 import math
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,7 +35,7 @@ from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.context import Context
 from areal_agent.trainer.forward import LossTokenForward, choose_attention, decoder_layers, decoder_of, hidden_states
 from areal_agent.trainer.optimizer import Optimizer, Schedule
-from areal_agent.trainer.ranks import ALONE, FLOAT32, Group, Precision, whole
+from areal_agent.trainer.ranks import ALONE, FLOAT32, Group, Precision, fill, set_apart, whole
 from areal_agent.types import TensorEntry
 from areal_agent.weights.channels import layout
 
@@ -44,47 +46,56 @@ UNUSED = "rotary_emb.inv_freq"
 class Policy:
     """A causal language model with float32 weights. It computes in float32 until `shard` gives it another precision."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, *, is_padded: bool = False) -> None:
-        """Take a model for packed or padded micro-batches. Raises ConfigError if it cannot be trained in them."""
+    def __init__(
+        self, model: PreTrainedModel, device: torch.device, *, is_padded: bool = False, group: Group = ALONE
+    ) -> None:
+        """Take a model for packed or padded micro-batches. Raises ConfigError if it cannot be trained in them.
+
+        With several ranks it must have been made within `Group.sharing`.
+        """
+        self._rows = set_apart(model, device) if group.size > 1 else {}  # which `shard` gives it back
         # eval mode: dropout would make the proximal and the current policy differ without an update
-        self.model = model.to(device).eval()  # pyright: ignore[reportArgumentType]
+        self.model = (model if self._rows else model.to(device)).eval()  # pyright: ignore[reportArgumentType]
         self.device = device
         self.adapter: Adapter | None = None
-        self._group = ALONE
+        self._group = group
         saved = model.state_dict().keys()
         self._buffers = {name: one for name, one in model.named_buffers() if name in saved}  # never trained
         self._untrained: dict[str, Path] = {}  # the file of each tensor that this model lacks
-        kernel = packed_kernel() if device.type == "cuda" else None
-        self.kernel = choose_attention(self.model, is_padded=is_padded, kernel=kernel)
+        self.kernel = self._choose_attention(is_padded=is_padded)
         self._loss_tokens = LossTokenForward(self.model, self.kernel)
 
     @classmethod
-    def load(cls, folder: Path, device: torch.device, *, is_padded: bool = False) -> Self:
-        """Load a Hugging Face folder (safetensors only). Raises ConfigError if it cannot be trained."""
+    def load(cls, folder: Path, device: torch.device, *, is_padded: bool = False, group: Group = ALONE) -> Self:
+        """Load a Hugging Face folder (safetensors only). Raises ConfigError if it cannot be trained.
+
+        Each rank of `group` reads all files, and keeps its rows of every tensor. Collective.
+        """
         what = f"cannot load a causal language model from {str(folder)!r}"
         try:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             if fault := fault_of(config.to_dict()):
                 raise ConfigError(f"{what}: {fault}")
-            model, loaded = cast(
-                tuple[PreTrainedModel, Mapping[str, Collection[str]]],
-                AutoModelForCausalLM.from_pretrained(
-                    folder,
-                    dtype=torch.float32,
-                    use_safetensors=True,
-                    trust_remote_code=False,
-                    local_files_only=True,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # they are refused below, by name
-                ),
-            )
+            with group.sharing():
+                model, loaded = cast(
+                    tuple[PreTrainedModel, Mapping[str, Collection[str]]],
+                    AutoModelForCausalLM.from_pretrained(
+                        folder,
+                        dtype=torch.float32,
+                        use_safetensors=True,
+                        trust_remote_code=False,
+                        local_files_only=True,
+                        output_loading_info=True,
+                        ignore_mismatched_sizes=True,  # they are refused below, by name
+                    ),
+                )
         except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
             raise ConfigError(f"{what}: {str(error).strip().splitlines()[0]}") from error
         if loaded["missing_keys"]:  # transformers would fill them with random numbers
             raise ConfigError(f"{what}: its files lack the weights {sorted(loaded['missing_keys'])[:3]}")
         if mismatched := sorted(map(str, loaded["mismatched_keys"])):
             raise ConfigError(f"{what}: the shapes of its weights are not those of its config.json: {mismatched[:3]}")
-        policy = cls(model, device, is_padded=is_padded)
+        policy = cls(model, device, is_padded=is_padded, group=group)
         policy._compare_with(folder)
         return policy
 
@@ -95,12 +106,17 @@ class Policy:
 
     def adapt(self, config: LoraConfig, seed: int, precision: Precision = FLOAT32) -> None:
         """Train only adapters from now on. A copy (`backbone`) that is to be trained in full has to be made before."""
-        halves = precision.layers == torch.bfloat16
-        self.adapter = Adapter.attach(self.model, decoder_layers(self._decoder), config, seed, halves=halves)
+        layers = decoder_layers(self._decoder)
+        if precision.layers == torch.bfloat16:
+            halve(self.model, layers, self._rows)
+        self.adapter = Adapter.attach(self.model, layers, config, seed)
 
-    def backbone(self) -> nn.Module:
-        """Return a copy of everything below the output layer, with parameters of its own."""
-        return copy.deepcopy(self._decoder)
+    def backbone(self) -> tuple[nn.Module, dict[str, Tensor]]:
+        """Return a copy of everything below the output layer, and its own parameters if they are set apart."""
+        names = {one: name for name, one in self.model.named_parameters()}
+        inner = {name: names[one] for name, one in self._decoder.named_parameters()}
+        rows = {name: self._rows[outer].clone() for name, outer in inner.items() if outer in self._rows}
+        return copy.deepcopy(self._decoder), rows
 
     def recompute_layers(self) -> None:
         """Recompute activations in the backward pass instead of keeping them. Make copies (`backbone`) before."""
@@ -112,6 +128,8 @@ class Policy:
             group.context.check(int(self.model.config.get_text_config().num_attention_heads))
         self._loss_tokens.context = group.context
         group.shard(decoder_layers(self._decoder), self._loss_tokens, precision)
+        fill(self.model, self._rows)
+        self._rows = {}
         self._group = group
 
     @property
@@ -128,23 +146,65 @@ class Policy:
         adapters = {} if self.adapter is None else self.adapter.parameters()
         return {name: one for name, one in self.model.named_parameters() if name not in adapters}
 
-    def published(self) -> tuple[TensorEntry, ...]:
-        """Return the layout of what is published: names and shapes are those of the model's files."""
-        tensors = {**self.named_parameters(), **self._buffers}
-        dtypes = {name: self._buffers[name].dtype if name in self._buffers else self.publish_dtype for name in tensors}
-        empty = {name: torch.empty(one.shape, dtype=dtypes[name], device="meta") for name, one in tensors.items()}
-        return layout((self.as_saved(empty) | self.untrained()).items())
+    def published(self, dtype: torch.dtype | None = None) -> tuple[TensorEntry, ...]:
+        """Return the layout of `whole_parameters`: names and shapes are those of the model's files."""
+        empty = self._empty(dtype or self.publish_dtype)
+        saved = (self._as_saved({name: empty[name] for name in names}).items() for names in self._joined)
+        return layout(chain(*saved, self._read_untrained()))
 
-    def whole_parameters(self) -> dict[str, Tensor]:
-        """Return what is published, whole and merged with the adapters. Collective; other ranks than 0 get {}."""
-        parameters = ((name, self._whole(name, one)) for name, one in self.named_parameters().items())
+    def whole_parameters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield what is published tensor by tensor, merged with the adapters, by default in `publish_dtype`.
+
+        Collective: every rank has to iterate to the end, and only rank 0 is given tensors.
+        """
+        parameters = self.named_parameters()
+        for names in self._joined:
+            tensors = {
+                name: self._buffers[name]
+                if name in self._buffers
+                else self._whole(name, parameters[name], dtype or self.publish_dtype)
+                for name in names
+            }
+            if self._group.rank == 0:
+                yield from self._as_saved(tensors).items()
         if self._group.rank == 0:
-            return self.as_saved(dict(parameters) | self._buffers) | self.untrained()
-        for _ in parameters:
-            pass  # takes part in gathering
-        return {}
+            yield from self._read_untrained()
 
-    def as_saved(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    @property
+    def is_part(self) -> bool:
+        """Whether the files hold tensors that transformers' model lacks; they are published as they are.
+
+        These are a vision tower where only text is trained, or layers for speculative decoding.
+        """
+        return bool(self._untrained)
+
+    @cached_property
+    def _joined(self) -> list[list[str]]:
+        """The parameters and saved buffers in their order, those together that only together are tensors of the files.
+
+        Mostly each is alone: what is published never has to be there at once.
+        """
+        empty = self._empty(torch.float32)
+        shapes = {name: one.shape for name, one in self._as_saved(empty).items()}
+        joined: list[list[str]] = []
+        waiting: list[str] = []
+        for name in empty:
+            waiting.append(name)
+            saved = self._as_saved({one: empty[one] for one in waiting})
+            if saved and all(shapes.get(key) == one.shape for key, one in saved.items()):
+                joined.append(waiting)
+                waiting = []
+        return joined
+
+    def _empty(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return parameters and saved buffers by name, without values; parameters have this dtype."""
+        dtypes = dict.fromkeys(self.named_parameters(), dtype) | {
+            name: one.dtype for name, one in self._buffers.items()
+        }
+        tensors = self.named_parameters() | self._buffers
+        return {name: torch.empty(one.shape, dtype=dtypes[name], device="meta") for name, one in tensors.items()}
+
+    def _as_saved(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors by their names in the model's files, where transformers has joined or renamed them.
 
         Engines load files. The experts of a layer, for example, are two tensors here and three for each expert there.
@@ -152,16 +212,10 @@ class Policy:
         saved = revert_weight_conversion(self.model, dict(state))
         return {name: saved[name] for name in (*state, *saved) if name in saved}  # transformers sorts them
 
-    def untrained(self) -> dict[str, Tensor]:
-        """Read the tensors of the model's files that transformers' model lacks; they are published as they are.
-
-        These are a vision tower where only text is trained, or layers for speculative decoding.
-        """
-        found: dict[str, Tensor] = {}
-        for file in sorted(set(self._untrained.values())):
+    def _read_untrained(self) -> Iterator[tuple[str, Tensor]]:
+        for name, file in self._untrained.items():
             with safe_open(file, framework="pt") as opened:
-                found |= {name: opened.get_tensor(name) for name, one in self._untrained.items() if one == file}
-        return found
+                yield name, opened.get_tensor(name)
 
     def whole_adapter(self) -> dict[str, Tensor]:
         """Return the adapters by name, whole. Collective; every rank gets them."""
@@ -195,10 +249,22 @@ class Policy:
             )
         self._untrained = {name: path for name, path in files.items() if name not in ours}
 
-    def _whole(self, name: str, parameter: Tensor) -> Tensor:
+    def _whole(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         if self.adapter is None:
-            return whole(parameter.detach())
-        return self.adapter.merged(name, parameter, self.publish_dtype)
+            return whole(parameter.detach().to(dtype))
+        return self.adapter.merged(name, parameter, dtype)
+
+    def _choose_attention(self, *, is_padded: bool) -> Kernel | None:
+        """Give the model an attention that is proved with its weights, in float32 whatever it is to compute in."""
+        kernel = packed_kernel() if self.device.type == "cuda" else None
+        if not self._rows:
+            return choose_attention(self.model, is_padded=is_padded, kernel=kernel)
+        trial = copy.deepcopy(self.model)  # of which one layer at a time is gathered
+        self._group.shard(decoder_layers(decoder_of(trial)), None)
+        fill(trial, self._rows)
+        chosen = choose_attention(trial, is_padded=is_padded, kernel=kernel)
+        self.model.set_attn_implementation(cast(Any, trial.config)._attn_implementation)
+        return chosen
 
     @property
     def _decoder(self) -> nn.Module:
@@ -252,7 +318,7 @@ class Critic:
         precision: Precision = FLOAT32,
     ) -> None:
         self._clip = algorithm.value_clip
-        decoder = policy.backbone()
+        decoder, rows = policy.backbone()
         hidden_size = int(policy.model.config.get_text_config().hidden_size)
         head = nn.Linear(hidden_size, 1, bias=False, device=policy.device)
         nn.init.zeros_(head.weight)
@@ -260,6 +326,7 @@ class Critic:
         if config.gradient_checkpointing:
             recompute(decoder_layers(decoder))
         group.shard(decoder_layers(decoder), self.model, precision)
+        fill(decoder, rows)
         rate = algorithm.critic_learning_rate or config.learning_rate
         own_schedule = None if schedule is None else replace(schedule, peak=rate)
         self.optimizer = Optimizer(
@@ -295,8 +362,9 @@ class LoraLinear(nn.Linear):
         self.lora_B = nn.Linear(rank, layer.out_features, bias=False, device="meta")
         bound = 1 / math.sqrt(layer.in_features)
         begun = torch.empty(rank, layer.in_features).uniform_(-bound, bound, generator=generator)
-        self.lora_A.weight = nn.Parameter(begun.to(layer.weight.device))
-        self.lora_B.weight = nn.Parameter(torch.zeros(layer.out_features, rank, device=layer.weight.device))
+        device = begun.device if layer.weight.is_meta else layer.weight.device  # sharding moves them
+        self.lora_A.weight = nn.Parameter(begun.to(device))
+        self.lora_B.weight = nn.Parameter(torch.zeros(layer.out_features, rank, device=device))
         self.scale = scale
         self.is_on = True
 
@@ -319,16 +387,12 @@ class Adapter:
         self._layers = layers
 
     @classmethod
-    def attach(
-        cls, model: nn.Module, inside: Iterable[nn.Module], config: LoraConfig, seed: int, *, halves: bool = False
-    ) -> Self:
+    def attach(cls, model: nn.Module, inside: Iterable[nn.Module], config: LoraConfig, seed: int) -> Self:
         """Freeze `model` and add adapters to those linear layers within the modules `inside` that the config names.
 
-        Every rank creates the same adapters. With `halves`, frozen weights are kept in bfloat16 if that loses nothing,
-        for layers that compute in it. Raises ConfigError for a name that no linear layer has.
+        Every rank creates the same adapters. Raises ConfigError for a name that no linear layer has.
         """
-        within = {id(module) for part in inside for module in part.modules()}
-        linear = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear) and id(one) in within}
+        linear = linear_layers(model, inside)
         known = {name.rpartition(".")[2] for name in linear}
         if unknown := [name for name in config.target_modules if name not in known]:
             raise ConfigError(
@@ -336,9 +400,6 @@ class Adapter:
                 f"name; the names are {', '.join(sorted(known))}"
             )
         model.requires_grad_(False)
-        if halves:
-            for layer in linear.values():
-                _halve(layer)
         generator = torch.Generator().manual_seed(seed)
         layers: dict[str, LoraLinear] = {}
         for name, layer in linear.items():
@@ -373,25 +434,30 @@ class Adapter:
         """
         layer = self._layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         if layer is None:
-            return whole(parameter.detach())
+            return whole(parameter.detach().to(dtype))
         a, b = whole(layer.lora_A.weight.detach()), whole(layer.lora_B.weight.detach())
         return layer.merge(whole(parameter.detach()), a, b).to(dtype)
 
-    def merge(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the state of the plain model, with the adapters of `state` merged in. All tensors are whole."""
-        trained = self.parameters()
-        merged = {name: one.float() for name, one in state.items() if name not in trained}
-        for name, layer in self._layers.items():
-            weight, a, b = f"{name}.weight", f"{name}.lora_A.weight", f"{name}.lora_B.weight"
-            merged[weight] = layer.merge(state[weight], state[a], state[b])
-        return merged
+
+def linear_layers(model: nn.Module, inside: Iterable[nn.Module]) -> dict[str, nn.Linear]:
+    """Return by name the linear layers of a model that are within these parts of it."""
+    within = {id(module) for part in inside for module in part.modules()}
+    return {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear) and id(one) in within}
 
 
-def _halve(layer: nn.Linear) -> None:
-    """Hold a frozen weight in bfloat16 if that loses nothing, as with most published models."""
-    half = layer.weight.detach().to(torch.bfloat16)
-    if torch.equal(half.float(), layer.weight):
-        layer.weight = nn.Parameter(half, requires_grad=False)
+def halve(model: nn.Module, inside: Iterable[nn.Module], apart: dict[str, Tensor]) -> None:
+    """Hold the weights of linear layers, which are frozen, in bfloat16 where that loses nothing.
+
+    Those of most published models are. `apart` has the parameters by name that are not in the model (`set_apart`).
+    """
+    for name, layer in linear_layers(model, inside).items():
+        exact = apart.get(f"{name}.weight", layer.weight.detach())
+        half = exact.to(torch.bfloat16)
+        if torch.equal(half.float(), exact):
+            if f"{name}.weight" in apart:
+                apart[f"{name}.weight"] = half
+                half = torch.empty(half.shape, dtype=half.dtype, device="meta")
+            layer.weight = nn.Parameter(half, requires_grad=False)
 
 
 def recompute(layers: Sequence[nn.Module]) -> None:

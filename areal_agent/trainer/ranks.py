@@ -5,7 +5,7 @@
 
 A command that fails on one rank ends the other ranks, since their shared state is broken then. If a rank dies, rank 0
 exits too, unless a command in progress has already reported it. Within a `Group`, every rank makes the same calls in
-the same order, and every rank gets the same results.
+the same order. Rank 0 alone has the records of a step, and hands out shares of them; no rank ever holds all parameters.
 """
 
 import contextlib
@@ -16,19 +16,20 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import BufferedRWPair
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from areal_agent.callback import Callback
 from areal_agent.errors import ConfigError, ProcessDied
@@ -281,9 +282,41 @@ class Group:
         if self.mesh is not None and dist.is_initialized():
             dist.destroy_process_group()
 
-    def shard(self, layers: Sequence[nn.Module], whole: nn.Module, precision: Precision = FLOAT32) -> None:
+    @contextmanager
+    def sharing(self) -> Generator[None]:
+        """Within the context, keep only this rank's rows of each parameter that a module is given.
+
+        transformers gives a model its parameters one after the other, so no rank ever holds all of them.
+        """
+        if self.size == 1:
+            yield
+            return
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # or threads of transformers would read ahead
+        only_rows: Any = self._only_rows
+        hook = register_module_parameter_registration_hook(only_rows)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _only_rows(self, _module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.is_meta or isinstance(parameter, DTensor):
+            return None
+        rows = nn.Parameter(self.rows(parameter.detach()), requires_grad=parameter.requires_grad)
+        vars(rows).update(vars(parameter))  # where transformers notes what is loaded
+        return rows
+
+    def rows(self, tensor: Tensor) -> DTensor:
+        """Return this rank's rows of a tensor that every rank has, divided as FSDP2 divides it."""
+        assert self.mesh is not None, "one rank alone has all rows"
+        seen = distribute_tensor(tensor, self.mesh, [Shard(0)], src_data_rank=None)
+        own = seen.to_local().clone()  # a view would keep the whole tensor
+        return DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False, shape=seen.shape, stride=seen.stride())
+
+    def shard(self, layers: Sequence[nn.Module], whole: nn.Module | None, precision: Precision = FLOAT32) -> None:
         """Shard the parameters of a model over the ranks (FSDP2): each layer is one unit, and the rest is another.
 
+        Without `whole` only the layers are sharded.
         A unit is cast to its precision when it is gathered, forward and backward, so there is never a second copy of
         the model. Gradients are summed in float32 over micro-batches and ranks, and not averaged, because token weights
         are fixed over the whole update.
@@ -292,21 +325,29 @@ class Group:
             assert precision == FLOAT32, "only FSDP2 casts parameters; use Group.of_one"
             return
         of_layer, of_rest = precision.policies()
-        for module in layers:
-            fully_shard(module, mesh=self.mesh, reshard_after_forward=True, mp_policy=of_layer)
-        fully_shard(whole, mesh=self.mesh, reshard_after_forward=True, mp_policy=of_rest)
-        for module in whole.modules():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        units = [*((layer, of_layer) for layer in layers), *([] if whole is None else [(whole, of_rest)])]
+        for module, policy in units:
+            fully_shard(module, mesh=self.mesh, reshard_after_forward=True, mp_policy=policy)
+            assert isinstance(module, FSDPModule), "fully_shard makes it one"
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
-    def sum(self, values: Tensor) -> Tensor:
-        """Return the sum over the data ranks of a tensor on the CPU."""
-        if self.mesh is None:
-            return values
-        total = values.clone()
-        dist.all_reduce(total, group=self.data)
-        return total
+    def scatter(self, parts: Sequence[Any] = ()) -> Any:
+        """Return this data rank's part; rank 0 gives those of all."""
+        if self.size == 1:
+            return parts[0]
+        mine: list[Any] = [None]
+        each = [parts[rank * self.num_data_ranks // self.size] for rank in range(self.size)] if parts else None
+        dist.scatter_object_list(mine, each, src=0)
+        return mine[0]
+
+    def collect(self, part: Any) -> list[Any]:
+        """Return what each rank has, by rank, to rank 0; the others get nothing."""
+        if self.size == 1:
+            return [part]
+        parts: list[Any] | None = None if self.rank else [None] * self.size
+        dist.gather_object(part, parts, dst=0)
+        return parts or []
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every data rank, by rank. All ranks must give equally many."""
@@ -325,3 +366,33 @@ ALONE = Group()
 def whole(tensor: Tensor) -> Tensor:
     """Return a tensor that may be sharded over the ranks as one whole. Collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def set_apart(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Return a module's parameters by name, and leave them on the meta device in it. Buffers go to `device`.
+
+    So it can be copied and changed, and sharded, before `fill` gives it parameters again.
+    """
+    parameters = {name: one.detach() for name, one in module.named_parameters()}
+    empty = {
+        one: nn.Parameter(torch.empty(one.shape, dtype=one.dtype, device="meta"), requires_grad=one.requires_grad)
+        for one in module.parameters()
+    }
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False, remove_duplicate=False)):
+            setattr(part, name, empty[parameter])
+        for name, buffer in list(part.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(part, name, buffer.to(device))
+    return parameters
+
+
+def fill(module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Give a module these parameters: this rank's rows where it is sharded, else all of them. Collective."""
+    names = {one: name for name, one in module.named_parameters()}  # tied ones by their first name
+    given = {
+        one: nn.Parameter(parameters[name] if isinstance(one, DTensor) else whole(parameters[name]))
+        for one, name in names.items()
+        if name in parameters
+    }
+    everywhere = module.named_parameters(remove_duplicate=False)
+    module.load_state_dict({name: given[one] for name, one in everywhere if one in given}, strict=False, assign=True)

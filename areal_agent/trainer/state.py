@@ -15,6 +15,7 @@ began with.
 
 import shutil
 import warnings
+from collections import deque
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,20 +25,18 @@ from typing import Any, cast
 import orjson
 import torch
 import torch.distributed as dist
-from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from areal_agent.engine.foreign.weight_folders import AdapterForm
+from areal_agent.engine.foreign.weight_folders import AdapterForm, read_file_shapes
 from areal_agent.engine.pushes import weight_files
 from areal_agent.errors import ConfigError
 from areal_agent.files import MANIFEST
@@ -45,7 +44,7 @@ from areal_agent.trainer.checkpoint import ADAPTER, RUN_STATE, TRAINING
 from areal_agent.trainer.config import LoraConfig
 from areal_agent.trainer.model import Critic, Policy
 from areal_agent.trainer.optimizer import Optimizer
-from areal_agent.weights.channels import write_adapter
+from areal_agent.weights.channels import write_adapter, write_model
 
 PROGRESS = "progress.json"
 CHAT_TEMPLATE = "chat_template.jinja"
@@ -55,7 +54,6 @@ COPIED = ("*.json", "*.jinja", "*.txt", "*.model")
 ROUNDING = 1e-5
 """How much a merged weight may differ when it is merged again with another number of threads."""
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 """Key an optimiser's state by parameter name, because parameter numbers differ between ranks."""
 
@@ -65,16 +63,15 @@ def write_export(folder: Path, policy: Policy, source: Path, chat_template: str 
 
     `chat_template`, if given, becomes the tokenizer's template: transformers prefers this file to any other place.
     """
-    weights = _whole_weights(policy)
+    weights = policy.whole_parameters(torch.float32)
     if not _is_first_rank():
+        deque(weights, maxlen=0)  # takes part in gathering
         return
-    once = {*policy.named_parameters(), *(name for name, _ in policy.model.named_buffers())}  # lists tied weights once
-    weights = {name: one for name, one in weights.items() if name in once}
-    if untrained := policy.untrained():  # the config that describes all of them is copied below
-        state = {name: one.contiguous() for name, one in (policy.as_saved(weights) | untrained).items()}
-        save_torch_state_dict(state, folder)
-    else:
-        policy.model.save_pretrained(folder, state_dict=weights)
+    write_model(folder, policy.published(torch.float32), weights)
+    if not policy.is_part:  # else the config that describes all of it is copied below
+        config = policy.model.config
+        config.architectures = [type(policy.model).__name__]
+        config.save_pretrained(folder)
     for pattern in COPIED:
         for file in source.glob(pattern):
             is_ours = file.name in (MANIFEST, RUN_STATE) or "safetensors" in file.name
@@ -82,14 +79,6 @@ def write_export(folder: Path, policy: Policy, source: Path, chat_template: str 
                 shutil.copyfile(file, folder / file.name)
     if chat_template is not None:
         (folder / CHAT_TEMPLATE).write_text(chat_template)
-
-
-def _whole_weights(policy: Policy) -> Mapping[str, Any]:
-    """Gather the weights in float32, merged with adapters. Collective; only the first rank gets them."""
-    weights = get_model_state_dict(policy.model, options=WHOLE)
-    if policy.adapter is None or not _is_first_rank():
-        return weights
-    return policy.adapter.merge(_only_tensors(weights))
 
 
 def export_adapter(folder: Path, training: "Training", base: Path) -> None:
@@ -216,18 +205,17 @@ def _lora(training: Training) -> dict[str, Any] | None:
 
 def _require_same_base(folder: Path, policy: Policy) -> None:
     """Check that model plus adapters equal the export; otherwise the base weights are not those of the run."""
-    merged = _whole_weights(policy)
-    if not _is_first_rank():
-        return
-    merged = policy.as_saved(merged)
-    for file in weight_files(folder):
-        with safe_open(folder / file, framework="pt") as exported:
-            for name in set(exported.keys()) & set(merged):
-                if not torch.allclose(exported.get_tensor(name), merged[name], rtol=ROUNDING, atol=ROUNDING / 10):
-                    raise ConfigError(
-                        f"cannot resume: the adapters of {str(folder)!r} were trained on weights that differ from "
-                        f"those loaded now (in {name!r}); give the model that the run began with"
-                    )
+    files = {name: file for file in weight_files(folder) for name in read_file_shapes(folder / file)}
+    different: list[str] = []  # raised in the end: the other ranks take part until then
+    for name, merged in policy.whole_parameters(torch.float32):
+        with safe_open(folder / files[name], framework="pt") as exported:
+            if not torch.allclose(exported.get_tensor(name), merged.cpu(), rtol=ROUNDING, atol=ROUNDING / 10):
+                different.append(name)
+    if different:
+        raise ConfigError(
+            f"cannot resume: the adapters of {str(folder)!r} were trained on weights that differ from those loaded now "
+            f"(in {different[0]!r}); give the model that the run began with"
+        )
 
 
 def _alone_without_warning() -> AbstractContextManager[object]:

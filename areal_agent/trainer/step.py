@@ -5,14 +5,19 @@
                                  └─ each: micro-batches ─ forward, loss, backward ─▶ one optimiser update
 
 A token's weight in an update is fixed before the update is split into micro-batches and over ranks, so gradients do not
-depend on the split. Every rank is given all records and makes the same choices; only forward and backward are shared.
+depend on the split. Rank 0 has the records and makes all choices; the other ranks `_follow` it:
+
+    rank 0    ─ credit ─ work ──────────── advantages ─ work ───────── ... ─ the generator's state, as all have done
+                          │ ▲ results                    │
+    rank 1..   waiting ───┴─┘ of its share    waiting ───┴─ update
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,11 +54,26 @@ from areal_agent.trainer.ranks import ALONE, Group
 from areal_agent.trainer.wire import StepInput
 from areal_agent.types import TokenRecord, WeightVersion
 
+Measure = Callable[[MicroBatch], Tensor]
+"""What a model says of each loss token of a micro-batch, [M]."""
+Share = Sequence[tuple[list[int], list[Sample]]]
+"""The samples of each of a rank's micro-batches, and their indices among those of all ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Something that all ranks do at once, each with its share: `measure` (with what), `update` or `fit`."""
+
+    what: str
+    arguments: dict[str, Any]
+    share: Share
+
 
 class Stepper:
     """Runs train steps on one policy, and on its critic if there is one.
 
-    A step changes the weights, the optimisers, and the generator that splits batches, but never the reference. Raises
+    A step changes the weights, the optimisers, and the generator that splits batches, but never the reference. All
+    ranks call a method together; what ranks other than 0 give it is not looked at, and they get nothing back. Raises
     ConfigError if the user's own function cannot be imported.
     """
 
@@ -77,8 +97,13 @@ class Stepper:
         self._algorithm = algorithm
         self._config = config
         self._group = group
-        self._reference = reference
-        self._teacher = teacher
+        self._measures: dict[str, Measure] = {"policy": lambda batch: policy.logprobs_and_entropy(batch)[0]}
+        if reference is not None:
+            self._measures["reference"] = lambda batch: reference(batch)[0]
+        if teacher is not None:
+            self._measures["teacher"] = lambda batch: teacher(batch)[0]
+        if critic is not None:
+            self._measures["critic"] = critic.values
         self._critic = critic
         self._recorder = recorder
         self._objective = choose_objective(algorithm)
@@ -91,6 +116,8 @@ class Stepper:
         (`num_skipped_updates`) or exactly zero (`num_empty_updates`), as when all groups are alike and the loss has no
         other term.
         """
+        if self._group.rank:
+            return self._follow(given.step)
         laps = Laps()
         given = self._credited(given)
         samples = self._measured([sample_of(record) for record in given.records])
@@ -102,12 +129,11 @@ class Stepper:
         minibatches = self._minibatches(samples)
         laps.end("advantages")
         start_version = WeightVersion(incarnation=given.incarnation, step=given.step - 1)
-        updates = [
-            self._update(chosen, start_version=start_version, is_first=number == 0)
+        updates: list[Update] = [
+            self._together("update", chosen, start_version=start_version, is_first=number == 0)
             for number, chosen in enumerate(minibatches)
         ]
-        if self._recorder is not None:
-            self._recorder.write(given.step)
+        memory = self._end(given.step)
         laps.end("update")
         return {
             **update_metrics(updates),
@@ -116,8 +142,41 @@ class Stepper:
             **critic_metrics(samples, updates),
             **({} if differences is None else distill_metrics(differences)),
             **{f"seconds_{phase}": seconds for phase, seconds in laps.seconds.items()},
-            **device_memory(self._policy.device, self._group),
+            **memory,
         }
+
+    # ------------------------------------------------------------------ all ranks together
+
+    def _together(self, what: str, samples: Sequence[Sample], **arguments: Any) -> Any:
+        """Have every rank do its share of this work. Return what this rank's share gives."""
+        shares = self._shares(samples)
+        return self._do(self._group.scatter([Work(what=what, arguments=arguments, share=share) for share in shares]))
+
+    def _follow(self, step: int | None = None) -> dict[str, float]:
+        """Do this rank's share of what rank 0 hands out, until it has done."""
+        while isinstance(work := self._group.scatter(), Work):
+            self._do(work)
+        self._generator.set_state(work)
+        return self._finished(step)
+
+    def _do(self, work: Work) -> Any:
+        match work.what:
+            case "update":
+                return self._update(work.share, **work.arguments)
+            case "fit":
+                return self._fit(work.share, **work.arguments)
+            case _:
+                return self._measure(work.share, **work.arguments)
+
+    def _end(self, step: int | None = None) -> dict[str, float]:
+        """Release the other ranks, whose generators have drawn nothing. Return metrics of all ranks."""
+        self._group.scatter([self._generator.get_state()] * self._group.num_data_ranks)
+        return self._finished(step)
+
+    def _finished(self, step: int | None) -> dict[str, float]:
+        if self._recorder is not None and step is not None:
+            self._recorder.write(step)
+        return device_memory(self._policy.device, self._group)
 
     # ------------------------------------------------------------------ supervised fine-tuning
 
@@ -127,12 +186,19 @@ class Stepper:
         The loss is their mean negative log-probability in nats, -(1/N) sum_t log p_t over the N loss tokens of all
         records. `rate` multiplies the schedule's learning rate. A gradient that is not finite makes no update.
         """
+        if self._group.rank:
+            return self._follow()
         samples = [sample_of(record) for record in records]
         num_tokens = sum(one.num_loss_tokens for one in samples)
         samples = [replace(one, weight=1.0 / max(num_tokens, 1)) for one in samples]
+        metrics: dict[str, float] = self._together("fit", samples, rate=rate)
+        return {**metrics, "num_loss_tokens": num_tokens, **self._end()}
+
+    def _fit(self, share: Share, rate: float) -> dict[str, float]:
         self._optimizer.clear_gradients()
         loss, num_input_tokens = 0.0, 0
-        for _, batch in self._share(samples):
+        for _, samples in share:
+            batch = self._collate(samples)
             logprobs, _ = self._policy.logprobs_and_entropy(batch)
             of_batch = -(logprobs * batch.weights).sum()
             of_batch.backward()
@@ -145,16 +211,18 @@ class Stepper:
             "loss": sums[0],
             "grad_norm": norm,
             "learning_rate": learning_rate,
-            "num_loss_tokens": num_tokens,
             "num_input_tokens": sums[1],
             "num_skipped_updates": float(not math.isfinite(norm)),
-            **device_memory(self._policy.device, self._group),
         }
 
     def measure(self, records: Sequence[TokenRecord]) -> list[Tensor]:
         """Return the log-probability of each loss token of each record, [M] float32, in nats."""
-        samples = [sample_of(record) for record in records]
-        return self._by_sample(samples, lambda batch: self._policy.logprobs_and_entropy(batch)[0])
+        if self._group.rank:
+            self._follow()
+            return []
+        measured = self._by_sample([sample_of(record) for record in records], "policy")
+        self._end()
+        return measured
 
     # ------------------------------------------------------------------ before the updates
 
@@ -172,13 +240,13 @@ class Stepper:
         is_distilled = self._algorithm.teacher is not None and self._algorithm.proximal != "behavior"
         has_several = self._algorithm.proximal == "recompute" and self._num_minibatches(samples) > 1
         if self._is_penalised or is_distilled or has_several:
-            proximal = self._by_sample(samples, lambda batch: self._policy.logprobs_and_entropy(batch)[0])
+            proximal = self._by_sample(samples, "policy")
             measured = [replace(one, proximal=part) for one, part in zip(measured, proximal, strict=True)]
-        if (reference := self._reference) is not None:
-            parts = self._by_sample(samples, lambda batch: reference(batch)[0])
+        if "reference" in self._measures:
+            parts = self._by_sample(samples, "reference")
             measured = [replace(one, reference=part) for one, part in zip(measured, parts, strict=True)]
         if self._critic is not None:
-            values = self._by_sample(samples, self._critic.values)
+            values = self._by_sample(samples, "critic")
             measured = [replace(one, values=part) for one, part in zip(measured, values, strict=True)]
         return measured
 
@@ -186,25 +254,25 @@ class Stepper:
     def _is_penalised(self) -> bool:
         return self._algorithm.kl_in == "reward" and self._algorithm.kl_coefficient > 0
 
+    def _by_sample(self, samples: Sequence[Sample], by: str) -> list[Tensor]:
+        """Have every rank measure its share, and return the results as one [M] tensor a sample."""
+        found: dict[int, Tensor] = self._together("measure", samples, by=by)
+        return [found.get(index, torch.zeros(0)) for index in range(len(samples))]
+
     @torch.no_grad()
-    def _by_sample(self, samples: Sequence[Sample], measure: Callable[[MicroBatch], Tensor]) -> list[Tensor]:
-        """Run `measure` on every micro-batch on every rank, and return its results as one [M] tensor a sample."""
-        counts = [one.num_loss_tokens for one in samples]
-        measured = torch.zeros(sum(counts))
-        by_sample = measured.split(counts)
-        for indices, batch in self._share(samples):
-            if batch.num_loss_tokens == 0:
-                measure(batch)
-                continue
-            parts = measure(batch).split([counts[index] for index in indices])
-            for index, part in zip(indices, parts, strict=True):
-                by_sample[index].copy_(part)
-        return list(self._group.sum(measured).split(counts))
+    def _measure(self, share: Share, by: str) -> dict[int, Tensor]:
+        """Return what all ranks measured, by the index of the sample; ranks other than 0 get nothing."""
+        measured: dict[int, Tensor] = {}
+        for indices, samples in share:
+            found = self._measures[by](self._collate(samples)).float().cpu()
+            parts = found.split([one.num_loss_tokens for one in samples])
+            measured |= {index: part.clone() for index, part in zip(indices, parts, strict=False)}  # no view is sent
+        return {index: part for of_rank in self._group.collect(measured) for index, part in of_rank.items()}
 
     def _judged(self, given: StepInput, samples: Sequence[Sample]) -> list[Tensor] | None:
         """Return by how much likelier a teacher finds each loss token, [M] a record; None without a teacher."""
-        if (teacher := self._teacher) is not None:
-            judged = self._by_sample(samples, lambda batch: teacher(batch)[0])
+        if "teacher" in self._measures:
+            judged = self._by_sample(samples, "teacher")
         elif given.teacher is not None:
             judged = [torch.from_numpy(one) for one in given.teacher]
         else:
@@ -275,15 +343,14 @@ class Stepper:
 
     # ------------------------------------------------------------------ the updates
 
-    def _update(self, samples: Sequence[Sample], *, start_version: WeightVersion, is_first: bool) -> Update:
+    def _update(self, share: Share, start_version: WeightVersion, *, is_first: bool) -> Update:
         """Accumulate the gradient of all samples, then update once. `is_first` marks the first update of a step."""
         tally = Tally()
         self._optimizer.clear_gradients()  # an earlier step that failed midway may have left some
         if self._critic is not None:
             self._critic.optimizer.clear_gradients()
-        for indices, batch in self._share(samples):
-            chosen = [samples[index] for index in indices]
-            tally = tally.merge(self._backward(batch, chosen, start_version, is_first=is_first))
+        for _, samples in share:
+            tally = tally.merge(self._backward(self._collate(samples), samples, start_version, is_first=is_first))
         learning_rate, clip = self._optimizer.learning_rate, self._optimizer.clip
         norm = self._optimizer.update()
         return Update(
@@ -355,18 +422,23 @@ class Stepper:
 
     # ------------------------------------------------------------------ micro-batches
 
-    def _share(self, samples: Sequence[Sample]) -> Iterator[tuple[list[int], MicroBatch]]:
-        """Yield this rank's micro-batches, each with the indices of its samples. Samples without loss are skipped.
+    def _shares(self, samples: Sequence[Sample]) -> list[Share]:
+        """Return the micro-batches of each data rank. Samples without loss are skipped.
 
         Every data rank gets equally many, because a forward pass is collective; one that runs out gets a sample without
         a loss token.
         """
         present = [index for index, one in enumerate(samples) if one.num_loss_tokens]
         lengths = [samples[index].num_tokens for index in present]
-        for part in deal(self._split(lengths), lengths, self._group.num_data_ranks)[self._group.data_rank]:
-            indices = [present[place] for place in part]
-            chosen = [samples[index] for index in indices] or [samples[present[0]].emptied()]
-            yield indices, collate(chosen, self._policy.device, is_padded=self._config.packing == "padded")
+        dealt = deal(self._split(lengths), lengths, self._group.num_data_ranks)
+        shares: list[Share] = []
+        for parts in dealt:
+            batches = [[present[place] for place in part] for part in parts]
+            shares.append([(one, [samples[i] for i in one] or [samples[present[0]].emptied()]) for one in batches])
+        return shares
+
+    def _collate(self, samples: Sequence[Sample]) -> MicroBatch:
+        return collate(samples, self._policy.device, is_padded=self._config.packing == "padded")
 
     def _split(self, lengths: Sequence[int]) -> list[list[int]]:
         budget = self._config.tokens_per_micro_batch

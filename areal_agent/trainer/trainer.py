@@ -4,6 +4,7 @@ worker.py calls it for every command; it can also be used alone, in one process.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -43,11 +44,13 @@ class Trainer:
         self._step = 0 if checkpoint is None else checkpoint.step
         self._setup = setup
         is_padded = config.packing == "padded"
-        self._policy = policy = Policy.load(self._source, device, is_padded=is_padded)
+        self._policy = policy = Policy.load(self._source, device, is_padded=is_padded, group=group)
         has_reference, reference = algorithm.reference == "initial", None
         if has_reference and lora is None:
-            reference = Policy.load(self._source, device, is_padded=is_padded).frozen()
-        teacher = None if setup.teacher is None else load_teacher(setup.teacher, policy, is_padded=is_padded)
+            reference = Policy.load(self._source, device, is_padded=is_padded, group=group).frozen()
+        teacher = None
+        if setup.teacher is not None:
+            teacher = load_teacher(setup.teacher, policy, is_padded=is_padded, group=group)
         precision = Precision.of(config, device)
         if group.mesh is None and precision != FLOAT32:
             group = Group.of_one(device)
@@ -133,8 +136,11 @@ class Trainer:
         """Copy the weights to where engines read them. Collective; ranks other than 0 get None."""
         lora = self._setup.trainer.lora
         pushes_adapter = lora is not None and lora.push == "adapter"
-        parameters = self._policy.whole_adapter() if pushes_adapter else self._policy.whole_parameters()
-        return None if self._channel is None else self._channel.write(parameters)
+        parameters = self._policy.whole_adapter().items() if pushes_adapter else self._policy.whole_parameters()
+        if self._channel is None:
+            deque(parameters, maxlen=0)  # takes part in gathering
+            return None
+        return self._channel.write(parameters)
 
     def save(
         self, directory: Path, *, step: int, incarnation: int, run_state: JsonObject = NOTHING
@@ -171,10 +177,10 @@ class Trainer:
         write_training(folder, self._training)
 
 
-def load_teacher(folder: Path, policy: Policy, *, is_padded: bool) -> Policy:
+def load_teacher(folder: Path, policy: Policy, *, is_padded: bool, group: Group) -> Policy:
     """Load a frozen teacher beside the policy. Raises ConfigError if it cannot score every id that this may sample."""
     try:
-        teacher = Policy.load(folder, policy.device, is_padded=is_padded).frozen()
+        teacher = Policy.load(folder, policy.device, is_padded=is_padded, group=group).frozen()
     except ConfigError as error:
         raise ConfigError(f"algorithm.teacher: {error}") from error
     known, needed = vocab_size(teacher.model), vocab_size(policy.model)
@@ -193,8 +199,7 @@ def _open_channel(
         return DiskChannel(folder / "adapters", torch.float32, form_of(config.lora, base))
     entries = policy.published()
     if config.transfer == "disk":
-        dtypes = {entry.name: getattr(torch, entry.dtype) for entry in entries}
-        return DiskChannel(folder / "weights", policy.publish_dtype, dtypes=dtypes)
+        return DiskChannel(folder / "weights", policy.publish_dtype, entries=entries)
     if config.transfer == "shared_memory":
         return SharedMemoryChannel(folder, entries)
     bucket_bytes = config.transfer_bucket_mib * 2**20

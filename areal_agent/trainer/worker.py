@@ -1,7 +1,8 @@
 """One rank of a trainer as a worker: it carries out commands, and rank 0 has all ranks carry them out together.
 
-A command is a `Frame`: its name, its arguments and a step's records. A run's commands come over a socket (`serve`);
-supervised fine-tuning calls the worker of rank 0 in its own process (`call`).
+A command is a `Frame`: its name, its arguments and a step's records, of which rank 0 hands out shares (step.py). A
+run's commands come over a socket (`serve`); supervised fine-tuning calls the worker of rank 0 in its own process
+(`call`).
 """
 
 import logging
@@ -87,7 +88,7 @@ class Worker:
             return {}
         if command == "init" and self._rank == 0:
             request = self._with_ranks(request)
-        with self._ranks.taking_part(request):
+        with self._ranks.taking_part(_without_records(request)):
             return self._carry_out(request)
 
     def _carry_out(self, request: Frame) -> JsonObject:
@@ -159,3 +160,10 @@ class Worker:
         if self._trainer is None:
             raise ValueError("no model is loaded; send init first, and check that it succeeds")
         return self._trainer
+
+
+def _without_records(request: Frame) -> Frame:
+    """Return a command as the other ranks need it: they get shares of the records from rank 0 as it goes on."""
+    if "records" not in request.header:
+        return request
+    return Frame(header={**request.header, "records": [], "rewards": {}, "parts": {}})

@@ -1,7 +1,8 @@
 """Channels, through which the trainer hands its weights to engines.
 
 `write(parameters)` of a channel copies the weights to where engines can read them and returns a record that tells
-engines how. What was written last stays readable until the next write at least. `close` frees everything.
+engines how. Parameters may come one at a time, so that nobody has to hold them all. What was written last stays
+readable until the next write at least. `close` frees everything.
 
     SharedMemoryChannel   two memory-mapped files, written in turn, for engines on the same host
     DiskChannel           folders on disk, for hosts with too little shared memory, and for adapters
@@ -19,9 +20,11 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
+import orjson
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
@@ -38,7 +41,15 @@ from areal_agent.engine.embedded.transfer import (
     send,
     whole_blocks,
 )
-from areal_agent.engine.foreign.weight_folders import ADAPTER_WEIGHTS, CONFIG, PREFIX, AdapterForm
+from areal_agent.engine.foreign.weight_folders import (
+    ADAPTER_WEIGHTS,
+    CONFIG,
+    PREFIX,
+    AdapterForm,
+    dtype_of,
+    encode_header,
+)
+from areal_agent.engine.pushes import INDEX, WEIGHTS
 from areal_agent.files import MANIFEST, bring_to_disk, encode_manifest
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry
 
@@ -47,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 64
 NUM_SLOTS = 2
+Parameters = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+"""Tensors by name; as pairs they may be made only when they are asked for."""
 
 
 def layout(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> tuple[TensorEntry, ...]:
@@ -90,17 +103,16 @@ class SharedMemoryChannel:
             self.close()
             raise
 
-    def write(self, parameters: Mapping[str, Tensor]) -> SharedMemoryWeights:
+    def write(self, parameters: Parameters) -> SharedMemoryWeights:
         """Copy the parameters, converted to the layout's dtype, into the slot that was not handed out last.
 
-        Raises ValueError when their names or shapes are not those of the layout.
+        Raises ValueError when their names, shapes or order are not those of the layout.
         """
-        check_parameters(self._entries, parameters)
-        path, data = self._slots.pop(0)
-        self._slots.append((path, data))
+        path, data = self._slots[0]
         crc32 = 0
-        for entry in self._entries:
-            crc32 = zlib.crc32(_store(data, entry, parameters[entry.name]).numpy().data, crc32)
+        for entry, parameter in fitting(self._entries, parameters):
+            crc32 = zlib.crc32(_store(data, entry, parameter).numpy().data, crc32)
+        self._slots.append(self._slots.pop(0))
         return SharedMemoryWeights(path=str(path), entries=self._entries, crc32=crc32)
 
     def close(self) -> None:
@@ -109,15 +121,22 @@ class SharedMemoryChannel:
             path.unlink(missing_ok=True)
 
 
-def check_parameters(entries: Iterable[TensorEntry], parameters: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless names and shapes are those of the layout."""
-    expected = {entry.name: entry.shape for entry in entries}
-    received = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
-    if received != expected:
-        wrong = sorted(dict(received.items() ^ expected.items()))
-        raise ValueError(
-            f"the parameters do not fit the channel's layout, see {', '.join(wrong[:5])}; write those of the same model"
-        )
+def fitting(entries: Sequence[TensorEntry], parameters: Parameters) -> Iterator[tuple[TensorEntry, Tensor]]:
+    """Yield each tensor with its place. Raises ValueError unless names, shapes and order are those of the layout."""
+    pairs = iter(
+        cast(Iterable[tuple[str, Tensor]], parameters.items() if isinstance(parameters, Mapping) else parameters)
+    )
+    for entry in entries:
+        name, tensor = next(pairs, (entry.name, None))
+        if tensor is None or (name, tuple(tensor.shape)) != (entry.name, entry.shape):
+            raise _unfit(entry.name)
+        yield entry, tensor
+    for name, _ in pairs:
+        raise _unfit(name)
+
+
+def _unfit(name: str) -> ValueError:
+    return ValueError(f"the parameters do not fit the channel's layout, see {name}; write those of the same model")
 
 
 def _mapped_file(directory: Path, num_bytes: int) -> tuple[Path, Tensor]:
@@ -149,8 +168,38 @@ def write_adapter(folder: Path, matrices: Mapping[str, Tensor], form: AdapterFor
     (folder / CONFIG).write_bytes(form.encode())
 
 
+FILE_BYTES = 5 * 2**30
+"""A model's files are not larger than this, unless one tensor is."""
+
+
+def write_model(folder: Path, entries: Sequence[TensorEntry], parameters: Parameters) -> None:
+    """Write tensors as a Hugging Face folder's safetensors files, one tensor after the other, with an index if several.
+
+    Raises ValueError unless names, shapes and order are those of the layout.
+    """
+    files: list[list[TensorEntry]] = []
+    for entry in entries:
+        if not files or sum(one.num_bytes for one in files[-1]) + entry.num_bytes > FILE_BYTES:
+            files.append([])
+        files[-1].append(entry)
+    name_of = "model-{:05d}-of-{:05d}.safetensors" if len(files) > 1 else WEIGHTS
+    tensors = fitting(entries, parameters)
+    index: dict[str, str] = {}
+    for number, inside in enumerate(files, start=1):
+        name = name_of.format(number, len(files))
+        index |= dict.fromkeys((entry.name for entry in inside), name)
+        with (folder / name).open("wb") as file:
+            file.write(encode_header((entry.name, dtype_of(entry), entry.shape) for entry in inside))
+            for entry, tensor in itertools.islice(tensors, len(inside)):
+                stored = tensor.detach().to("cpu", getattr(torch, entry.dtype)).contiguous()
+                file.write(stored.flatten().view(torch.uint8).numpy().data)
+    next(tensors, None)  # raises where there are more
+    if len(files) > 1:
+        total = {"total_size": sum(entry.num_bytes for entry in entries)}
+        (folder / INDEX).write_bytes(orjson.dumps({"metadata": total, "weight_map": index}))
+
+
 NUM_KEPT = 2
-NO_DTYPES: Mapping[str, torch.dtype] = {}
 
 
 class DiskChannel:
@@ -168,21 +217,24 @@ class DiskChannel:
         directory: Path,
         dtype: torch.dtype,
         adapter: AdapterForm | None = None,
-        dtypes: Mapping[str, torch.dtype] = NO_DTYPES,
+        entries: Sequence[TensorEntry] | None = None,
     ) -> None:
         """Write into `directory`, which only this channel uses: adapters if `adapter` describes them.
 
-        Tensors are stored as `dtypes` says, and as `dtype` where it says nothing.
+        Tensors are stored as `entries` (from `layout`) say, and without them as `dtype`.
         """
         self._directory = directory
         self._dtype = dtype
-        self._dtypes = dtypes
+        self._entries = entries
         self._adapter = adapter
         self._written: list[Path] = []
         self._number = 0
 
-    def write(self, parameters: Mapping[str, Tensor]) -> DiskWeights:
-        """Write the parameters into a new folder, and remove all but the last two."""
+    def write(self, parameters: Parameters) -> DiskWeights:
+        """Write the parameters into a new folder, and remove all but the last two.
+
+        Raises ValueError if they do not fit the layout.
+        """
         self._number += 1
         folder = self._directory / f"weights_{self._number:06d}"
         hidden = folder.with_name(f".{folder.name}")
@@ -205,13 +257,14 @@ class DiskChannel:
             shutil.rmtree(folder, ignore_errors=True)
         self._written.clear()
 
-    def _fill(self, folder: Path, parameters: Mapping[str, Tensor]) -> None:
-        dtypes = {name: self._dtypes.get(name, self._dtype) for name in parameters}
-        tensors = {name: one.detach().to("cpu", dtypes[name]).contiguous() for name, one in parameters.items()}
-        if self._adapter is None:
-            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    def _fill(self, folder: Path, parameters: Parameters) -> None:
+        if self._adapter is not None:
+            write_adapter(folder, {name: one.to(self._dtype) for name, one in dict(parameters).items()}, self._adapter)
+        elif self._entries is not None:
+            write_model(folder, self._entries, parameters)
         else:
-            write_adapter(folder, tensors, self._adapter)
+            parameters = dict(parameters)
+            write_model(folder, layout(parameters.items(), self._dtype), parameters)
         (folder / MANIFEST).write_bytes(encode_manifest(folder, {}))
         bring_to_disk(folder)
 
@@ -256,14 +309,13 @@ class DistributedChannel:
         self._listening = threading.Thread(target=self._listen, name="requests for weights", daemon=True)
         self._listening.start()
 
-    def write(self, parameters: Mapping[str, Tensor]) -> DistributedWeights:
+    def write(self, parameters: Parameters) -> DistributedWeights:
         """Copy the parameters and offer the copy from now on. Raises ValueError if they do not fit the layout."""
-        check_parameters(self._entries, parameters)
         self._held = None  # freed before the same amount is allocated again
         num_bytes = whole_blocks(self._entries[-1].offset + self._entries[-1].num_bytes)
         data = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-        for entry in self._entries:
-            _store(data, entry, parameters[entry.name])
+        for entry, parameter in fitting(self._entries, parameters):
+            _store(data, entry, parameter)
         name = secrets.token_hex(8)
         digest = checksum(data)  # waits until the copy is complete
         self._held = (name, data)

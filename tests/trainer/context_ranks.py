@@ -72,7 +72,7 @@ def loss_and_gradient(folder: Path, batches: Sequence[Sequence[int]], group: Gro
     gradient = torch.cat([one.grad.flatten() for one in model.parameters() if one.grad is not None])
     if group is not ALONE:
         dist.all_reduce(gradient)
-    return group.sum(total), gradient
+    return torch.tensor(sum(row[0] for row in group.gather([float(total)])), dtype=torch.float64), gradient
 
 
 def main(rank: int, folder: Path) -> None:

@@ -59,12 +59,16 @@ class Lab:
         group: Group = ALONE,
     ) -> None:
         precision = Precision.of(config, CPU)
-        self.policy = Policy.load(folder, CPU)
+        self.policy = Policy.load(folder, CPU, group=group)
         more = {"group": group, "precision": precision}
         self.critic = Critic(self.policy, config, algorithm, **more) if algorithm.critic else None
-        other = Policy.load(reference or folder, CPU).frozen() if algorithm.reference == "initial" else None
+        other = None
+        if algorithm.reference == "initial":
+            other = Policy.load(reference or folder, CPU, group=group).frozen()
         judge = algorithm.teacher
-        teacher = None if judge is None or judge.model is None else Policy.load(Path(judge.model), CPU).frozen()
+        teacher = None
+        if judge is not None and judge.model is not None:
+            teacher = Policy.load(Path(judge.model), CPU, group=group).frozen()
         if config.lora is not None:
             self.policy.adapt(config.lora, 0, precision)
         if config.gradient_checkpointing:
@@ -87,7 +91,7 @@ class Lab:
 
     def weights(self) -> torch.Tensor:
         """All of them, flat; on other ranks than the first there are none."""
-        return torch.cat([torch.zeros(0), *(one.flatten() for one in self.policy.whole_parameters().values())]).clone()
+        return torch.cat([torch.zeros(0), *(one.flatten() for _, one in self.policy.whole_parameters())]).clone()
 
     def gradient(self, given: StepInput) -> torch.Tensor:
         self.stepper.train(given)

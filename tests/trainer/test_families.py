@@ -3,11 +3,14 @@
 - Packed rows: logits, log-probabilities in chunks and gradients are those of plain forward passes, one sequence each.
 - A family that passes state past a sequence's end is refused with where it differs, and trained in padded rows.
 - Pushes and checkpoints have the names, shapes and values of the model's own files.
+- Two ranks, each of which loads its rows, compute, differentiate and publish what one does.
 - What files hold besides the model is handed on; names that would change, quantised weights, other shapes and
   broken files are refused.
 """
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -111,11 +114,21 @@ def test_pushes_and_checkpoints_are_the_tensors_of_the_files(model_type: str, tm
     files = load_file(folder / "model.safetensors")
     assert {one.name: one.shape for one in policy.published()} == {name: tuple(x.shape) for name, x in files.items()}
     pushed = Path(DiskChannel(tmp_path / "pushed", torch.float32).write(policy.whole_parameters()).path)
+    (tmp_path / "export").mkdir()
     write_export(tmp_path / "export", policy, folder)
     for published in (pushed, tmp_path / "export"):
         prove_fits(read_shapes(published), read_shapes(folder), is_tied=False, where="")
         for name, one in load_file(published / "model.safetensors").items():
             assert torch.equal(one, files[name]), name
+
+
+@pytest.mark.slow
+def test_two_ranks_that_load_their_rows_are_one(tmp_path: Path) -> None:
+    for model_type in (types := [*PACKED, *PADDED]):
+        saved(model_type, tmp_path / model_type)
+    argv = [sys.executable, "-m", "tests.trainer.family_ranks", str(tmp_path), *types]
+    subprocess.run(argv, cwd=Path(__file__).parents[2], check=True)
+    assert (tmp_path / "differences").read_text() == ""
 
 
 def test_an_engine_in_bfloat16_gets_buffers_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
-from areal_agent.trainer.model import Adapter, LoraLinear
+from areal_agent.trainer.model import Adapter, LoraLinear, halve
 from areal_agent.trainer.trainer import Trainer
 from tests.trainer.lab import CPU, GRADIENT_DESCENT, PLAIN, Lab, train_alike
 from tests.trainer.two_ranks import flat
@@ -87,7 +87,7 @@ def test_merged_weights_give_the_same_log_probabilities(model_folder, given):
     ours = measured(lab, given)
     assert (ours - before).abs().max() > 1e-2
     merged = Lab(model_folder)
-    merged.policy.model.load_state_dict(lab.policy.whole_parameters(), strict=False)
+    merged.policy.model.load_state_dict(dict(lab.policy.whole_parameters()), strict=False)
     plain = [merged.logprobs(one).detach()[torch.from_numpy(one.loss_mask)[1:]] for one in given.records]
     torch.testing.assert_close(torch.cat(plain), ours, atol=1e-5, rtol=0)
 
@@ -259,13 +259,12 @@ def test_frozen_weights_are_held_in_bfloat16_on_a_gpu_where_that_loses_nothing()
     model = two_linear_layers()
     model["first"].weight.data = model["first"].weight.data.to(torch.bfloat16).float()
     exact = model["first"].weight.detach().clone()
-    adapter = Adapter.attach(
-        model, [model], LoraConfig(rank=2, target_modules=("first", "second")), seed=0, halves=True
-    )
+    halve(model, [model], {})
+    adapter = Adapter.attach(model, [model], LoraConfig(rank=2, target_modules=("first", "second")), seed=0)
     assert (model["first"].weight.dtype, model["second"].weight.dtype) == (torch.bfloat16, torch.float32)
-    merged = adapter.merge(model.state_dict())
-    assert merged["first.weight"].dtype == torch.float32
-    assert torch.equal(merged["first.weight"], exact)
+    merged = adapter.merged("first.weight", model["first"].weight, torch.float32)
+    assert merged.dtype == torch.float32
+    assert torch.equal(merged, exact)
     assert all(one.dtype == torch.float32 for one in adapter.parameters().values())
 
 

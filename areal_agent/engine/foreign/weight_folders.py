@@ -92,7 +92,7 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
 
     The tensors' bytes follow it without gaps, in this order.
     """
-    header: dict[str, JsonObject] = {}
+    header: dict[str, JsonObject] = {"__metadata__": {"format": "pt"}}  # which transformers demands
     start = 0
     for name, dtype, shape in tensors:
         end = start + math.prod(shape) * ITEM_BYTES[dtype]
@@ -194,7 +194,7 @@ def _copy(weights: SharedMemoryWeights, target: Path) -> None:
         mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_READ)
     crc32 = 0
     with mapped, memoryview(mapped) as memory, target.open("wb") as file:
-        file.write(encode_header((entry.name, _dtype_of(entry), entry.shape) for entry in weights.entries))
+        file.write(encode_header((entry.name, dtype_of(entry), entry.shape) for entry in weights.entries))
         for entry in weights.entries:
             if not 0 <= entry.offset <= len(memory) - entry.num_bytes:
                 raise WeightUpdateError(
@@ -211,7 +211,8 @@ def _copy(weights: SharedMemoryWeights, target: Path) -> None:
         )
 
 
-def _dtype_of(entry: TensorEntry) -> str:
+def dtype_of(entry: TensorEntry) -> str:
+    """Return safetensors' name of a dtype. Raises WeightUpdateError for one that engines do not load."""
     if entry.dtype not in _DTYPES:
         raise WeightUpdateError(f"{entry.name!r} has dtype {entry.dtype!r}; it must be one of {', '.join(_DTYPES)}")
     return _DTYPES[entry.dtype]
