@@ -10,6 +10,7 @@ containers may share memory without seeing each other's processes.
 import asyncio
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import socket
@@ -19,7 +20,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iter
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 from huggingface_hub import snapshot_download
@@ -32,6 +33,7 @@ from areal_agent.ledger.shard import LedgerShard
 from areal_agent.models.recipe import RECIPE, demonstrations_of, model_folder
 from areal_agent.observe.progress import Progress
 from areal_agent.process import ManagedProcess
+from areal_agent.rollout.tasks import HUB_NAME
 from areal_agent.rollout.worker_client import Channel, WorkerClient, WorkerGone, WorkerSettings
 from areal_agent.trainer.client import TrainerClient
 
@@ -175,7 +177,7 @@ def folder_in(parent: Path) -> Generator[Path]:
     for leftover in parent.glob(f"{PREFIX}*"):
         if _is_abandoned(leftover):
             shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", dir=parent) as name, _locked(Path(name)):
+    with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{os.getpid()}-", dir=parent) as name, locked(Path(name)):
         yield Path(name)
 
 
@@ -184,14 +186,14 @@ def _is_abandoned(folder: Path) -> bool:
     if not owner.isdigit() or _is_alive(int(owner)):
         return False
     try:
-        with _locked(folder):
+        with locked(folder):
             return True
     except OSError:  # somebody holds the lock, or the folder is another user's
         return False
 
 
 @contextmanager
-def _locked(folder: Path) -> Generator[None]:
+def locked(folder: Path) -> Generator[None]:
     """Hold an exclusive lock. Raises OSError when somebody else does; a file system without locks counts as free."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -219,6 +221,33 @@ POLL_S = 0.25
 WEIGHTS = "*.safetensors"
 TOKENIZER = "tokenizer.json"
 HUB_FILES = (WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt")  # no pickles, no code
+
+
+def require_model(model: str, what: str = "model") -> None:
+    """Raise ConfigError unless `model` is a Hugging Face folder, `tiny`, or has the form of a hub name."""
+    path = Path(model)
+    if demonstrations_of(model) is not None or (path / "config.json").is_file():
+        return
+    if path.exists():
+        raise ConfigError(f"{what} {model!r} is not a Hugging Face folder: it has no config.json")
+    if not HUB_NAME.fullmatch(model):
+        raise ConfigError(f"{what} {model!r}: there is no such folder; give a folder, a hub name (org/name) or 'tiny'")
+
+
+def is_described(path: Path) -> bool:
+    """Return whether this is a folder with a config.json, or that file."""
+    return path.is_file() or (path / "config.json").is_file()
+
+
+def read_described(path: Path) -> dict[str, Any]:
+    """Return the config.json of a folder, or of that file under whatever name. Raises ConfigError."""
+    try:
+        described: object = json.loads((path if path.is_file() else path / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {str(path)!r}: its config.json cannot be read: {error}") from None
+    if not isinstance(described, dict):
+        raise ConfigError(f"model {str(path)!r}: its config.json is {described!r:.100}, and no object")
+    return cast(dict[str, Any], described)
 
 
 async def obtain_model(model: str, seed: int, logs: Path, progress: Progress) -> Path:

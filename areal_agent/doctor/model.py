@@ -21,20 +21,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from areal_agent.cluster.local import describe_model, obtain_model
+from areal_agent.cluster.local import describe_model, is_described, obtain_model, read_described
 from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, State, gib
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.models.recipe import RECIPE, Recipe, demonstrations_of
 from areal_agent.observe.progress import Progress
-from areal_agent.run.preflight import (
-    check_context,
-    check_model,
-    is_described,
-    read_described,
-    require_trainable,
-    told_calls,
-)
+from areal_agent.run.preflight import check_context, check_model, require_trainable, told_calls
 from areal_agent.tokens.forest import Forest, Reply
 from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.formats.thinking import ReasoningFormat

@@ -7,7 +7,7 @@ divides logits by a temperature here; SGLang and vLLM answer for temperature 1.
 from collections.abc import Sequence
 from typing import Self
 
-from areal_agent.engine.address import Backend, find_backend
+from areal_agent.engine.address import Backend, find_backend, key_of_environment
 from areal_agent.engine.transport import Transport
 from areal_agent.engine.vllm import server as vllm
 from areal_agent.engine.wire import control, generate
@@ -22,7 +22,7 @@ class ScoringServer:
         self.url = url
         self._backend: Backend = backend
         # SGLang and vLLM close idle connections, perhaps just as one is used again
-        self._transport = Transport(url, keeps_connections=backend == "embedded")
+        self._transport = Transport(url, key=key_of_environment(), keeps_connections=backend == "embedded")
 
     @classmethod
     async def connect(cls, url: str) -> Self:

@@ -11,10 +11,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from areal_agent.algorithms.config import AlgorithmConfig, load_own
-from areal_agent.cluster.local import TOKENIZER, check_port, check_this_host
+from areal_agent.cluster.local import (
+    TOKENIZER,
+    check_port,
+    check_this_host,
+    is_described,
+    read_described,
+    require_model,
+)
 from areal_agent.cluster.ray_hosts import require_ray
 from areal_agent.config import Config
 from areal_agent.engine.config import EngineConfig
@@ -23,7 +30,7 @@ from areal_agent.files import RunFolder
 from areal_agent.gateway.auth import find_admin_key
 from areal_agent.models.recipe import RECIPE, demonstrations_of, load_demonstrations, model_name
 from areal_agent.rollout.draws import Curriculum, in_order
-from areal_agent.rollout.tasks import HUB_NAME, TaskSet, load_tasks, require_json
+from areal_agent.rollout.tasks import TaskSet, load_tasks, require_json
 from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
 from areal_agent.run.serving import transcript_settings
 from areal_agent.run.teacher import require_same_vocabulary
@@ -177,13 +184,8 @@ def check_teacher(config: Config) -> None:
     teacher = config.algorithm.teacher
     if teacher is None or teacher.model is None or teacher.url is not None or demonstrations_of(teacher.model):
         return
-    folder = Path(teacher.model)
-    if not (folder / "config.json").is_file() and (folder.exists() or not HUB_NAME.fullmatch(teacher.model)):
-        raise ConfigError(
-            f"algorithm.teacher.model is {teacher.model!r}, and no folder with a config.json; give a Hugging Face "
-            "folder, for example a checkpoint of another run, or a hub name (org/name)"
-        )
-    if folder.exists():
+    require_model(teacher.model, "algorithm.teacher.model")
+    if (folder := Path(teacher.model)).exists():
         check_causal(folder)
         if (Path(config.model) / TOKENIZER).is_file():
             require_same_vocabulary(Path(config.model), folder)
@@ -272,32 +274,12 @@ def import_own_functions(algorithm: AlgorithmConfig) -> None:
 
 
 def check_model(model: str, engine: EngineConfig) -> None:
-    """Raise ConfigError unless `model` is `tiny`, a folder with a config.json, or the form of a hub name."""
-    path = Path(model)
+    """Raise ConfigError unless `model` is `tiny`, a folder that the engine could load, or the form of a hub name."""
+    require_model(model)
     if (demonstrations := demonstrations_of(model)) is not None:
         load_demonstrations(demonstrations)
-    elif (path / "config.json").is_file():
-        check_model_folder(path, engine)
-    elif path.exists():
-        raise ConfigError(f"model {model!r} is not a Hugging Face folder: it has no config.json")
-    elif not HUB_NAME.fullmatch(model):
-        raise ConfigError(f"model {model!r}: there is no such folder; give a folder, a hub name (org/name) or 'tiny'")
-
-
-def is_described(path: Path) -> bool:
-    """Return whether this is a folder with a config.json, or that file."""
-    return path.is_file() or (path / "config.json").is_file()
-
-
-def read_described(path: Path) -> dict[str, Any]:
-    """Return the config.json of a folder, or of that file under whatever name. Raises ConfigError."""
-    try:
-        described: object = json.loads((path if path.is_file() else path / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {str(path)!r}: its config.json cannot be read: {error}") from None
-    if not isinstance(described, dict):
-        raise ConfigError(f"model {str(path)!r}: its config.json is {described!r:.100}, and no object")
-    return cast(dict[str, Any], described)
+    elif is_described(Path(model)):
+        check_model_folder(Path(model), engine)
 
 
 def check_served(path: Path, engine: EngineConfig) -> None:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from areal_agent.cluster.local import TOKENIZER, describe_model, obtain_model
 from areal_agent.config import Config
 from areal_agent.engine.scoring import ScoringServer
-from areal_agent.errors import ConfigError, EngineError, EngineUnreachable
+from areal_agent.errors import ConfigError, EngineError, EngineRejected, EngineUnreachable
 from areal_agent.observe.progress import Progress
 from areal_agent.rollout.tasks import HUB_NAME
 from areal_agent.types import TokenRecord
@@ -59,7 +59,12 @@ def _tokenizer(folder: Path) -> Tokenizer:
             f"algorithm.teacher: there is no {TOKENIZER} in {str(folder)!r}, so tokenizers cannot be compared; with a "
             "url, set algorithm.teacher.model to a folder here that has the teacher's tokenizer"
         )
-    return Tokenizer.from_file(str(folder / TOKENIZER))
+    try:
+        return Tokenizer.from_file(str(folder / TOKENIZER))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError(
+            f"algorithm.teacher: {TOKENIZER} in {str(folder)!r} cannot be read: {error}; save the tokenizer there again"
+        ) from None
 
 
 async def obtain_teacher(config: Config, model: Path, logs: Path, progress: Progress) -> Path | None:
@@ -123,6 +128,10 @@ class Teacher:
                             self._note(f"the train step waits up to {self._wait_s:g} s for its teacher: {cause}")
                         self._is_away = True
                         await asyncio.sleep(self._retry_s)
+                    except EngineRejected as error:
+                        raise EngineRejected(
+                            f"the teacher at {self._server.url} refuses to score {len(ids)} tokens: {error}"
+                        ) from error
                     else:
                         if self._is_away:
                             self._note(f"the teacher at {self._server.url} answers again")

@@ -55,6 +55,8 @@ class HeldOutConfig(Section):
     def _has_one_source(self) -> Self:
         if self.file is not None and self.share != type(self).model_fields["share"].default:
             raise ValueError("share has no effect beside file; leave one of them out")
+        if not self.is_measured and self.every != type(self).model_fields["every"].default:
+            raise ValueError("every has no effect with share 0, since nothing is measured; leave it out")
         return self
 
     @property
@@ -70,8 +72,8 @@ class FlatConfig(Section):
     min_fall: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """The share of the best loss so far by which a new one has to be lower."""
     decay_steps: Annotated[int, Field(ge=1)] = 50
-    """The last steps, over which the learning rate falls to a fiftieth. The decay begins when the loss is flat, or in
-    time for the last step."""
+    """The number of last steps, over which the learning rate falls linearly, though never below a fiftieth. They begin
+    when the loss is flat, or in time for the last of all steps."""
 
 
 class SftConfig(ConfigFile):
@@ -100,6 +102,7 @@ class SftConfig(ConfigFile):
     trainer: TrainerConfig = TrainerConfig()
     """As in a training run, without what pushes weights to engines. `schedule` spans all steps."""
     observe: ObserveConfig = ObserveConfig()
+    """As in a training run; without a terminal there is a line an evaluation."""
 
     @model_validator(mode="after")
     def _has_no_idle_options(self) -> Self:
@@ -110,6 +113,8 @@ class SftConfig(ConfigFile):
             idle.append("lora.push")
         if idle:
             raise ValueError(f"trainer.{idle[0]} has no effect here: there is no engine to push to; leave it out")
+        if self.observe.token_records != ObserveConfig().token_records:
+            raise ValueError("observe.token_records has no effect here: it is for what rewards teach; leave it out")
         if flat is not None and not self.held_out.is_measured:
             raise ValueError("until_flat needs chats to measure on; set held_out.share, or leave until_flat out")
         if flat is not None and trainer.schedule != "constant":

@@ -6,6 +6,7 @@ resumed fine-tuning goes on with the batches that it would have had.
 
 import math
 import random
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
@@ -17,7 +18,7 @@ import orjson
 
 from areal_agent.command import nearest
 from areal_agent.errors import ConfigError, RequestError
-from areal_agent.gateway.conversation import read_message, read_tools
+from areal_agent.gateway.conversation import AssistantMessage, read_message, read_tools
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import ledger_in, reading
 from areal_agent.sft.config import DataConfig, SftConfig
@@ -30,6 +31,9 @@ from areal_agent.types import JsonObject, TokenRecord, Trajectory
 
 TOKENIZER = "tokenizer.json"
 KEYS = ("messages", "tools")
+OF_ANSWERS = (*AssistantMessage.model_fields, "weight")
+"""The keys of an answer; a gateway ignores others, which client libraries add."""
+EMPTY: Sequence[object] = (None, "", [], {})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,9 +125,9 @@ def split(rows: Sequence[Row], share: float, seed: int) -> tuple[list[Row], list
 def read_chats(path: Path) -> list[Chat]:
     """Read a JSONL file; empty lines are skipped. Raises ConfigError that names the line."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = path.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
     except OSError as error:
-        raise ConfigError(f"data: cannot read {str(path)!r}: {error.strerror}; name a JSONL file") from None
+        raise ConfigError(f"cannot read chats from {str(path)!r}: {error.strerror}; name a JSONL file") from None
     chats = [_chat(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
     if not chats:
         raise ConfigError(f"{path} has no rows; write one JSON object with 'messages' in each line")
@@ -140,14 +144,14 @@ def _chat(line: bytes, origin: str) -> Chat:
     fields = cast("dict[str, Any]", row)
     if unknown := [name for name in fields if name not in KEYS]:
         raise ConfigError(f"{origin}: unknown key {unknown[0]!r}; {nearest(unknown[0], KEYS)}")
-    messages: object = fields.get("messages")
+    messages, tools = fields.get("messages"), fields.get("tools")
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{origin}: 'messages' is {messages!r:.40}; give a list of messages")
     try:
         return Chat(
             origin=origin,
             messages=[_message(one, index) for index, one in enumerate(cast("list[object]", messages))],
-            tools=read_tools(fields.get("tools") or []).definitions,
+            tools=read_tools([] if tools is None else tools).definitions,
         )
     except RequestError as error:
         raise ConfigError(f"{origin}: {error}") from None
@@ -163,7 +167,12 @@ def _message(value: object, index: int) -> JsonObject:
         if isinstance(arguments := call["function"]["arguments"], str):  # it could not be read
             where = f"messages[{index}].tool_calls[{number}].function.arguments"
             raise RequestError(f"{where} is {arguments!r:.60}, and no JSON object; write the call's arguments as one")
-    weight = cast("JsonObject", value).get("weight", 1)
+    fields = cast("JsonObject", value)
+    if unknown := [name for name in fields if name not in OF_ANSWERS and fields[name] not in EMPTY]:
+        raise RequestError(f"messages[{index}] has the unknown key {unknown[0]!r}; {nearest(unknown[0], OF_ANSWERS)}")
+    if fields.get("content") is None and not message.keys() & {"tool_calls", "reasoning_content"}:
+        raise RequestError(f"messages[{index}] says nothing: it has neither content nor tool_calls; give one of them")
+    weight = fields.get("weight", 1)
     if weight not in (0, 1):
         raise RequestError(f"messages[{index}].weight is {weight!r:.40}; it is 1, or 0 for an answer not to learn")
     return {**message, "weight": weight}
@@ -211,7 +220,10 @@ def _sampled(trajectory: Trajectory, rule: LossRule) -> tuple[Example, ...]:
 def _require_same_tokenizer(tokenizer: Path | None, run_dir: Path, folder: Path) -> None:
     theirs = None if tokenizer is None else tokenizer / TOKENIZER
     if theirs is None or not theirs.is_file():
-        raise ConfigError(f"data.from_run {str(run_dir)!r}: its tokenizer is gone, so its tokens have no meaning")
+        raise ConfigError(
+            f"data.from_run {str(run_dir)!r}: its tokenizer is gone, so nobody knows what its tokens are; put back "
+            "the model that it began with, or one of its checkpoints"
+        )
     if theirs.read_bytes() != (folder / TOKENIZER).read_bytes():
         raise ConfigError(
             f"data.from_run {str(run_dir)!r}: its tokens are of the tokenizer in {str(tokenizer)!r}, and the model in "

@@ -16,7 +16,7 @@ from areal_agent.trainer.worker import Worker
 from areal_agent.types import JsonObject, TokenRecord
 
 LOWEST_RATE = 0.02
-"""The learning rate at the end of a decay, as a share of its peak."""
+"""The lowest learning rate of a decay, as a share of its peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,14 +77,13 @@ class Fitting:
         self._every = every
         self._flat = flat
         self.step = step
-        latest = num_steps - (flat.decay_steps if flat else 0)
-        earlier = state if state and flat else {"decay_starts": latest}
-        self._progress = _Progress(**{**earlier, "decay_starts": min(latest, earlier["decay_starts"])})
+        self._latest = num_steps - (flat.decay_steps if flat else 0)  # where the decay starts without a flat loss
+        self._progress = _Progress(**state) if state and flat else _Progress()
 
     @property
     def num_steps(self) -> int:
         """The steps in all, as far as that is known."""
-        return self._progress.decay_starts + (self._flat.decay_steps if self._flat else 0)
+        return self._decay_starts + (self._flat.decay_steps if self._flat else 0)
 
     @property
     def state(self) -> JsonObject:
@@ -109,13 +108,19 @@ class Fitting:
 
     def wind_down(self) -> None:
         """Begin the decay of the learning rate now, unless it has begun."""
-        self._progress.decay_starts = min(self._progress.decay_starts, self.step)
+        self._progress.decay_starts = min(self._decay_starts, self.step)
+
+    @property
+    def _decay_starts(self) -> int:
+        """The step after which the learning rate falls, as far as that is known."""
+        begun = self._progress.decay_starts
+        return self._latest if begun is None else min(self._latest, begun)
 
     def _rate(self) -> float:
         """Return the next step's learning rate as a share of the schedule's."""
         if self._flat is None:
             return 1.0
-        num_decayed = max(0, self.step - self._progress.decay_starts)
+        num_decayed = max(0, self.step - self._decay_starts)
         return max(LOWEST_RATE, 1.0 - num_decayed / self._flat.decay_steps)
 
     def _note(self, loss: float) -> None:
@@ -134,6 +139,6 @@ class Fitting:
 class _Progress:
     """How far a fitting is from its end."""
 
-    decay_starts: int  # the step, at the latest
+    decay_starts: int | None = None  # the step at which the loss was flat
     best_loss: float | None = None
     num_flat_checks: int = 0  # in which the loss has not fallen

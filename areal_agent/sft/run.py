@@ -8,36 +8,40 @@ goes on from the newest checkpoint and makes the same steps that an uninterrupte
 """
 
 import asyncio
-import json
 import logging
+import math
 import os
 import shutil
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import orjson
 from transformers.utils import logging as transformers_logging
 
-from areal_agent.cluster.local import describe_model, obtain_model, weights_folder
+from areal_agent.cluster.local import (
+    describe_model,
+    locked,
+    obtain_model,
+    read_described,
+    require_model,
+    weights_folder,
+)
 from areal_agent.errors import ArealAgentError, ConfigError, TrainerError
 from areal_agent.files import RunFolder
-from areal_agent.models.recipe import demonstrations_of
 from areal_agent.observe.curve import draw_losses
 from areal_agent.observe.metrics import MetricsLog, Row, RowKind, evaluation_rows, numbers_of, read_metrics, step_rows
 from areal_agent.observe.progress import Progress, clock_time
 from areal_agent.observe.trackers import TrackedRun, require_installed, start_trackers
 from areal_agent.process import start_logging
-from areal_agent.rollout.tasks import HUB_NAME
 from areal_agent.section import one_line
 from areal_agent.sft.config import SftConfig
 from areal_agent.sft.data import Data, load_data
 from areal_agent.sft.fitting import Check, Fitted, Fitting, loaded
 from areal_agent.tokens.renderer import exported_template
-from areal_agent.trainer.checkpoint import FOR_RESUMES, Checkpoint, latest_checkpoint
+from areal_agent.trainer.checkpoint import FOR_RESUMES, Checkpoint, latest_checkpoint, newest_step
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.worker import Worker
 
@@ -60,31 +64,39 @@ def fine_tune(config: SftConfig, *, name: str, resume: str | None = None, is_dry
         raise ConfigError(f"--resume {str(folder.path)!r}: it is completed, and its model is {str(folder.model)!r}")
     progress = Progress(total_steps=0, mode=config.observe.progress)
     folder.make()
-    try:
-        start_logging(folder.logs / "main.log", show=progress.note)
-        transformers_logging.disable_progress_bar()
-        folder.config.write_text(config.to_yaml())
-        with told_failures(folder):
-            code, last_words = SftRun(config, folder, progress).run()
-    except (ConfigError, KeyboardInterrupt):  # before the first step: later ones are noted
-        if resume is None:
-            folder.give_up(keep_logs=False)
-        raise
-    finally:
-        progress.close()
+    with alone_in(folder):
+        code, last_words = _run(config, folder, progress, is_resumed=resume is not None)
     print(last_words, flush=True)
     return code
 
 
-def require_model(model: str) -> None:
-    """Raise ConfigError unless `model` is a Hugging Face folder, `tiny`, or has the form of a hub name."""
-    path = Path(model)
-    if demonstrations_of(model) is not None or (path / "config.json").is_file():
-        return
-    if path.exists():
-        raise ConfigError(f"model {model!r} is not a Hugging Face folder: it has no config.json")
-    if not HUB_NAME.fullmatch(model):
-        raise ConfigError(f"model {model!r}: there is no such folder; give a folder, a hub name (org/name) or 'tiny'")
+def _run(config: SftConfig, folder: RunFolder, progress: Progress, *, is_resumed: bool) -> tuple[int, str]:
+    """Return the exit code and the last words. A new run that makes no checkpoint for a fault of its config goes."""
+    try:
+        with told_failures(folder):
+            start_logging(folder.logs / "main.log", show=progress.note)
+            transformers_logging.disable_progress_bar()
+            folder.config.write_text(config.to_yaml())
+            return SftRun(config, folder, progress).run()
+    except (ConfigError, KeyboardInterrupt):
+        if not is_resumed and newest_step(folder.checkpoints) == 0:  # nothing is lost
+            folder.give_up(keep_logs=False)
+        raise
+    finally:
+        progress.close()
+
+
+@contextmanager
+def alone_in(folder: RunFolder) -> Generator[None]:
+    """Hold the lock of a run folder, which has one writer. Raises ConfigError when another process has it."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder.path))
+        except OSError:
+            raise ConfigError(
+                f"run_dir {str(folder.path)!r}: another process is at work there; wait until it has ended"
+            ) from None
+        yield
 
 
 def describe(config: SftConfig, folder: RunFolder) -> str:
@@ -99,10 +111,7 @@ def describe(config: SftConfig, folder: RunFolder) -> str:
 
 def context_of(model: Path) -> int | None:
     """Return the number of tokens that a model was made for, where its config.json says so."""
-    try:
-        fields: dict[str, Any] = json.loads((model / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {str(model)!r}: its config.json cannot be read: {error}") from None
+    fields = read_described(model)
     return (fields.get("text_config") or fields).get("max_position_embeddings")
 
 
@@ -130,8 +139,16 @@ class SftRun:
             )
         self._progress.note(str(data))
         self._progress.phase("loading the model")
+        with interruption() as is_interrupted:
+            if self._train(model, data, num_steps, is_interrupted):
+                return 0, self._close()
+        assert self._saved is not None  # the step under way is saved
+        hint = f"python -m areal_agent.sft --resume {folder.path}"
+        return INTERRUPTED_CODE, f"interrupted after step {self._saved.step}; go on with: {hint}"
+
+    def _train(self, model: Path, data: Data, num_steps: int, is_interrupted: Callable[[], bool]) -> bool:
+        """Make the steps that are left, and save the last one. Return whether all were made."""
         with (
-            interruption() as is_interrupted,
             weights_folder(in_memory=False) as meeting,
             self._metrics(),
             loaded(self._setup(model, meeting, num_steps)) as trainer,
@@ -140,13 +157,12 @@ class SftRun:
             if fitting.step == 0 and data.held_out:
                 self._note_check(fitting.check())
             for fitted in self._steps(fitting):
-                is_last = fitted.step >= fitting.num_steps
-                if fitted.step % config.trainer.checkpoint_every == 0 or is_interrupted() or is_last:
+                is_last, is_asked = fitted.step >= fitting.num_steps, is_interrupted()
+                if fitted.step % self._config.trainer.checkpoint_every == 0 or is_asked or is_last:
                     self._save(trainer, fitting)
-                if is_interrupted() and not is_last:
-                    hint = f"python -m areal_agent.sft --resume {folder.path}"
-                    return INTERRUPTED_CODE, f"interrupted after step {fitted.step}; go on with: {hint}"
-        return 0, self._close(fitting.step)
+                if is_asked and not is_last:
+                    return False
+        return True
 
     # ------------------------------------------------------------------ the parts
 
@@ -216,6 +232,7 @@ class SftRun:
 
     def _note_check(self, check: Check) -> None:
         self._loss = check.loss
+        self._progress.note(f"step {check.step}: {check.loss:.4f} nats a token held out")
         self._note(RowKind.EVALUATION, check.step, {"sft/held_out_loss": check.loss})
 
     def _note(self, kind: RowKind, step: int, metrics: Mapping[str, float]) -> None:
@@ -228,22 +245,23 @@ class SftRun:
         path = Path(trainer.call("save", {**arguments, "run_state": fitting.state})["path"])
         self._saved = Checkpoint(path=path, step=fitting.step, incarnation=0)
 
-    def _close(self, step: int) -> str:
+    def _close(self) -> str:
         """Leave the model, the picture and the summary, and return the last words."""
         folder, saved = self._folder, self._saved
         assert saved is not None  # the last step is saved
         half = folder.path / ".model"
         shutil.rmtree(half, ignore_errors=True)
         shutil.copytree(saved.path, half, ignore=shutil.ignore_patterns(*FOR_RESUMES))
+        shutil.rmtree(folder.model, ignore_errors=True)  # of a process that was killed before it left the summary
         half.rename(folder.model)
         rows = read_metrics(folder.metrics)
-        steps, losses = step_rows(rows), [row["sft/held_out_loss"] for row in evaluation_rows(rows)]
+        steps, losses = step_rows(rows), [_number(row["sft/held_out_loss"]) for row in evaluation_rows(rows)]
         draw_losses(rows, folder.curve)
         train_s = sum(row["sft/seconds"] for row in steps)
         summary = {
             "status": "completed",
-            "steps": step,
-            "loss": steps[-1]["sft/loss"],
+            "steps": saved.step,
+            "loss": _number(steps[-1]["sft/loss"]),
             "held_out_loss_before": losses[0] if losses else None,
             "held_out_loss_after": losses[-1] if losses else None,
             "trained_tokens": sum(row["sft/num_loss_tokens"] for row in steps),
@@ -252,10 +270,15 @@ class SftRun:
         folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
         held_out = f", held-out loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else ""
         return (
-            f"{step} steps in {clock_time(train_s)}: loss {summary['loss']:.3f}{held_out}\n"
+            f"{saved.step} steps in {clock_time(train_s)}: loss {summary['loss']:.3f}{held_out}\n"
             f"  model    {folder.model}  (model: {folder.model} in a training run)\n"
             f"  curve    {folder.curve}\n  metrics  {folder.metrics}"
         )
+
+
+def _number(value: float | None) -> float:
+    """Return a loss as it was: JSON has no NaN."""
+    return math.nan if value is None else value
 
 
 @contextmanager

@@ -168,8 +168,9 @@ def _require_said(form: JsonObject, answer: str, what: str) -> None:
     reasoning, content = split_thinking(form)
     parts = {"reasoning_content": reasoning, "content": content}
     parts |= {f"tool_calls[{n}]": call["function"]["name"] for n, call in enumerate(form.get("tool_calls") or ())}
+    written = answer.replace("\r\n", "\n")  # as in `split_thinking`
     for name, said in parts.items():
-        if said and said not in answer:
+        if said and said not in written:
             raise RequestError(
                 f"the chat template does not write {what}.{name} ({said[:40]!r}), so it cannot be learnt; leave it "
                 "out, or use a template that writes it"

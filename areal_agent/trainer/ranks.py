@@ -123,6 +123,7 @@ class _Rank:
                 argv,
                 env={**os.environ, **self._callback.variables, LIFELINE_VARIABLE: str(read_end)},
                 pass_fds=(read_end,),
+                start_new_session=True,  # signals to the group of rank 0 are for rank 0 alone
             )
         except OSError:
             self._callback.close()

@@ -1,6 +1,6 @@
 """The trainer as one object: model, optimiser, random state, and the channel through which weights leave.
 
-__main__.py calls it for every command; it can also be used alone, in one process.
+worker.py calls it for every command; it can also be used alone, in one process.
 """
 
 import time

@@ -28,7 +28,7 @@ def by_trl(given: Tensors, case: dict[str, Any]) -> Tensor:
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (logprobs, nothing, None)
     trainer.aux_loss_enabled = trainer._entropy_bonus_enabled = trainer.model.training = False
     trainer.top_entropy_quantile, trainer.off_policy_mask_threshold = 1.0, None
-    trainer.args = SimpleNamespace(delta=case.get("delta"), use_bias_correction_kl=True)
+    trainer.args = SimpleNamespace(delta=None, use_bias_correction_kl=True)
     trainer.accelerator.num_processes = 1
     trainer.accelerator.gather = trainer.accelerator.reduce = lambda values, **_: values
     trainer.beta = case.get("beta", 0.0)
@@ -50,7 +50,7 @@ def by_trl(given: Tensors, case: dict[str, Any]) -> Tensor:
 
 
 def by_verl(given: Tensors, case: dict[str, Any]) -> Tensor:
-    """A policy loss of verl, its rollout correction (`is`, `rs`: level and thresholds), and its divergence (`kl`)."""
+    """A policy loss of verl with its rollout correction (`is`, `rs`: level and thresholds)."""
     for name in ("ray", "ray.experimental", "ray.experimental.state", "ray.experimental.state.api", "ray.util"):
         stub = MagicMock(__spec__=ModuleSpec(name, None), __path__=[])  # its functions start no processes
         sys.modules.setdefault(name, stub)
@@ -77,9 +77,6 @@ def by_verl(given: Tensors, case: dict[str, Any]) -> Tensor:
         config=config,
         rollout_is_weights=weights,
     )
-    if "kl" in case:
-        kl = core_algos.kl_penalty(given["logprobs"], given["reference"], case["kl"])
-        loss = loss + case["beta"] * core_algos.agg_loss(kl, mask, case["aggregation"])
     return loss
 
 

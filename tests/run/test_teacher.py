@@ -3,8 +3,9 @@
 - The embedded engine scores records, at each token's temperature, as the trainer does that loads the folder.
 - vLLM's answers are read, and a temperature that it cannot apply is refused.
 - Another tokenizer is refused: a token that is missing, has another id, or is cut in another way. So is a folder that
-  is none, and a server that is not there.
-- A server that is away is waited for, and in the end the run fails with the remedy.
+  is none, a tokenizer that cannot be read, and a server that is not there.
+- A server that is away is waited for, and in the end the run fails with the remedy; one that refuses is named.
+- A server is shown the key of the environment.
 - A whole run learns from a server, with groups of one and rewards that are all alike, and says how far it is.
 """
 
@@ -22,8 +23,9 @@ from transformers import AutoModelForCausalLM
 
 from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.config import Config
+from areal_agent.engine.address import KEY_VARIABLE
 from areal_agent.engine.scoring import ScoringServer
-from areal_agent.errors import ConfigError, EngineUnreachable
+from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable
 from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.run import Run
 from areal_agent.run.preflight import check_teacher
@@ -136,6 +138,28 @@ async def test_a_server_that_stays_away_ends_the_run_with_the_remedy(small_model
     await scorer.aclose()
 
 
+async def test_a_refusal_names_the_teacher(small_model, records):
+    async with serving(small_model, max_context_tokens=8) as server:
+        scorer = await ScoringServer.connect(server.base_url)
+        with pytest.raises(EngineRejected, match=r"the teacher at http://.* refuses to score [0-9]+ tokens: .*context"):
+            await Teacher(scorer, wait_s=60, note=print).score(records[:1])
+        await scorer.aclose()
+
+
+async def test_a_servers_key_is_that_of_the_environment(small_model, monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "a key")
+    async with serving(small_model, key="a key") as server:
+        scorer = await ScoringServer.connect(server.base_url)
+        assert await scorer.model() == str(small_model)
+        await scorer.aclose()
+
+
+def test_a_tokenizer_that_cannot_be_read_is_refused(small_model, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=f"tokenizer.json in '{tmp_path}' cannot be read: "):
+        require_same_vocabulary(small_model, tmp_path)
+
+
 def test_another_tokenizer_is_refused(small_model, tmp_path):
     def swap(told: Any) -> None:
         vocabulary = told["model"]["vocab"]
@@ -166,7 +190,7 @@ def taught(tmp_path: Path, policy: Path, **teacher: object) -> Config:
 
 
 async def test_a_teacher_that_is_not_there_is_refused_before_anything_starts(small_model, tmp_path):
-    with pytest.raises(ConfigError, match=r"teacher.model is '/nowhere', and no folder with a config.json"):
+    with pytest.raises(ConfigError, match=r"algorithm.teacher.model '/nowhere': there is no such folder"):
         check_teacher(taught(tmp_path, small_model, model="/nowhere"))
     (tmp_path / "bare").mkdir()
     shutil.copy(small_model / "config.json", tmp_path / "bare")

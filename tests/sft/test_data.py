@@ -8,6 +8,7 @@ enough reward alone, also greedy ones, but for answers that the agent never got.
 
 import asyncio
 import json
+from codecs import BOM_UTF8
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -56,6 +57,12 @@ def written(path: Path, *rows: object) -> Path:
         ({"messages": [ASKED]}, "there is nothing to learn: no message of the assistant"),
         ({"messages": [ASKED, SAID | {"weight": 0}]}, "there is nothing to learn: .* all of weight 0"),
         ({"messages": [ASKED, SAID | {"weight": 2}]}, r"messages\[1\].weight is 2; it is 1, or 0"),
+        (
+            {"messages": [ASKED, SAID | {"wieght": 0}]},
+            r"messages\[1\] has the unknown key 'wieght'; did you mean 'weight'\?",
+        ),
+        ({"messages": [ASKED, {"role": "assistant", "content": None}]}, r"messages\[1\] says nothing"),
+        ({"messages": [ASKED, SAID], "tools": False}, "tools"),
         ({"messages": [ASKED, SAID], "tools": [{"type": "x"}]}, r"tools\[0\]"),
         (calling("{'code'"), r"messages\[1\].tool_calls\[0\].function.arguments is \"\{'code'\", and no JSON object"),
         (calling([1]), r"messages\[1\].tool_calls\[0\].function.arguments"),
@@ -68,6 +75,15 @@ def test_a_bad_row_is_named(small_model: Path, tmp_path: Path, row: object, reas
         load_data(config(small_model, data=str(file)), small_model, None)
 
 
+def test_files_of_other_systems_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    exported = {"messages": [ASKED, SAID | {"refusal": None, "annotations": []}]}
+    file.write_bytes(BOM_UTF8 + b"\r\n\r\n".join(json.dumps(one).encode() for one in (CHAT, exported)))
+    first, second = read_chats(file)
+    assert (first.origin, second.origin) == (f"{file}:1", f"{file}:3")
+    assert list(first.messages) == list(second.messages) == [ASKED, SAID | {"weight": 1}]
+
+
 @pytest.mark.parametrize("text", ["", "\n\n"])
 def test_a_file_without_rows_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "empty.jsonl").write_text(text)
@@ -76,7 +92,7 @@ def test_a_file_without_rows_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data: cannot read '.*none\.jsonl': No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read chats from '.*none\.jsonl': No such file"):
         read_chats(tmp_path / "none.jsonl")
 
 

@@ -1,14 +1,17 @@
 """A fine-tuning from its config to the model that it leaves:
 
 1. a step's loss is the mean negative log-probability of the answers' tokens, also when it is split; 2. it learns, and
-leaves model, picture, metrics and summary; 3. resumed, it makes the same steps bit for bit; 4. with adapters the
-exported model has them merged in; 5. it ends when the loss is flat; 6. a signal ends it after the step under way;
-7. faults are one line, and nothing is left behind; `--dry-run` starts nothing; 8. two ranks learn the same (slow).
+leaves model, picture, metrics and summary; 3. resumed, it makes the same steps bit for bit, also after a kill while it
+left its model; 4. with adapters the exported model has them merged in; 5. it ends when the loss is flat; 6. a signal
+ends it after the step under way, with a checkpoint, and changes nothing after the last step; 7. faults are one line,
+and nothing is left behind; `--dry-run` starts nothing; 8. a run folder has
+one writer; 9. two ranks learn the same, interrupted and resumed (slow).
 """
 
 import json
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +20,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from areal_agent.cluster.local import locked
 from areal_agent.errors import ConfigError
+from areal_agent.files import RunFolder
 from areal_agent.observe.metrics import evaluation_rows, read_metrics, step_rows
+from areal_agent.observe.progress import Progress
 from areal_agent.sft.config import FlatConfig, SftConfig
 from areal_agent.sft.data import load_data
 from areal_agent.sft.fitting import Fitting, loaded
-from areal_agent.sft.run import fine_tune, interruption
+from areal_agent.sft.run import SftRun, fine_tune
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
+from areal_agent.trainer.worker import Worker
+from areal_agent.types import JsonObject
 from tests.commands import run
 
 LEARNING_RATE = 3e-3
@@ -99,10 +107,11 @@ def test_it_learns_and_leaves_a_model(done: Path, small_model: Path) -> None:
     AutoModelForCausalLM.from_pretrained(done / "model")
 
 
-def test_a_resume_makes_the_same_steps(done: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", [("model", "checkpoints/step_000010", "checkpoints/step_000008"), ()])
+def test_a_resume_makes_the_same_steps(done: Path, tmp_path: Path, missing: Sequence[str]) -> None:
     folder = tmp_path / "run"
     shutil.copytree(done, folder)
-    for name in ("summary.json", "model", "checkpoints/step_000010", "checkpoints/step_000008"):
+    for name in ("summary.json", *missing):
         shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink()
     resumed = SftConfig.load(folder / "config.yaml")
     assert fine_tune(resumed, name="sft", resume=str(folder)) == 0
@@ -118,6 +127,71 @@ def test_a_resume_makes_the_same_steps(done: Path, tmp_path: Path) -> None:
     assert told[0] == told[1]
     with pytest.raises(ConfigError, match="it is completed, and its model is"):
         fine_tune(resumed, name="sft", resume=str(folder))
+
+
+def test_more_epochs_may_be_asked_for_at_a_resume() -> None:
+    """Unless the loss was flat: then the decay that has begun is the end."""
+    flat = FlatConfig(decay_steps=4)
+
+    def fitting(num_steps: int, state: JsonObject | None = None) -> Fitting:
+        return Fitting(Worker(), iter([]), [], num_steps=num_steps, every=1, flat=flat, step=3, state=state)
+
+    begun = fitting(10)
+    assert fitting(40, begun.state).num_steps == 40
+    begun.wind_down()
+    assert fitting(40, begun.state).num_steps == 3 + 4
+
+
+class Interrupted(Progress):
+    """A progress at which somebody presses Ctrl-C, once a step is done."""
+
+    step_to_come = 0
+
+    def phase_progress(self, fraction: float, text: str = "") -> None:
+        if text.startswith(f"step {self.step_to_come}/"):
+            signal.raise_signal(signal.SIGINT)
+
+
+def interrupt(chosen: SftConfig, step: int) -> tuple[int, str]:
+    """Return how a run ends that is interrupted in a step."""
+    assert chosen.run_dir is not None
+    folder, progress = RunFolder(Path(chosen.run_dir)), Interrupted(0, mode="none")
+    progress.step_to_come = step
+    folder.make()
+    return SftRun(chosen, folder, progress).run()
+
+
+def test_an_interruption_is_after_the_step_under_way(
+    done: Path, small_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    chosen, before = config(small_model, chats, tmp_path / "run"), signal.getsignal(signal.SIGINT)
+    code, words = interrupt(chosen, step=3)
+    assert signal.getsignal(signal.SIGINT) is before
+    hint = f"interrupted after step 3; go on with: python -m areal_agent.sft --resume {tmp_path / 'run'}"
+    assert (code, words) == (130, hint)
+    assert fine_tune(chosen, name="sft", resume=str(tmp_path / "run")) == 0
+    weights = [(one / "model" / "model.safetensors").read_bytes() for one in (done, tmp_path / "run")]
+    assert weights[0] == weights[1]
+
+
+def test_an_interruption_in_the_last_step_changes_nothing(small_model: Path, chats: Path, tmp_path: Path) -> None:
+    code, words = interrupt(config(small_model, chats, tmp_path / "run", epochs=0.5), step=3)
+    assert (code, words.splitlines()[0].split(" in ")[0]) == (0, "3 steps")
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
+
+
+def test_a_loss_that_is_no_number_is_told(small_model: Path, chats: Path, tmp_path: Path) -> None:
+    chosen = config(small_model, chats, tmp_path / "run", trainer={"learning_rate": 1e18}, epochs=0.5)
+    assert fine_tune(chosen, name="sft") == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_bytes())["held_out_loss_after"] is None
+
+
+def test_a_folder_has_one_writer(done: Path, small_model: Path, chats: Path, tmp_path: Path) -> None:
+    chosen, folder = config(small_model, chats, tmp_path / "run"), RunFolder(tmp_path / "run")
+    folder.make()
+    with locked(folder.path), pytest.raises(ConfigError, match="another process is at work there"):
+        fine_tune(chosen, name="sft", resume=str(folder.path))
+    assert folder.checkpoints.is_dir()
 
 
 def test_adapters_are_merged_into_the_model(small_model: Path, chats: Path, tmp_path: Path) -> None:
@@ -140,15 +214,6 @@ def test_it_ends_when_the_loss_is_flat(small_model: Path, chats: Path, tmp_path:
     assert rates == pytest.approx([1.0] * 6 + [1.0, 0.75, 0.5, 0.25])
 
 
-def test_a_signal_is_noted_and_the_old_handler_comes_back() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with interruption() as is_interrupted:
-        assert not is_interrupted()
-        signal.raise_signal(signal.SIGTERM)
-        assert is_interrupted()
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -160,6 +225,8 @@ def test_a_signal_is_noted_and_the_old_handler_comes_back() -> None:
         ({"held_out": {"file": "x", "share": 0.1}}, "share has no effect beside file"),
         ({"trainer": {"transfer": "disk"}}, "trainer.transfer has no effect here"),
         ({"trainer": {"lora": {"push": "adapter"}}}, r"trainer.lora.push has no effect here"),
+        ({"held_out": {"share": 0, "every": 3}}, "every has no effect with share 0"),
+        ({"observe": {"token_records": 0.5}}, "observe.token_records has no effect here"),
         ({"until_flat": {}, "held_out": {"share": 0}}, "until_flat needs chats to measure on"),
         ({"until_flat": {}, "trainer": {"schedule": "linear"}}, "trainer.schedule is 'linear', and until_flat has"),
         ({"until_flat": {}}, "until_flat.decay_steps is 50, and there are only 10 steps"),
@@ -187,8 +254,9 @@ def test_a_dry_run_reads_every_row_and_starts_nothing(
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_does(done: Path, small_model: Path, chats: Path, tmp_path: Path) -> None:
     two = config(small_model, chats, tmp_path / "run", trainer={"num_ranks": 2})
-    (tmp_path / "sft.yaml").write_text(two.to_yaml())
-    ended = run("areal_agent.sft", "--config", str(tmp_path / "sft.yaml"))
+    assert interrupt(two, step=3)[0] == 130
+    (tmp_path / "run" / "config.yaml").write_text(two.to_yaml())
+    ended = run("areal_agent.sft", "--resume", str(tmp_path / "run"))
     assert ended.returncode == 0, ended.stderr
     ours, theirs = (load_file(one / "model" / "model.safetensors") for one in (tmp_path / "run", done))
     for name, tensor in theirs.items():

@@ -179,6 +179,13 @@ def test_an_answer_of_weight_0_is_context() -> None:
     assert ChatRenderer(renderer).examples(messages[:3]) == ()
 
 
+@pytest.mark.parametrize(("said", "text"), [("a\r\nb", "a\r\nb"), ("a\n", "a")])
+def test_white_space_is_as_the_template_writes_it(said: str, text: str) -> None:
+    renderer = of_template(CHATML.replace("message.content }}", "message.content | trim }}"))
+    (example,) = ChatRenderer(renderer).examples([user("hi"), says(said)])
+    assert learnt(renderer, example) == [f"{text}<|im_end|>"]
+
+
 def test_control_tokens_in_a_message_are_plain_text() -> None:
     renderer = of_template(CHATML)
     (example,) = ChatRenderer(renderer).examples([user("hi<|im_end|>"), says("a<|im_end|>b")])
