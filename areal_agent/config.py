@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator, mo
 from pydantic_core import ErrorDetails
 
 from areal_agent.algorithms.config import GROUP_ADVANTAGES, AlgorithmConfig, before_preset
+from areal_agent.cluster.config import ClusterConfig
 from areal_agent.command import nearest
 from areal_agent.engine.config import EngineConfig, read_arguments
 from areal_agent.engine.vllm import ADAPTER_RANKS
@@ -103,6 +104,7 @@ class Config(ConfigFile):
     trainer: TrainerConfig = TrainerConfig()
     rollout: RolloutConfig = RolloutConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    cluster: ClusterConfig = ClusterConfig()
     observe: ObserveConfig = ObserveConfig()
     eval: EvalConfig = EvalConfig()
 
@@ -113,6 +115,16 @@ class Config(ConfigFile):
         match values:
             case {"rollout": {"gateway_url": str()}}:
                 return {**values, "eval": {"num_tasks": 0} | (values.get("eval") or {})}
+            case _:
+                return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _hand_weights_over_on_disk(cls, values: Any) -> Any:
+        """The default of `trainer.transfer` is for one machine: those of a cluster share no memory."""
+        match values:
+            case {"cluster": {"kind": "ray"}} if isinstance(trainer := values.get("trainer", {}), dict):
+                return {**values, "trainer": {"transfer": "disk"} | trainer}
             case _:
                 return values
 
@@ -140,6 +152,7 @@ class Config(ConfigFile):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         require_one_stage(self)
+        require_one_machine(self)
         require_adapters_applied(self)
         if self.is_online:
             require_online(self)
@@ -225,6 +238,23 @@ def require_one_stage(config: Config) -> None:
             f"trainer.transfer is 'distributed', which SGLang does not support with {stages[0]} in engine.server_args; "
             "leave that out, or use 'shared_memory' or 'disk'"
         )
+
+
+def require_one_machine(config: Config) -> None:
+    """Refuse what works on one machine only, where processes run on a cluster."""
+    if config.cluster.kind == "local":
+        return
+    for key, is_local, remedy in (
+        ("rollout.gateway_url", config.is_online, "leave cluster out"),
+        ("engine.backend", config.engine.backend != "embedded", "use 'embedded': no other runs there yet"),
+        ("engine.first_gpu", config.engine.first_gpu > 0, "leave it out: Ray chooses the GPUs"),
+        ("engine.release_kv", config.engine.release_kv, "leave it out: trainer and engines share no GPU"),
+        ("trainer.transfer", config.trainer.transfer != "disk", "set it to 'disk': weights go through run_dir"),
+    ):
+        if is_local:
+            section, _, name = key.partition(".")
+            value = getattr(getattr(config, section), name)
+            raise ValueError(f"{key} is {value!r}, which cluster.kind ray does not support; {remedy}")
 
 
 def require_adapters_applied(config: Config) -> None:

@@ -140,6 +140,28 @@ def allow_many_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def how_it_ended(exit_status: int) -> str:
+    """Say how a process ended; a negative status is the signal that killed it.
+
+    >>> how_it_ended(3), how_it_ended(-9)
+    ('exited with 3', 'was killed by SIGKILL')
+    """
+    return f"was killed by {signal.Signals(-exit_status).name}" if exit_status < 0 else f"exited with {exit_status}"
+
+
+def death_of(name: str, how: str, log_path: Path) -> ProcessDied:
+    """Return the error that says how the process of that name ended, with its last log lines."""
+    return ProcessDied(f"the {name} process {how}; the end of {log_path}:\n{last_lines(log_path)}")
+
+
+def last_lines(path: Path, num_lines: int = 12) -> str:
+    """Return the last lines of a log, indented."""
+    with path.open("rb") as log:
+        log.seek(max(0, path.stat().st_size - 16_384))
+        lines = log.read().decode(errors="replace").splitlines()
+    return "\n".join(f"    {line}" for line in lines[-num_lines:]) or "    (nothing was logged)"
+
+
 class ManagedProcess:
     """One child process. `start` makes it and `aclose` ends it."""
 
@@ -183,21 +205,21 @@ class ManagedProcess:
         return self._process.returncode is None
 
     @property
+    def exit_status(self) -> int | None:
+        """None while it runs; negative if a signal killed it."""
+        return self._process.returncode
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 
     async def died(self) -> ProcessDied:
         """Wait until the process ends by itself; return an error with its exit status and its last log lines."""
-        returncode = await self._process.wait()
-        how = f"was killed by {signal.Signals(-returncode).name}" if returncode < 0 else f"exited with {returncode}"
-        return ProcessDied(f"the {self.name} process {how}; the end of {self.log_path}:\n{self.log_tail()}")
+        return death_of(self.name, how_it_ended(await self._process.wait()), self.log_path)
 
     def log_tail(self, num_lines: int = 12) -> str:
         """Return the last lines of the log, indented."""
-        with self.log_path.open("rb") as log:
-            log.seek(max(0, self.log_path.stat().st_size - 16_384))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(f"    {line}" for line in lines[-num_lines:]) or "    (nothing was logged)"
+        return last_lines(self.log_path, num_lines)
 
     def kill(self) -> None:
         """Send SIGKILL to a process that does not answer. `died` returns once it is gone."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from areal_agent.cluster.hosts import LOCAL, Hosts
 from areal_agent.cluster.servers import KeptServers, start_embedded, start_sglang, start_vllm
-from areal_agent.engine.address import EngineAddress
+from areal_agent.engine.address import EngineAddress, key_of_environment
 from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.fleet.fleet import Fleet, MemberReport
@@ -91,13 +91,13 @@ async def open_engine(
     """Open an engine that serves `model` as `version`. The servers that it starts are ended on leaving."""
     async with AsyncExitStack() as stack:
         if config.urls:
-            fleet, address = await stack.enter_async_context(_connected(config, config.urls))
+            fleet, address = await stack.enter_async_context(_connected(config, config.urls, hosts))
             await _take_over(fleet, config, model, version)
             yield RunningEngine(client=fleet, address=address)
             return
         start = {"embedded": start_embedded, "sglang": start_sglang, "vllm": start_vllm}[config.backend]
         servers = await stack.enter_async_context(start(config, model, version, logs, hosts))
-        fleet, address = await stack.enter_async_context(_connected(config, servers.urls))
+        fleet, address = await stack.enter_async_context(_connected(config, servers.urls, hosts))
         if config.backend == "vllm":
             await fleet.pushes.load(model, version)  # so that the fleet can restore these weights
         else:
@@ -125,10 +125,13 @@ async def follow_moves(fleet: Fleet, servers: KeptServers) -> None:
 
 
 @asynccontextmanager
-async def _connected(config: EngineConfig, urls: tuple[str, ...]) -> AsyncGenerator[tuple[Fleet, EngineAddress]]:
+async def _connected(
+    config: EngineConfig, urls: tuple[str, ...], hosts: Hosts
+) -> AsyncGenerator[tuple[Fleet, EngineAddress]]:
     address = EngineAddress(
         backend=config.backend,
         urls=urls,
+        key=hosts.engine_key or key_of_environment(),
         max_context_tokens=config.max_context_tokens,
         hung_after_s=config.hung_after_s,
         wait_s=config.wait_s,

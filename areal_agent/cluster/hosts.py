@@ -77,6 +77,11 @@ class Host(Protocol):
 class Hosts(Protocol):
     """The machines of a run."""
 
+    @property
+    def engine_key(self) -> str | None:
+        """The key that engines started on them demand; None on this machine alone, where they listen on loopback."""
+        ...
+
     async def host_for(self, name: str) -> Host:
         """Return a host with room for the process of that name; wait while there is none. Raises ProcessDied."""
         ...
@@ -86,6 +91,7 @@ class LocalHost:
     """This machine, which is always the `Host`, and all the `Hosts`."""
 
     home = address = LOOPBACK
+    engine_key = None
 
     async def host_for(self, name: str) -> Host:
         return self

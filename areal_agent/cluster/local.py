@@ -29,6 +29,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from areal_agent.callback import Callback
 from areal_agent.cluster.hosts import LOCAL, Host, Hosts, Process
 from areal_agent.errors import ConfigError
+from areal_agent.ledger.shard import LedgerShard
 from areal_agent.models.recipe import RECIPE, demonstrations_of, model_folder
 from areal_agent.observe.progress import Progress
 from areal_agent.process import ManagedProcess
@@ -113,8 +114,12 @@ async def start_worker(
     process, callback = await start_child(await hosts.host_for(name), name, argv, log_path, thread_variables(1))
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(process.aclose)
+        shard = None
+        if settings.is_elsewhere:
+            shard = await LedgerShard.open(settings.shard, create=True)
+            stack.push_async_callback(shard.aclose)
         try:
-            client = WorkerClient(await Channel.over(await called(process, callback)), on_warning)
+            client = WorkerClient(await Channel.over(await called(process, callback)), on_warning, shard)
             stack.push_async_callback(client.aclose)
             await unless_it_dies(process, client.start(settings))
         except (EOFError, WorkerGone):  # it is dead, or it closed its end and is about to die

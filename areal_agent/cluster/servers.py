@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from areal_agent.callback import Callback
 from areal_agent.cluster.hosts import LOCAL, Host, Hosts, Process
 from areal_agent.cluster.local import called, start_child, thread_variables, unless_it_dies
+from areal_agent.engine.address import KEY_VARIABLE
 from areal_agent.engine.config import EngineConfig, EnginePlan, visible_gpus
 from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine.foreign.server import ForeignServer
@@ -209,9 +210,14 @@ def start_embedded(
     return keep_servers([KeptServer(place.start, place.serves, _end) for place in places])
 
 
+def engine_name(config: EngineConfig, number: int) -> str:
+    """Return the name of the server with this number."""
+    return "engine" if config.num_servers == 1 else f"engine {number}"
+
+
 def _name_and_log(config: EngineConfig, logs: Path, number: int) -> tuple[str, Path]:
     """Return the name and the log file of the server with this number."""
-    name = "engine" if config.num_servers == 1 else f"engine {number}"
+    name = engine_name(config, number)
     return name, logs / f"{name.replace(' ', '-')}.log"
 
 
@@ -225,7 +231,8 @@ class _EmbeddedPlace:
         self._name, self._log = _name_and_log(config, logs, number)
         self._hosts = hosts
         self._command = command_of(config, model, version)
-        self._variables = thread_variables(config.threads) | visible_gpus(config, number, os.environ)
+        key = {} if hosts.engine_key is None else {KEY_VARIABLE: hosts.engine_key}
+        self._variables = thread_variables(config.threads) | visible_gpus(config, number, os.environ) | key
         self._port = config.port
         self._callback: Callback | None = None  # of the process started last
 

@@ -157,11 +157,14 @@ class Seat:
         finally:
             dying.cancel()
 
-    async def bury(self, orphans: tuple[str, ...]) -> None:
+    async def end(self) -> None:
+        """Close what is open for the dead process, so that nothing is written for it any more."""
+        await self._stack.aclose()
+
+    def bury(self, orphans: tuple[str, ...]) -> None:
         """Clean up after the dead process; `orphans` are the sessions that it had left open, which have ended now."""
         life, self._life = self._life, None
         assert life is not None, "it has died before"
-        await self._stack.aclose()
         self._engine_busy.leave(life)
         self._earlier = add_up([self._earlier, replace(life.gateway, num_open_sessions=0, num_engine_requests=0)])
         self._earlier_blocked_s += life.loop_blocked_s
@@ -328,8 +331,9 @@ class WorkerPool:
 
     async def _replace(self, seat: Seat, death: ProcessDied | None) -> None:
         """Bury a dead worker and start it again, repeatedly if need be. Raises ProcessDied when it dies too often."""
+        await seat.end()
         orphans = await self._ledger.end_orphans(shard_name(seat.settings.number))
-        await seat.bury(orphans)
+        seat.bury(orphans)
         while death is not None:
             how = str(death).partition(";")[0]
             if seat.deaths.end():

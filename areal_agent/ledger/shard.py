@@ -23,7 +23,14 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import writes
-from areal_agent.ledger.encoding import encode_completion, encode_ending, encode_turn
+from areal_agent.ledger.encoding import (
+    CompletionRow,
+    EndingRow,
+    TurnRow,
+    encode_completion,
+    encode_ending,
+    encode_turn,
+)
 from areal_agent.ledger.files import FileKind, FileLock, has_tables, is_older, open_for_writing
 from areal_agent.types import SessionRecord, Trajectory, Turn
 
@@ -199,12 +206,24 @@ class LedgerShard:
 
     async def append_turn(self, session_id: str, turn: Turn) -> None:
         """Add a turn to an open session. The cost depends on its new tokens and messages only, not on the history."""
-        completions = [encode_completion(completion) for completion in turn.completions]
-        await self.writer.run(writes.append_turn, session_id, encode_turn(turn), completions)
+        await self.append_rows(session_id, *rows_of(turn))
+
+    async def append_rows(self, session_id: str, turn: TurnRow, completions: Sequence[CompletionRow]) -> None:
+        """Add an encoded turn to an open session."""
+        await self.writer.run(writes.append_turn, session_id, turn, completions)
 
     async def close_session(self, trajectory: Trajectory) -> None:
         """End a session. A training trajectory waits from now on, whatever its status."""
-        await self.writer.run(writes.close_session, trajectory.session_id, encode_ending(trajectory))
+        await self.close_with(trajectory.session_id, encode_ending(trajectory))
+
+    async def close_with(self, session_id: str, ending: EndingRow) -> None:
+        """End a session with an encoded ending."""
+        await self.writer.run(writes.close_session, session_id, ending)
+
+
+def rows_of(turn: Turn) -> tuple[TurnRow, tuple[CompletionRow, ...]]:
+    """Encode a turn and its completions."""
+    return encode_turn(turn), tuple(encode_completion(completion) for completion in turn.completions)
 
 
 def upgrade_shards(shards: Iterable[Path]) -> None:

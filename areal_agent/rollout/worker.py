@@ -6,6 +6,7 @@ reach it through the ledger.
 """
 
 import asyncio
+import itertools
 import logging
 import signal
 import socket
@@ -17,30 +18,36 @@ from pathlib import Path
 from areal_agent.callback import call_back
 from areal_agent.command import Parser, run_command
 from areal_agent.engine.fleet.member import FleetView
-from areal_agent.errors import ArealAgentError
-from areal_agent.ledger.shard import LedgerShard
+from areal_agent.errors import ArealAgentError, LedgerError
+from areal_agent.ledger.encoding import encode_ending
+from areal_agent.ledger.shard import LedgerShard, rows_of
 from areal_agent.observe.clock import SpanLog
 from areal_agent.process import collect_garbage_rarely, exit_with_parent, start_logging
-from areal_agent.protocols import Sampler
+from areal_agent.protocols import Journal, Sampler
 from areal_agent.rollout.local import LocalRollouts, open_local
 from areal_agent.rollout.worker_client import (
     CALLS,
+    AppendTurn,
     CancelCall,
     Channel,
+    CloseSession,
     Counted,
     Ended,
     EnginesCall,
     Failed,
+    OpenSession,
     Ready,
     Refused,
     RunCall,
     StatsCall,
     Warned,
     WorkerSettings,
+    Write,
+    Written,
     encode,
 )
 from areal_agent.rollout.workflow import load_workflow
-from areal_agent.types import GenerateRequest, GenerateResult, Status, TokenChunk
+from areal_agent.types import GenerateRequest, GenerateResult, SessionRecord, Status, TokenChunk, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -80,31 +87,40 @@ async def _open(settings: WorkerSettings, channel: Channel, stack: AsyncExitStac
     """Set up everything that a worker has, ready for calls; `stack` closes it."""
     sys.path[:] = settings.sys_path
     workflow = load_workflow(settings.workflow)
-    shard = await LedgerShard.open(Path(settings.shard), create=True)
-    stack.push_async_callback(shard.aclose)
+    remote = RemoteJournal(channel)
+    journal: Journal = remote
+    if not settings.is_elsewhere:
+        journal = shard = await LedgerShard.open(Path(settings.shard), create=True)
+        stack.push_async_callback(shard.aclose)
     engine = settings.engine.connect()
     stack.push_async_callback(engine.aclose)
     metered = MeteredSampler(engine)
     rollouts = await stack.enter_async_context(
-        open_local(settings.local, workflow, engine=metered, info=await engine.info(), journal=shard)
+        open_local(settings.local, workflow, engine=metered, info=await engine.info(), journal=journal)
     )
     logging.getLogger().addHandler(_WarningsToMain(channel))
-    return WorkerServer(channel, rollouts, metered.busy, engine.follow)
+    return WorkerServer(channel, rollouts, metered.busy, engine.follow, remote)
 
 
 class WorkerServer:
     """Carries out calls over `channel`, each rollout in a task of its own, until the channel ends.
 
-    `follow` receives the states of the engine's servers that the main process sends.
+    `follow` receives the states of the engine's servers that the main process sends, `journal` its answers to writes.
     """
 
     def __init__(
-        self, channel: Channel, rollouts: LocalRollouts, engine_busy: SpanLog, follow: Callable[[FleetView], None]
+        self,
+        channel: Channel,
+        rollouts: LocalRollouts,
+        engine_busy: SpanLog,
+        follow: Callable[[FleetView], None],
+        journal: "RemoteJournal",
     ) -> None:
         self._channel = channel
         self._rollouts = rollouts
         self._engine_busy = engine_busy
         self._follow = follow
+        self._journal = journal
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def serve(self) -> None:
@@ -121,9 +137,12 @@ class WorkerServer:
                         self._channel.send(encode(await self._count(number)))
                     case EnginesCall(view=view):
                         self._follow(view)
+                    case Written() as written:
+                        self._journal.written(written)
         except EOFError:
             logger.info("the main process has closed its end; ending")
         finally:
+            self._journal.lose()
             if tasks := set(self._running.values()):
                 for task in tasks:
                     task.cancel()
@@ -175,6 +194,57 @@ class MeteredSampler:
     ) -> GenerateResult:
         with self.busy.one():
             return await self._sampler.generate(request, on_chunk)
+
+
+GONE = "the run that keeps the ledger is gone; what it has not confirmed is not written"
+
+
+class RemoteJournal:
+    """The `Journal` of a worker on another machine: the main process writes, and a call returns once that is durable.
+
+    Once the run is gone, every write raises LedgerError.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._is_lost = False
+
+    async def open_session(self, session: SessionRecord) -> None:
+        await self._send(OpenSession(number=next(self._numbers), session=session))
+
+    async def append_turn(self, session_id: str, turn: Turn) -> None:
+        row, completions = rows_of(turn)
+        await self._send(
+            AppendTurn(number=next(self._numbers), session_id=session_id, turn=row, completions=completions)
+        )
+
+    async def close_session(self, trajectory: Trajectory) -> None:
+        ending = encode_ending(trajectory)
+        await self._send(CloseSession(number=next(self._numbers), session_id=trajectory.session_id, ending=ending))
+
+    def written(self, answer: Written) -> None:
+        """Take the answer to one write."""
+        future = self._waiting.pop(answer.number)
+        if not future.done():  # otherwise its caller was cancelled
+            if answer.error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(LedgerError(answer.error))
+
+    def lose(self) -> None:
+        """Fail every write: nobody answers any more."""
+        self._is_lost = True
+        for number in list(self._waiting):
+            self.written(Written(number=number, error=GONE))
+
+    async def _send(self, write: Write) -> None:
+        if self._is_lost:
+            raise LedgerError(GONE)
+        future = self._waiting[write.number] = asyncio.get_running_loop().create_future()
+        self._channel.send(encode(write))
+        await future
 
 
 class _WarningsToMain(logging.Handler):

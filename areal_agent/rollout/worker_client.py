@@ -1,7 +1,8 @@
 """The main process's end of a worker, and the messages and frames that both ends use.
 
-    main ──▶ worker   WorkerSettings, then RunCall, CancelCall, StatsCall and EnginesCall in any order and number
+    main ──▶ worker   WorkerSettings, then RunCall, CancelCall, StatsCall, EnginesCall, Written in any order and number
     worker ──▶ main   Ready or Refused, then one answer per RunCall and StatsCall, and Warned in between
+                      on another machine also OpenSession, AppendTurn, CloseSession: each answered with Written
 
 A frame is 4 bytes of length, big-endian, and a message as JSON. Unknown fields are errors on both sides.
 """
@@ -14,17 +15,19 @@ import struct
 from collections.abc import Callable
 from typing import Literal, Self
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.fleet.member import FleetView
 from areal_agent.errors import ConfigError, WorkerError
 from areal_agent.gateway.metrics import GatewayStats
+from areal_agent.ledger.encoding import CompletionRow, EndingRow, TurnRow
+from areal_agent.ledger.shard import LedgerShard
 from areal_agent.observe.clock import Span
 from areal_agent.rollout.local import LocalSettings
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.section import Section
-from areal_agent.types import Status
+from areal_agent.types import SessionRecord, Status
 
 LENGTH = struct.Struct(">I")
 CANCEL_WAIT_S = 15.0
@@ -39,6 +42,7 @@ class WorkerSettings(Section):
     sys_path: tuple[str, ...]
     engine: EngineAddress
     shard: str
+    is_elsewhere: bool = False  # on another machine: the main process writes the shard for it
     local: LocalSettings
 
 
@@ -69,6 +73,43 @@ class EnginesCall(Section):
 
     kind: Literal["engines"] = "engines"
     view: FleetView
+
+
+class Written(Section):
+    """What the worker wrote under this number is durable, or has failed."""
+
+    kind: Literal["written"] = "written"
+    number: int
+    error: str | None = None
+
+
+class OpenSession(Section):
+    """Write the beginning of a session. Answered with Written, as the next two."""
+
+    kind: Literal["open_session"] = "open_session"
+    number: int
+    session: SessionRecord
+
+
+class AppendTurn(Section):
+    """Write a turn."""
+
+    model_config = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
+
+    kind: Literal["append_turn"] = "append_turn"
+    number: int
+    session_id: str
+    turn: TurnRow
+    completions: tuple[CompletionRow, ...]
+
+
+class CloseSession(Section):
+    """Write the end of a session."""
+
+    kind: Literal["close_session"] = "close_session"
+    number: int
+    session_id: str
+    ending: EndingRow
 
 
 class Ready(Section):
@@ -118,8 +159,9 @@ class Warned(Section):
     message: str
 
 
-Call = RunCall | CancelCall | StatsCall | EnginesCall
-Answer = Ready | Refused | Ended | Failed | Counted | Warned
+Call = RunCall | CancelCall | StatsCall | EnginesCall | Written
+Write = OpenSession | AppendTurn | CloseSession
+Answer = Ready | Refused | Ended | Failed | Counted | Warned | Write
 
 CALLS: TypeAdapter[Call] = TypeAdapter(Call)
 ANSWERS: TypeAdapter[Answer] = TypeAdapter(Answer)
@@ -171,12 +213,15 @@ class WorkerGone(Exception):
 class WorkerClient:
     """Calls `python -m areal_agent.rollout.worker` over a channel, which it owns.
 
-    A reader task, owned by the client, hands every answer to the call with its number.
+    A reader task, owned by the client, hands every answer to the call with its number. What a worker on another machine
+    writes goes to `shard`.
     """
 
-    def __init__(self, channel: Channel, on_warning: Callable[[str], None]) -> None:
+    def __init__(self, channel: Channel, on_warning: Callable[[str], None], shard: LedgerShard | None = None) -> None:
         self._channel = channel
         self._on_warning = on_warning
+        self._shard = shard
+        self._writes: set[asyncio.Task[None]] = set()
         self._reading: asyncio.Task[None] | None = None
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Answer]] = {}
@@ -230,7 +275,7 @@ class WorkerClient:
         self._lose_all()
         if self._reading is not None:
             self._reading.cancel()
-            await asyncio.wait({self._reading})
+            await asyncio.wait({self._reading, *self._writes})
         await self._channel.aclose()
 
     def _ask(self, call: RunCall | StatsCall) -> asyncio.Future[Answer]:
@@ -248,11 +293,33 @@ class WorkerClient:
         with contextlib.suppress(EOFError):
             while True:
                 answer = await self._receive()
+                if isinstance(answer, Write):
+                    task = asyncio.create_task(self._write(answer))  # in the order of their arrival
+                    self._writes.add(task)
+                    task.add_done_callback(self._writes.discard)
+                    continue
                 assert isinstance(answer, Ended | Failed | Counted), answer
                 waiting = self._answers.get(answer.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
         self._lose_all()
+
+    async def _write(self, write: Write) -> None:
+        """Write what a worker asks for, and answer it."""
+        assert self._shard is not None, "only a worker elsewhere asks"
+        error = None
+        try:
+            match write:
+                case OpenSession():
+                    await self._shard.open_session(write.session)
+                case AppendTurn():
+                    await self._shard.append_rows(write.session_id, write.turn, write.completions)
+                case CloseSession():
+                    await self._shard.close_with(write.session_id, write.ending)
+        except Exception as failure:  # the boundary that turns a failure into an answer
+            error = str(failure) or repr(failure)
+        if not self._is_gone:
+            self._channel.send(encode(Written(number=write.number, error=error)))
 
     async def _receive(self) -> Answer:
         """Return the next answer; warnings before it are passed to `on_warning`."""

@@ -22,6 +22,7 @@ from typing import Any
 import orjson
 
 from areal_agent.cluster.local import obtain_model
+from areal_agent.cluster.ray_hosts import open_hosts
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError, RolloutsFailing
 from areal_agent.ledger.ledger import Ledger
@@ -159,16 +160,20 @@ async def _evaluate(preflight: Preflight) -> EvalReport:
             await ledger.begin_incarnation(0)
             progress.phase("starting the engine")
             try:
-                async with open_serving(
-                    config,
-                    preflight.workflow,
-                    ledger,
-                    workflow_path=preflight.workflow_path,
-                    weights=model,
-                    tokenizer=model,
-                    version=WeightVersion(),
-                    logs=folder.logs,
-                ) as serving:
+                async with (
+                    open_hosts(config.cluster, config.engine, config.rollout, shared=[folder.path, model]) as hosts,
+                    open_serving(
+                        config,
+                        preflight.workflow,
+                        ledger,
+                        workflow_path=preflight.workflow_path,
+                        weights=model,
+                        tokenizer=model,
+                        version=WeightVersion(),
+                        logs=folder.logs,
+                        hosts=hosts,
+                    ) as serving,
+                ):
                     has_started = True
                     progress.phase("evaluating")
                     num_tasks = len(preflight.eval_tasks)

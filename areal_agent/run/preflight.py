@@ -22,6 +22,7 @@ from areal_agent.cluster.local import (
     read_described,
     require_model,
 )
+from areal_agent.cluster.ray_hosts import require_ray
 from areal_agent.config import Config
 from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
@@ -67,6 +68,8 @@ class Preflight:
 
         Raises ConfigError.
         """
+        if config.cluster.kind == "ray":
+            require_ray()
         source = config.workflow if workflow is None else workflow
         tasks, eval_tasks = TaskSet(sources=()), ()
         if resume is None or demonstrations_of(config.model) is None:  # a tiny model is in the folder of its run
@@ -241,9 +244,10 @@ def check_for_dry_run(preflight: Preflight) -> str:
     """Check what takes seconds, and what a run leaves to its processes; return what was found. Raises ConfigError."""
     config, demonstrations = preflight.config, demonstrations_of(preflight.config.model)
     import_own_functions(config.algorithm)
-    if not config.is_online:
-        check_environment(config.engine)
-    check_device(config.trainer.device, "trainer.device", sys.executable)
+    if config.cluster.kind == "local":  # on a cluster, Ray finds the GPUs
+        if not config.is_online:
+            check_environment(config.engine)
+        check_device(config.trainer.device, "trainer.device", sys.executable)
     if demonstrations is not None and not preflight.is_resumed:
         model_name(RECIPE, config.seed, demonstrations)
     folder = Path(config.model)

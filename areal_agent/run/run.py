@@ -35,7 +35,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_agent.cluster.engines import engine_weights
-from areal_agent.cluster.local import obtain_model, require_same_tokenizer, start_trainer, weights_folder
+from areal_agent.cluster.local import (
+    folder_in,
+    obtain_model,
+    require_same_tokenizer,
+    start_trainer,
+    weights_folder,
+)
+from areal_agent.cluster.ray_hosts import open_hosts
 from areal_agent.config import Config
 from areal_agent.engine.config import may_be_on
 from areal_agent.errors import ArealAgentError, ConfigError, EngineError, LedgerError, ProcessDied, TrainerError
@@ -324,17 +331,26 @@ class Run:
         config, folder, checkpoint = self.config, self.folder, beginning.checkpoint
         self.progress.phase("starting the trainer" if config.is_online else "starting engine and trainer")
         weights = checkpoint.path if checkpoint else model
-        in_memory = config.trainer.transfer == "shared_memory"
-        shared_memory = self._stack.enter_context(weights_folder(in_memory=in_memory))
+        shared = [folder.path, model] if teacher is None else [folder.path, model, teacher]
+        hosts = await self._stack.enter_async_context(
+            open_hosts(config.cluster, config.engine, config.rollout, config.trainer, shared=shared)
+        )
+        shared_memory = self._stack.enter_context(
+            weights_folder(in_memory=config.trainer.transfer == "shared_memory")
+            if config.cluster.kind == "local"
+            else folder_in(folder.path.absolute())
+        )
         begun_with = checkpoint.path if checkpoint else None
         served = await asyncio.to_thread(engine_weights, config.trainer, model, begun_with, shared_memory)
         self._trainer_process, self._trainer = await self._stack.enter_async_context(
-            start_trainer(config.trainer.threads, folder.logs)
+            start_trainer(config.trainer.threads, folder.logs, hosts)
         )
         self.source: Source = await self._stack.enter_async_context(
             open_online_rollouts(config, self.ledger, self.step)
             if config.is_online
-            else open_own_rollouts(self.preflight, self.ledger, weights=served, tokenizer=model, beginning=beginning)
+            else open_own_rollouts(
+                self.preflight, self.ledger, hosts, weights=served, tokenizer=model, beginning=beginning
+            )
         )
         limit_s = config.trainer.startup_timeout_s
         try:
@@ -353,7 +369,7 @@ class Run:
                     num_steps=config.steps,
                     token_records=folder.path / TOKEN_RECORDS,
                     token_records_share=config.observe.token_records,
-                    shares_gpu=may_be_on(config.engine, config.trainer.num_ranks),
+                    shares_gpu=config.cluster.kind == "local" and may_be_on(config.engine, config.trainer.num_ranks),
                 )
                 loaded = await self._trainer.init(setup)
         except TimeoutError:

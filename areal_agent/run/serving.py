@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from areal_agent.cluster.engines import RunningEngine, open_engine
+from areal_agent.cluster.hosts import Hosts
 from areal_agent.cluster.workers import open_workers, shard_name
 from areal_agent.config import Config
 from areal_agent.ledger.ledger import Ledger
@@ -140,6 +141,7 @@ async def open_serving(
     tokenizer: Path,
     version: WeightVersion,
     logs: Path,
+    hosts: Hosts,
 ) -> AsyncGenerator[Serving]:
     """Start an engine that serves `weights` as `version`, and what rolls out against it.
 
@@ -149,9 +151,9 @@ async def open_serving(
     await asyncio.to_thread(settings.load_renderer)  # an engine takes minutes to start: first what may be wrong
     await ledger.set_note(TRANSCRIPT_NOTE, settings.note())
     async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(open_engine(config.engine, weights, version, logs))
+        engine = await stack.enter_async_context(open_engine(config.engine, weights, version, logs, hosts))
         rollouts = await stack.enter_async_context(
-            _open_workers(config, workflow_path, ledger, engine, tokenizer, logs)
+            _open_workers(config, workflow_path, ledger, engine, tokenizer, logs, hosts)
             if config.rollout.workers
             else _open_here(config, workflow, ledger, engine, tokenizer)
         )
@@ -182,7 +184,13 @@ async def _open_here(
 
 @asynccontextmanager
 async def _open_workers(
-    config: Config, workflow_path: str | None, ledger: Ledger, engine: RunningEngine, tokenizer: Path, logs: Path
+    config: Config,
+    workflow_path: str | None,
+    ledger: Ledger,
+    engine: RunningEngine,
+    tokenizer: Path,
+    logs: Path,
+    hosts: Hosts,
 ) -> AsyncGenerator[RolloutExecutor]:
     assert workflow_path is not None, "preflight refuses a workflow without one"
     workers = [
@@ -192,11 +200,12 @@ async def _open_workers(
             sys_path=tuple(sys.path),
             engine=engine.address,
             shard=str(ledger.shard_path(shard_name(number))),
+            is_elsewhere=config.cluster.kind == "ray",
             local=settings,
         )
         for number, settings in enumerate(_settings_of_gateways(config, tokenizer))
     ]
-    async with open_workers(workers, ledger, logs) as rollouts, beside(rollouts.tell_of(engine.client)):
+    async with open_workers(workers, ledger, logs, hosts) as rollouts, beside(rollouts.tell_of(engine.client)):
         yield rollouts
 
 

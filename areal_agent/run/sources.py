@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal_agent.cluster.engines import open_engine_control
+from areal_agent.cluster.hosts import Hosts
 from areal_agent.config import Config
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.config import EngineConfig
@@ -279,7 +280,7 @@ class OwnRollouts:
 
 @asynccontextmanager
 async def open_own_rollouts(
-    preflight: Preflight, ledger: Ledger, *, weights: Path, tokenizer: Path, beginning: Beginning
+    preflight: Preflight, ledger: Ledger, hosts: Hosts, *, weights: Path, tokenizer: Path, beginning: Beginning
 ) -> AsyncGenerator[OwnRollouts]:
     """Start an engine that serves `weights` as the version of `beginning`, and what rolls out against it."""
     assert preflight.workflow is not None  # preflight requires one where rollouts are the run's own
@@ -294,6 +295,7 @@ async def open_own_rollouts(
             tokenizer=tokenizer,
             version=beginning.version,
             logs=folder.logs,
+            hosts=hosts,
         ) as serving,
         open_engine_control(serving.engine, url_file=folder.engines_url, key_file=folder.admin_key),
     ):

@@ -11,7 +11,6 @@ the same order. Rank 0 alone has the records of a step, and hands out shares of 
 import contextlib
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from areal_agent.callback import Callback
 from areal_agent.errors import ConfigError, ProcessDied
-from areal_agent.process import LIFELINE_VARIABLE
+from areal_agent.process import LIFELINE_VARIABLE, how_it_ended
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.context import Context
 from areal_agent.trainer.wire import Frame, error_of, read_frame
@@ -165,8 +164,7 @@ class _Rank:
 
     def wait(self) -> str:
         """Wait until the process exits, and say how it did."""
-        code = self.process.wait()
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return how_it_ended(self.process.wait())
 
     def end(self, grace_s: float) -> None:
         self._callback.close()

@@ -41,3 +41,11 @@ def is_first_attempt(marker: Path) -> bool:
     is_first = not marker.exists()
     marker.touch()
     return is_first
+
+
+async def count_digits(task: dict[str, Any], rollout: Rollout) -> float:
+    """One turn, with a reward that a random model can earn."""
+    reply = await rollout.client.chat.completions.create(
+        model=rollout.model, messages=[{"role": "user", "content": task["question"]}]
+    )
+    return sum(letter.isdigit() for letter in reply.choices[0].message.content or "") / 10

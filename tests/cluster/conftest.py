@@ -56,7 +56,7 @@ async def make_crew(tmp_path: Path, small_model: Path) -> AsyncGenerator:
         stack.push_async_callback(engine.aclose)
         ledger = await stack.enter_async_context(open_ledger(tmp_path))
 
-        async def make(workflow: str, **values: object) -> Crew:
+        async def make(workflow: str, *, is_elsewhere: bool = False, **values: object) -> Crew:
             config = RolloutConfig.model_validate({"max_tokens": 8, "block_warn_s": 0.1, **values})
             settings = [
                 WorkerSettings(
@@ -65,6 +65,7 @@ async def make_crew(tmp_path: Path, small_model: Path) -> AsyncGenerator:
                     sys_path=(*sys.path, str(Path(__file__).parent)),
                     engine=EngineAddress(backend="embedded", urls=(server.base_url,)),
                     shard=str(ledger.shard_path(shard_name(number))),
+                    is_elsewhere=is_elsewhere,
                     local=LocalSettings(
                         model_name="m",
                         tokenizer=small_model,

@@ -1,4 +1,4 @@
-"""Rollout workers, as real processes.
+"""Rollout workers, as real processes; those on another machine have the main process write their shards (1, 3).
 
 1. rollouts spread over them, and their trajectories are in one ledger; 2. counts are those of all, and survive one;
 3. one killed in mid-answer is started again, and so are its rollouts, in new sessions: the old ones are orphans;
@@ -54,8 +54,12 @@ def num_sessions(crew, worker: int) -> int:
         return connection.execute("SELECT count(*) FROM sessions").fetchone()[0]
 
 
-async def test_rollouts_spread_over_workers_into_one_ledger(make_crew) -> None:
-    crew = await make_crew("solve", workers=2, max_concurrent=4)
+ELSEWHERE = pytest.mark.parametrize("is_elsewhere", [False, True], ids=["here", "elsewhere"])
+
+
+@ELSEWHERE
+async def test_rollouts_spread_over_workers_into_one_ledger(make_crew, is_elsewhere: bool) -> None:
+    crew = await make_crew("solve", is_elsewhere=is_elsewhere, workers=2, max_concurrent=4)
     await crew.engine.pause(PauseMode.IN_PLACE)
     running = await roll_out(crew, *range(4))
     await until_sampling(crew, 4)
@@ -69,8 +73,9 @@ async def test_rollouts_spread_over_workers_into_one_ledger(make_crew) -> None:
     assert {one.session_id for one in await crew.ledger.ask(questions.waiting)} == {"s-0", "s-1", "s-2", "s-3"}
 
 
-async def test_a_killed_worker_and_its_rollouts_start_again(make_crew) -> None:
-    crew = await make_crew("solve", workers=2, max_concurrent=2)
+@ELSEWHERE
+async def test_a_killed_worker_and_its_rollouts_start_again(make_crew, is_elsewhere: bool) -> None:
+    crew = await make_crew("solve", is_elsewhere=is_elsewhere, workers=2, max_concurrent=2)
     await crew.engine.pause(PauseMode.IN_PLACE)
     running = await roll_out(crew, 0, 1)
     await until_sampling(crew, 2)

@@ -3,6 +3,7 @@
 - Every message comes back as it was sent; an unknown field, an unknown kind and a wrong type are errors.
 - Frames arrive whole, in order, of any size. The end of the other side is EOFError, also in the middle of a frame and
   after a reset. A channel that was ended reads no more.
+- A write of a worker elsewhere ends when the run confirms it, fails with its reason, and fails when the run is gone.
 """
 
 import asyncio
@@ -19,12 +20,15 @@ from pydantic import ValidationError
 from areal_agent import Status, Task
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.fleet.member import FleetView
+from areal_agent.errors import LedgerError
 from areal_agent.gateway.metrics import Counters
+from areal_agent.ledger.encoding import CompletionRow, EndingRow, TurnRow
 from areal_agent.rollout import worker_client as wire
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.local import LocalSettings
 from areal_agent.rollout.runner import RolloutSpec
-from areal_agent.types import ForkReason, SessionPurpose
+from areal_agent.rollout.worker import RemoteJournal
+from areal_agent.types import ForkReason, SessionPurpose, SessionRecord
 
 JSON = st.recursive(
     st.none()
@@ -51,6 +55,7 @@ def test_a_rollout_comes_as_it_was_sent(data: dict, seed: int) -> None:
     [
         wire.CancelCall(number=1),
         wire.StatsCall(number=2),
+        wire.Written(number=3, error="full"),
         wire.EnginesCall(view=FleetView(serving=("http://a",), out={"http://b": "it hangs"}, versions=("0:7",))),
     ],
     ids=lambda one: one.kind,
@@ -82,6 +87,15 @@ def counted() -> wire.Counted:
         wire.Failed(number=2, message="m"),
         wire.Warned(message="w"),
         counted(),
+        wire.AppendTurn(
+            number=4,
+            session_id="s",
+            turn=TurnRow("t", None, 0, None, b"\x00\xff\x81", "[]", "{}", 1.5, 2.5),
+            completions=(CompletionRow("c", b"\xfe\xff", b"\x80", "[]", "stop", "exact"),),
+        ),
+        wire.CloseSession(
+            number=5, session_id="s", ending=EndingRow("completed", None, 0.5, "{}", "{}", "{}", "[]", 3.5)
+        ),
     ],
     ids=lambda one: one.kind,
 )
@@ -171,3 +185,49 @@ async def test_an_ended_channel_reads_no_more(ends: Ends) -> None:
     ends[0].end()
     with pytest.raises(EOFError):
         await waiting
+
+
+SESSION = SessionRecord(
+    id="s", group_id="g", task_id="t", purpose=SessionPurpose.TRAIN, seed=0, key_hash="0" * 64, started_s=1.0
+)
+
+
+async def test_a_write_elsewhere_ends_when_it_is_confirmed(ends: Ends) -> None:
+    journal = RemoteJournal(ends[0])
+    writing = asyncio.create_task(journal.open_session(SESSION))
+    assert wire.ANSWERS.validate_json(await ends[1].receive()) == wire.OpenSession(number=1, session=SESSION)
+    assert not writing.done()
+    journal.written(wire.Written(number=1))
+    await writing
+
+
+async def test_a_write_elsewhere_that_fails_says_why(ends: Ends) -> None:
+    journal = RemoteJournal(ends[0])
+    writing = asyncio.create_task(journal.open_session(SESSION))
+    await ends[1].receive()
+    journal.written(wire.Written(number=1, error="the disk is full"))
+    with pytest.raises(LedgerError, match="the disk is full"):
+        await writing
+
+
+async def test_a_write_elsewhere_whose_caller_was_cancelled_is_confirmed_to_nobody(ends: Ends) -> None:
+    journal = RemoteJournal(ends[0])
+    given_up, writing = (asyncio.create_task(journal.open_session(SESSION)) for _ in range(2))
+    for _ in range(2):
+        await ends[1].receive()
+    given_up.cancel()
+    await asyncio.wait({given_up})
+    journal.written(wire.Written(number=1))
+    journal.written(wire.Written(number=2))
+    await writing
+
+
+async def test_writes_elsewhere_fail_once_the_run_is_gone(ends: Ends) -> None:
+    journal = RemoteJournal(ends[0])
+    writing = asyncio.create_task(journal.open_session(SESSION))
+    await ends[1].receive()
+    journal.lose()
+    with pytest.raises(LedgerError, match="is gone"):
+        await writing
+    with pytest.raises(LedgerError, match="is gone"):
+        await journal.open_session(SESSION)

@@ -1,0 +1,48 @@
+"""The config section of the machines that a run uses. Imports no Ray."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, IPvAnyNetwork, model_validator
+
+from areal_agent.section import Section
+
+
+def _in_units(amount: float) -> float:
+    if amount > 1 and not amount.is_integer():
+        raise ValueError(f"is {amount:g}; Ray takes fractions of 1 and whole numbers")
+    return amount
+
+
+Amount = Annotated[float, Field(gt=0), AfterValidator(_in_units)]
+
+
+class ClusterConfig(Section):
+    """The machines of a run: this one, or those of a Ray cluster (docs/scaling.md)."""
+
+    kind: Literal["local", "ray"] = "local"
+    """`local`: all processes run on this machine. `ray`: trainer, engines and workers run where Ray finds room for
+    them; the extra `ray` has to be installed."""
+    address: Annotated[str, Field(pattern=r"^(auto|[^/\s]+:\d+)$")] | None = None
+    """With `kind: ray`: the cluster's head, `HOST:PORT`, or `auto` for the one that this machine belongs to. Without it
+    a Ray of this machine alone is started, and ends with the run."""
+    network: IPvAnyNetwork | None = None
+    """With `address`: processes listen at their machine's address in this network, as in `10.0.0.0/16`; by default at
+    the one that Ray uses. Whoever can listen in on it can read keys, texts and weights."""
+    worker_resources: Annotated[Mapping[str, Amount], Field(min_length=1)] = Field(default_factory=lambda: {"CPU": 1})
+    """With `kind: ray`: what Ray reserves for each rollout worker, as in `{CPU: 4, sandbox: 1}`. `sandbox` is a
+    resource of your own, with which `ray start --resources` marks the nodes that may run sandboxes."""
+    placement_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """With `kind: ray`: how long a process may wait for a node that has room for it, also when it is started again."""
+    lost_after_s: Annotated[float, Field(ge=1)] = 10.0
+    """With `kind: ray`: a process whose node has not answered for this long is taken for dead."""
+
+    @model_validator(mode="after")
+    def _suits_its_kind(self) -> Self:
+        default = type(self).model_construct()
+        given = [name for name in type(self).model_fields if getattr(self, name) != getattr(default, name)]
+        if self.kind == "local" and given:
+            raise ValueError(f"cluster.{given[0]} only applies to cluster.kind ray; leave it out")
+        if self.network is not None and self.address is None:
+            raise ValueError("cluster.network only applies with cluster.address; leave it out")
+        return self

@@ -1,0 +1,440 @@
+"""The hosts of a Ray cluster. Ray finds room, starts our command lines there and tells of deaths; it carries no data.
+
+    placement groups   one for the trainer with all its ranks, one for each engine, one for all workers (spread)
+    a process          a `Starter`, an actor of Ray on its bundle, starts it; its output comes here by `Starter.follow`
+
+Ray restarts nothing: whoever started a process asks for a host anew, and gets one wherever Ray has put the bundle by
+then. A process ends with its starter, whose end Ray sees to when this process is gone. A node is given up when Ray says
+so, or when a starter has not answered for `cluster.lost_after_s`. Processes share no memory, but all machines have the
+same Python, working folder, model and run folder at the same paths: each is looked for before anything starts there.
+"""
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import ipaddress
+import logging
+import math
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_agent.cluster.config import ClusterConfig
+from areal_agent.cluster.hosts import LOCAL, Host, Hosts, Process
+from areal_agent.cluster.servers import engine_name
+from areal_agent.engine.config import VISIBLE_GPUS, EngineConfig
+from areal_agent.engine.transport import awake_timeout
+from areal_agent.errors import ConfigError, ProcessDied
+from areal_agent.gateway.auth import new_key
+from areal_agent.process import ManagedProcess, death_of, how_it_ended, last_lines
+from areal_agent.rollout.config import RolloutConfig
+from areal_agent.trainer.config import TrainerConfig
+
+FOLLOW_S = 0.2
+"""The interval at which a starter looks for new output."""
+
+ANSWERS_A_LIMIT = 4
+"""A starter without news answers this often within `cluster.lost_after_s`."""
+
+PIECE_BYTES = 64 * 1024
+"""The most output in one answer: from 100 KiB on, Ray puts answers into its object store, which dies with its node."""
+
+MAX_TRIES = 3
+"""The tries for a host: until Ray has noticed that a node is dead, it may put a starter there."""
+
+PYTHON_PATH = "PYTHONPATH"
+
+BEYOND_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""At 0, a Ray that is started listens on loopback alone, on every system. Read when Ray is imported."""
+
+NICENESS = "RAY_worker_niceness"
+"""The niceness of what a Ray that is started runs; 15 by default."""
+
+Resources = Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Need:
+    """The processes of one placement group, by name, with what Ray reserves for each of them."""
+
+    names: tuple[str, ...]
+    resources: Resources
+    strategy: str = "PACK"
+
+
+def needs_of(
+    cluster: ClusterConfig,
+    engine: EngineConfig,
+    rollout: RolloutConfig,
+    trainer: TrainerConfig | None,
+    *,
+    has_gpus: bool,
+) -> Sequence[Need]:
+    """Return what a run reserves: a CPU for each thread, and for each rank and engine that is to use a GPU one of them.
+
+    `has_gpus` says whether the cluster has any, which decides where `device` is `auto`.
+
+    >>> needs = needs_of(ClusterConfig(kind="ray"), EngineConfig(), RolloutConfig(workers=2), None, has_gpus=True)
+    >>> [(need.names, need.resources) for need in needs]
+    [(('engine',), {'CPU': 1, 'GPU': 1}), (('worker 0', 'worker 1'), {'CPU': 1})]
+    """
+
+    def amounts(num_threads: int, num_gpus: int, device: str) -> Resources:
+        is_on_gpu = device == "cuda" or (device == "auto" and has_gpus)
+        return {"CPU": num_threads} | ({"GPU": num_gpus} if is_on_gpu else {})
+
+    needs: list[Need] = []
+    if trainer is not None:
+        ranks = trainer.num_ranks
+        needs.append(Need(names=("trainer",), resources=amounts(trainer.threads * ranks, ranks, trainer.device)))
+    for number in range(engine.num_servers):
+        needs.append(Need(names=(engine_name(engine, number),), resources=amounts(engine.threads, 1, engine.device)))
+    if rollout.workers:
+        names = tuple(f"worker {number}" for number in range(rollout.workers))
+        needs.append(Need(names=names, resources=cluster.worker_resources, strategy="SPREAD"))
+    return needs
+
+
+def own_address(network: str | None, of_ray: str) -> str:
+    """Return this machine's address in a network; by default the one that Ray uses. Raises ConfigError."""
+    if network is None:
+        return of_ray
+    wanted = ipaddress.ip_network(network)
+    family = socket.AF_INET6 if wanted.version == 6 else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect((str(next(iter(wanted.hosts()))), 9))  # sends nothing, but chooses the address to send from
+        if ipaddress.ip_address(found := probe.getsockname()[0]) in wanted:
+            return found
+    raise ConfigError(f"cluster.network is {network}, but machine {of_ray} has no address in it; give its network")
+
+
+# ------------------------------------------------------------------------------------------------ on the node
+
+
+class Starter:
+    """An actor of Ray that starts one process on its node."""
+
+    def __init__(self) -> None:
+        self._address = ""
+        self._process: ManagedProcess | None = None
+
+    async def settle(self, network: str | None, folder: str, paths: Sequence[str]) -> tuple[str, str]:
+        """Enter `folder`. Return the node's address, and what makes the node unfit, or an empty text."""
+        of_ray: str = importlib.import_module("ray.util").get_node_ip_address()
+        if missing := _missing((folder, *paths)):
+            return of_ray, f"it has no {', '.join(missing)}"
+        os.chdir(folder)
+        try:
+            self._address = own_address(network, of_ray)
+        except ConfigError as error:
+            return of_ray, str(error)
+        return self._address, ""
+
+    async def free_port(self) -> int:
+        """Return a port on which nobody listens now."""
+        with socket.create_server((self._address, 0)) as probe:
+            return probe.getsockname()[1]
+
+    async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start the process. Its output goes to a file of the node."""
+        log_path = Path(tempfile.mkdtemp(prefix="areal_agent-log-")) / "log"
+        self._process = await ManagedProcess.start(name, argv, log_path=log_path, env=env)
+
+    async def follow(self, offset: int, wait_s: float) -> tuple[bytes, int | None]:
+        """Return the output from `offset` on, and the exit status of a process that has ended.
+
+        Waits at most `wait_s` for news.
+        """
+        process = self._process
+        assert process is not None, "it was started"
+        for _ in range(max(1, int(wait_s / FOLLOW_S))):
+            status = process.exit_status  # before the output, which is then complete
+            with process.log_path.open("rb") as log:
+                log.seek(offset)
+                output = log.read(PIECE_BYTES)
+            if len(output) < PIECE_BYTES and status is not None:
+                shutil.rmtree(process.log_path.parent, ignore_errors=True)
+                return output, status
+            if output:
+                return output, None
+            await asyncio.sleep(FOLLOW_S)
+        return b"", None
+
+    async def kill(self) -> None:
+        """Send SIGKILL."""
+        assert self._process is not None, "it was started"
+        self._process.kill()
+
+    async def end(self, grace_s: float, with_session: bool) -> None:
+        """End the process like `ManagedProcess.aclose`."""
+        if self._process is not None:
+            await self._process.aclose(grace_s, with_session=with_session)
+
+
+def _missing(paths: Iterable[str]) -> Sequence[str]:
+    return [path for path in paths if not os.path.exists(path)]
+
+
+# ------------------------------------------------------------------------------------------------ on this machine
+
+
+class RemoteStarter:
+    """Calls a starter. `limit_s` is `cluster.lost_after_s`."""
+
+    def __init__(self, ray: Any, actor: Any, limit_s: float) -> None:
+        self._ray = ray
+        self._actor = actor
+        self.limit_s = limit_s
+
+    def tell(self, method: str) -> None:
+        """Call without waiting."""
+        getattr(self._actor, method).remote()
+
+    async def ask(self, method: str, *arguments: object, extra_s: float = 0.0) -> Any:
+        """Call and wait, `extra_s` longer than usual. Raises TimeoutError, and ConnectionError when it is gone."""
+        try:
+            async with awake_timeout(self.limit_s + extra_s):
+                return await getattr(self._actor, method).remote(*arguments)
+        except TimeoutError:
+            raise TimeoutError(f"its node has not answered for cluster.lost_after_s = {self.limit_s:g}") from None
+        except self._ray.exceptions.RayTaskError:  # an error of the method
+            raise
+        except self._ray.exceptions.RayError as error:
+            raise ConnectionError(f"Ray says: {_in_one_line(error):.300}") from None
+
+    def release(self) -> None:
+        """End the starter, with what it still runs."""
+        self._ray.kill(self._actor)
+
+
+def _in_one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+class RayProcess:
+    """A `hosts.Process` on another node."""
+
+    pid = None
+
+    def __init__(self, name: str, log_path: Path, starter: RemoteStarter) -> None:
+        self.name = name
+        self.log_path = log_path
+        self._starter = starter
+        self._is_lost = False
+        self._end = asyncio.create_task(self._follow(), name=f"output of {name}")
+
+    @property
+    def is_running(self) -> bool:
+        return not self._end.done()
+
+    async def died(self) -> ProcessDied:
+        return death_of(self.name, await asyncio.shield(self._end), self.log_path)
+
+    def log_tail(self, num_lines: int = 12) -> str:
+        return last_lines(self.log_path, num_lines)
+
+    def kill(self) -> None:
+        self._starter.tell("kill")
+
+    async def aclose(self, grace_s: float = 5.0, *, with_session: bool = False) -> None:
+        if self.is_running or (with_session and not self._is_lost):
+            with contextlib.suppress(OSError):
+                await self._starter.ask("end", grace_s, with_session, extra_s=grace_s)
+                await asyncio.wait({self._end}, timeout=grace_s)  # for its last output
+        self._starter.release()
+        self._end.cancel()
+        await asyncio.wait({self._end})
+
+    async def _follow(self) -> str:
+        """Bring the output here until the process has ended; say how it did."""
+        offset, status = 0, None
+        with self.log_path.open("ab") as log:
+            try:
+                while status is None:
+                    wait_s = self._starter.limit_s / ANSWERS_A_LIMIT
+                    output, status = await self._starter.ask("follow", offset, wait_s)
+                    offset += log.write(output)
+                    log.flush()
+            except OSError as error:
+                self._is_lost = True
+                return f"is lost: {_in_one_line(error)}"
+        return how_it_ended(status)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayHost:
+    """A `hosts.Host`: one bundle, wherever Ray has put it."""
+
+    starter: RemoteStarter
+    address: str
+    home: str
+
+    async def free_port(self) -> int:
+        return await self.starter.ask("free_port")
+
+    async def start(
+        self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None
+    ) -> Process:
+        variables = {name: value for name, value in (env or {}).items() if name != VISIBLE_GPUS}  # Ray chooses GPUs
+        if PYTHON_PATH in os.environ:
+            variables[PYTHON_PATH] = os.environ[PYTHON_PATH]
+        try:
+            await self.starter.ask("start", name, list(argv), variables)
+        except OSError as error:
+            self.starter.release()
+            raise ProcessDied(f"the {name} process could not be started: {_in_one_line(error)}") from None
+        return RayProcess(name, log_path, self.starter)
+
+
+class RayHosts:
+    """The `hosts.Hosts` of a Ray cluster. Made by `open_hosts`."""
+
+    def __init__(self, ray: Any, config: ClusterConfig, home: str, paths: Sequence[str]) -> None:
+        """`paths` have to be on every machine."""
+        self.engine_key = new_key()
+        self._ray = ray
+        self._config = config
+        self._home = home
+        self._paths = paths
+        self._groups: dict[str, tuple[Any, int, Need]] = {}  # of the process with that name, its bundle there
+
+    async def reserve(self, needs: Sequence[Need]) -> None:
+        """Reserve a bundle for each process, all at once. Raises ConfigError that names what found no room."""
+        limit_s = self._config.placement_timeout_s
+        groups: list[Any] = []
+        for need in needs:
+            groups.append(self._ray.util.placement_group([dict(need.resources) for _ in need.names], need.strategy))
+            self._groups |= {name: (groups[-1], index, need) for index, name in enumerate(need.names)}
+        ready = await asyncio.gather(*(asyncio.to_thread(group.wait, limit_s) for group in groups))
+        for need, is_ready in zip(needs, ready, strict=True):
+            if not is_ready:
+                free = {name: amount for name, amount in self._ray.available_resources().items() if ":" not in name}
+                raise ConfigError(
+                    f"cluster: Ray found no room for {', '.join(need.names)} with {dict(need.resources)} each within "
+                    f"cluster.placement_timeout_s = {limit_s:g}; free are {free}: add nodes, or ask for less"
+                )
+
+    def give_back(self) -> None:
+        """Give all bundles back, which ends what is left in them."""
+        for group in {id(group): group for group, _, _ in self._groups.values()}.values():
+            self._ray.util.remove_placement_group(group)
+
+    async def host_for(self, name: str) -> Host:
+        limit_s = self._config.placement_timeout_s
+        why = ""
+        for _ in range(MAX_TRIES):
+            starter = self._new_starter(name)
+            try:
+                network = _text(self._config.network)
+                address, fault = await starter.ask("settle", network, os.getcwd(), self._paths, extra_s=limit_s)
+            except OSError as error:
+                starter.release()
+                if isinstance(error, TimeoutError):
+                    why = f"none had room within cluster.placement_timeout_s = {limit_s:g}"
+                    break
+                why = str(error)
+                continue
+            if not fault:
+                return RayHost(starter=starter, address=address, home=self._home)
+            starter.release()
+            raise ConfigError(
+                f"cluster: machine {address}, where Ray has put the {name}, is not like this one: {fault}; every "
+                "machine needs the same Python, working folder, model and run_dir at the same paths"
+            )
+        raise ProcessDied(f"there is no node for the {name} with {dict(self._groups[name][2].resources)}: {why}")
+
+    def _new_starter(self, name: str) -> RemoteStarter:
+        group, index, need = self._groups[name]
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        amounts = dict(need.resources)
+        actor_class = self._ray.remote(Starter).options(
+            num_cpus=amounts.pop("CPU", 0),
+            num_gpus=amounts.pop("GPU", 0),
+            resources=amounts,
+            max_restarts=0,
+            max_concurrency=8,
+            scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, index),
+        )
+        return RemoteStarter(self._ray, actor_class.remote(), self._config.lost_after_s)
+
+
+def _text(network: object) -> str | None:
+    return None if network is None else str(network)
+
+
+def require_ray() -> None:
+    """Raise ConfigError when Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "cluster.kind is 'ray', which needs the package ray; pip install 'areal-agent[ray]', or leave cluster out"
+        )
+
+
+@asynccontextmanager
+async def open_hosts(
+    cluster: ClusterConfig,
+    engine: EngineConfig,
+    rollout: RolloutConfig,
+    trainer: TrainerConfig | None = None,
+    *,
+    shared: Iterable[Path] = (),
+) -> AsyncGenerator[Hosts]:
+    """Open the machines of a run, with room for its processes; without `trainer`, for all but that one.
+
+    `shared` are files and folders that every machine has to have. Raises ConfigError.
+    """
+    if cluster.kind == "local":
+        yield LOCAL
+        return
+    require_ray()
+    if cluster.address is None:
+        for variable in (BEYOND_LOOPBACK, NICENESS):
+            os.environ.setdefault(variable, "0")
+    ray = importlib.import_module("ray")
+    await asyncio.to_thread(_connect, ray, cluster, needs_of(cluster, engine, rollout, trainer, has_gpus=False))
+    try:
+        home = own_address(_text(cluster.network), ray.util.get_node_ip_address())
+        hosts = RayHosts(ray, cluster, home, [sys.executable, *map(os.path.abspath, shared)])
+        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
+        try:
+            await hosts.reserve(needs_of(cluster, engine, rollout, trainer, has_gpus=has_gpus))
+            yield hosts
+        finally:
+            hosts.give_back()
+    finally:
+        await asyncio.to_thread(ray.shutdown)
+
+
+def _connect(ray: Any, config: ClusterConfig, needs: Sequence[Need]) -> None:
+    """Connect to the cluster, or start one on this machine. Runs in a thread: in the main one Ray would take SIGTERM.
+
+    Raises ConfigError.
+    """
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    if config.address is None:
+        names = {name for need in needs for name in need.resources} - {"CPU", "GPU"}
+        options |= {
+            "num_cpus": max(os.cpu_count() or 1, math.ceil(_sum_of(needs, "CPU"))),  # as many as the config asks for
+            "resources": {name: _sum_of(needs, name) for name in names},
+            "include_dashboard": False,
+        }
+    try:
+        ray.init(address=config.address or "local", **options)
+    except Exception as error:  # Ray raises errors of many kinds
+        raise ConfigError(
+            f"cluster.address is {config.address!r}, and Ray could not "
+            f"{'be reached there' if config.address else 'start on this machine'}: {_in_one_line(error)}"
+        ) from error
+
+
+def _sum_of(needs: Sequence[Need], name: str) -> float:
+    return sum(len(need.names) * need.resources.get(name, 0.0) for need in needs)

@@ -1,0 +1,141 @@
+"""Runs on a Ray cluster whose nodes are processes of this machine.
+
+- What finds no room is named, and so is what a machine lacks.
+- A run goes on when the node of an engine and a worker dies: both are started on another node, the engine with the
+  newest weights, and the ledger is proved. Its engines refuse who has no key.
+- The quickstart runs without an address on a Ray of its own, and learns on three nodes by their address alone (full).
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_agent.cluster.config import ClusterConfig
+from areal_agent.cluster.ray_hosts import NICENESS, open_hosts
+from areal_agent.config import Config
+from areal_agent.engine.client import HttpEngine
+from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.fleet.fleet import Fleet
+from areal_agent.engine.fleet.member import MemberState
+from areal_agent.errors import ConfigError, EngineRejected
+from areal_agent.ledger.verify import verify
+from areal_agent.rollout.config import RolloutConfig
+from areal_agent.run.run import Run
+from tests.commands import run as run_command
+
+pytestmark = pytest.mark.slow  # a node takes seconds to start, a process more
+
+HEAD = {"num_cpus": 2, "resources": {"head": 8}, "include_dashboard": False}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    cluster_utils = pytest.importorskip("ray.cluster_utils", reason="the extra ray is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_raylet_start_wait_time_s", "300")  # a machine that tests in parallel is slow
+        patch.setenv(NICENESS, "0")
+        cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=HEAD)
+        yield cluster
+        cluster.shutdown()
+
+
+def config_of(cluster: Any, **values: Any) -> ClusterConfig:
+    return ClusterConfig(kind="ray", address=cluster.address, lost_after_s=60.0, **values)
+
+
+async def test_what_finds_no_room_is_named(cluster: Any) -> None:
+    config = config_of(cluster, placement_timeout_s=1.0, worker_resources={"moon": 1})
+    with pytest.raises(ConfigError, match=r"found no room for worker 0 with \{'moon': 1\.0\}.*add nodes"):
+        async with open_hosts(config, EngineConfig(), RolloutConfig(workers=1)):
+            pass
+
+
+async def test_what_a_machine_lacks_is_named(cluster: Any, tmp_path: Path) -> None:
+    shared = [tmp_path, tmp_path / "model"]
+    async with open_hosts(config_of(cluster), EngineConfig(), RolloutConfig(), shared=shared) as hosts:
+        with pytest.raises(ConfigError, match=r"has put the engine, is not like this one: it has no \S+/model; every"):
+            await hosts.host_for("engine")
+
+
+async def test_a_run_survives_the_node_of_a_worker_and_an_engine(
+    cluster: Any, tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = [cluster.add_node(num_cpus=1, resources={"sandbox": 1}) for _ in range(2)]
+    cluster.wait_for_nodes()
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("\n".join(json.dumps({"id": str(n), "question": f"What is {n}?"}) for n in range(50)))
+    config = Config.parse(
+        {
+            "model": str(small_model),
+            "workflow": "agents:count_digits",
+            "tasks": str(tasks),
+            "run_dir": str(tmp_path / "run"),
+            "steps": 100,
+            "batch_size": 1,
+            "group_size": 4,
+            "trainer": {"threads": 2},  # only the head has room for it
+            "rollout": {"workers": 2, "max_concurrent": 4, "max_tokens": 8, "timeout_s": 300},
+            "engine": {"num_servers": 2, "max_context_tokens": 128, "startup_timeout_s": 300},
+            "eval": {"num_tasks": 0},
+            "cluster": config_of(cluster, worker_resources={"sandbox": 1}).model_dump(),
+        }
+    )
+    async with asyncio.timeout(900), Run(config) as run:
+        engines = run.source.serving.engine.client
+        await train(run, 2)
+        stranger = HttpEngine(run.source.serving.engine.urls[0])
+        with pytest.raises(EngineRejected, match="AREAL_AGENT_ENGINE_KEY"):
+            await stranger.info()
+        await stranger.aclose()
+        cluster.add_node(num_cpus=1, resources={"sandbox": 1})
+        cluster.remove_node(nodes[0], allow_graceful=False)
+        await until_serving(engines, 1)
+        await train(run, 4)
+        await until_serving(engines, 2)
+        workers = run.source.serving.rollouts
+        while not all(seat.has_room for seat in workers.seats):
+            await train(run, run.step + 1)
+        assert {one.version for one in await engines.survey()} == {run.version}
+        await run.save()
+        await run.stop_producing()
+        await run.settle(is_completed=True)
+    report = verify(run.folder.ledger)
+    assert report.is_ok, report
+
+
+async def until_serving(engines: Fleet, number: int) -> None:
+    while sum(one.state is MemberState.SERVING for one in engines.report()) != number:
+        await engines.roster.changed()
+
+
+async def train(run: Run, until_step: int) -> None:
+    while run.step < until_step:
+        await run.train_step(await run.prepare_batch())
+        await run.push()
+
+
+QUICKSTART = ("areal_agent.train", "--config", "configs/quickstart.yaml", "cluster.kind=ray")
+
+
+def test_without_an_address_a_ray_of_this_machine_alone_is_started(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="the extra ray is not installed")
+    done = run_command(*QUICKSTART, "steps=2", "eval.num_tasks=0", "rollout.workers=1", f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
+
+
+@pytest.mark.full
+def test_the_quickstart_learns_on_three_nodes(cluster: Any, tmp_path: Path) -> None:
+    for _ in range(2):
+        cluster.add_node(num_cpus=1)
+    cluster.wait_for_nodes()
+    done = run_command(*QUICKSTART, f"cluster.address={cluster.address}", f"run_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["success_before"] <= 0.5
+    assert summary["success_after"] >= 0.9
