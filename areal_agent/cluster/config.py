@@ -36,6 +36,9 @@ class ClusterConfig(Section):
     """With `kind: ray`: how long a process may wait for a node that has room for it, also when it is started again."""
     lost_after_s: Annotated[float, Field(ge=1)] = 10.0
     """With `kind: ray`: a process whose node has not answered for this long is taken for dead."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """With `kind: ray`: how often a run goes on by itself, from the last checkpoint, when its trainer dies. It then has
+    as many ranks as there is room for, at most `trainer.num_ranks`."""
 
     @model_validator(mode="after")
     def _suits_its_kind(self) -> Self:

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from areal_agent.callback import LOOPBACK
 from areal_agent.errors import ProcessDied
 from areal_agent.process import ManagedProcess
-
-LOOPBACK = "127.0.0.1"
 
 
 class Process(Protocol):
@@ -27,6 +26,11 @@ class Process(Protocol):
 
     @property
     def is_running(self) -> bool: ...
+
+    @property
+    def exit_status(self) -> int | None:
+        """None while it runs, and when its machine is gone; negative if a signal ended it."""
+        ...
 
     @property
     def pid(self) -> int | None:

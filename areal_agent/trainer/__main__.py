@@ -1,8 +1,8 @@
 """The trainer process, `python -m areal_agent.trainer --connect HOST:PORT`: it carries out commands and answers them.
 
 A run starts it and is called back at that address (callback.py). A failure is an answer too. The process ends with the
-command `shutdown`, or when the other side closes its end. With `trainer.num_ranks` above 1, rank 0 starts the other
-ranks (`--rank K`) and forwards every command to them; those exit when a command fails.
+command `shutdown`, or when the other side closes its end. With `trainer.num_ranks` above 1 the run also starts the
+other ranks (`--rank K`). They call rank 0, which forwards every command to them; those exit when a command fails.
 """
 
 import logging
@@ -10,7 +10,7 @@ import logging
 import torch
 from transformers.utils import logging as transformers_logging
 
-from areal_agent.callback import call_back
+from areal_agent.callback import LOOPBACK, call_back
 from areal_agent.command import Parser, run_command
 from areal_agent.process import exit_with_parent
 from areal_agent.trainer.worker import Worker
@@ -21,9 +21,8 @@ def main() -> int:
         prog="python -m areal_agent.trainer", description="The trainer process of a run; `areal_agent.train` starts it."
     )
     parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where commands come from")
-    parser.add_argument(
-        "--rank", type=int, default=0, help="which rank of the trainer this is; rank 0 starts the others"
-    )
+    parser.add_argument("--rank", type=int, default=0, help="which rank of the trainer this is; the others call rank 0")
+    parser.add_argument("--address", default=LOOPBACK, help="that of this machine at which ranks find each other")
     arguments = parser.parse_args()
     exit_with_parent()
     sock = call_back(arguments.connect)
@@ -32,7 +31,7 @@ def main() -> int:
     transformers_logging.disable_progress_bar()
     torch.set_num_interop_threads(1)
     with sock:
-        Worker(arguments.rank).serve(sock)
+        Worker(arguments.rank, arguments.address).serve(sock)
     return 0
 
 

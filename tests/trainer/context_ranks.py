@@ -82,7 +82,8 @@ def main(rank: int, folder: Path) -> None:
     for name, (size, parallel) in LAYOUTS.items():
         if rank >= size:
             continue
-        group = Group.join(rank, size, folder / f"rendezvous-{parallel}-{size}", CPU, context_parallel=parallel)
+        store = dist.FileStore(str(folder / f"rendezvous-{parallel}-{size}"), size)
+        group = Group.join(rank, size, store, CPU, context_parallel=parallel)
         batches = [[0, 1, 2]] if size == parallel else [[0, 1], [2]]
         found[name] = loss_and_gradient(model, batches, group)
         if name == "cp2 x dp2":

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.cluster.gang import start_trainer
 from areal_agent.cluster.hosts import Process
-from areal_agent.cluster.local import start_trainer
 from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.model import Critic, Policy
@@ -30,8 +30,8 @@ PLAIN = AlgorithmConfig()
 
 @asynccontextmanager
 async def real_process(tmp_path: Path) -> AsyncIterator[tuple[Process, TrainerClient]]:
-    async with start_trainer(1, tmp_path) as (process, client):
-        yield process, client
+    async with start_trainer(1, tmp_path) as gang:
+        yield gang.processes[0], gang.client
 
 
 def connected(sock: socket.socket) -> Callable[[], Awaitable[socket.socket]]:
