@@ -229,6 +229,7 @@ class RayProcess:
     def __init__(self, name: str, log_path: Path, starter: RemoteStarter) -> None:
         self.name = name
         self.log_path = log_path
+        self.exit_status: int | None = None
         self._starter = starter
         self._is_lost = False
         self._end = asyncio.create_task(self._follow(), name=f"output of {name}")
@@ -268,6 +269,7 @@ class RayProcess:
             except OSError as error:
                 self._is_lost = True
                 return f"is lost: {_in_one_line(error)}"
+        self.exit_status = status
         return how_it_ended(status)
 
 

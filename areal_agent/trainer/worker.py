@@ -6,12 +6,15 @@ run's commands come over a socket (`serve`); supervised fine-tuning calls the wo
 """
 
 import logging
+import os
+import select
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from io import BufferedRWPair
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -72,6 +75,8 @@ class Worker:
 
     def serve(self, sock: socket.socket) -> None:
         """Answer commands until `shutdown` or until the other side is gone."""
+        if self._rank:
+            threading.Thread(target=_exit_when_closed, args=(sock,), name="rank 0", daemon=True).start()
         try:
             with sock.makefile("rwb") as file:
                 while not self._is_done:
@@ -187,6 +192,14 @@ class Worker:
         if self._trainer is None:
             raise ValueError("no model is loaded; send init first, and check that it succeeds")
         return self._trainer
+
+
+def _exit_when_closed(sock: socket.socket) -> NoReturn:
+    """End this process once rank 0 has closed its end: it may wait for rank 0 in a collective, for ever."""
+    poll = select.poll()
+    poll.register(sock, getattr(select, "POLLRDHUP", 0))  # macOS tells of it unasked
+    poll.poll()
+    os._exit(0)
 
 
 def _without_records(request: Frame) -> Frame:
