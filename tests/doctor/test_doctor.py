@@ -22,7 +22,7 @@ from areal_agent.config import Config
 from areal_agent.doctor.__main__ import main
 from areal_agent.doctor.examination import Examination
 from areal_agent.doctor.findings import GIB, Finding, Report, State
-from areal_agent.doctor.memory import Machine, described
+from areal_agent.doctor.machines import Machine, described
 from tests.commands import run
 from tests.doctor.shapes import table
 
