@@ -54,9 +54,7 @@ class Examination:
                 self.report.skip("memory", "disk", "transfer", why="the sizes of the model are not known")
             else:
                 if self.elsewhere is None and self.config.cluster.address is not None:
-                    self.report.skip(
-                        "memory", why="describe a machine of the cluster: --gpus, --nodes, --memory, --ram"
-                    )
+                    self.report.skip("memory", why="it is that of other machines; describe them: --gpus, --nodes, ...")
                 else:
                     await examined(self.report, "memory", memory_findings(shape, self.config, machine))
                 await examined(self.report, "disk", storage_findings(shape, self.config, machine))

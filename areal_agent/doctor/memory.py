@@ -225,7 +225,7 @@ class TrainerMemory:
         return self._always()
 
     def on_machine(self, num_ranks: int) -> Parts:
-        """Return the use of the memory of a machine with so many ranks: on a CPU everything, else what goes through it."""
+        """Return the use of the memory of a machine with so many ranks: on a CPU all, else what goes through it."""
         parts = Parts({"trainer: processes": num_ranks * TORCH_PROCESS_BYTES})
         if self._is_gpu:
             # several ranks have a tensor at a time
