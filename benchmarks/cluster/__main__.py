@@ -18,7 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from areal_agent.config import Config
 from areal_agent.engine.fleet.member import MemberState
 from areal_agent.ledger.verify import verify
 from areal_agent.run import Run
+from areal_agent.run.sources import OwnRollouts
 
 ROOT = Path(__file__).parents[2]
 BASE = ("eval.num_tasks=0", "engine.num_servers=2", "rollout.workers=2", "rollout.max_concurrent=512", "steps=100000")
@@ -51,12 +52,18 @@ class Loss:
     node: Mapping[str, Any]
 
 
+def serving(run: Run) -> Any:
+    """Return what the run serves with: a fleet of engines, and workers."""
+    assert isinstance(run.source, OwnRollouts)
+    return run.source.serving
+
+
 def num_engines(run: Run) -> int:
-    return sum(one.state is MemberState.SERVING for one in run.source.serving.engine.client.report())
+    return sum(one.state is MemberState.SERVING for one in serving(run).engine.client.report())
 
 
 def num_workers(run: Run) -> int:
-    return sum(seat.has_room for seat in run.source.serving.rollouts.seats)
+    return sum(seat.has_room for seat in serving(run).rollouts.seats)
 
 
 def kill_engine(run: Run) -> None:
@@ -64,7 +71,7 @@ def kill_engine(run: Run) -> None:
 
 
 def kill_worker(run: Run) -> None:
-    os.kill(run.source.serving.rollouts.seats[0].pid, signal.SIGKILL)
+    os.kill(serving(run).rollouts.seats[0].pid, signal.SIGKILL)
 
 
 LOSSES = {
@@ -149,7 +156,7 @@ def config_of(folder: str, overrides: Sequence[str]) -> Config:
 
 
 @contextmanager
-def open_cluster(loss: Loss) -> Iterator[tuple[Any, Sequence[Any]]]:
+def open_cluster(loss: Loss) -> Generator[tuple[Any, Sequence[Any]]]:
     """Start a head and two nodes; yield the cluster and the two."""
     os.environ |= {NICENESS: "0", "RAY_raylet_start_wait_time_s": "300"}
     from ray.cluster_utils import Cluster  # the variables are read here

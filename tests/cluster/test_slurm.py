@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -42,13 +42,12 @@ ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 MpiDefault=none
 ReturnToService=2
-KillWait=30
 PartitionName=all Nodes=ALL Default=YES
 """
 
 
 @pytest.fixture
-def slurm() -> Iterator[dict[str, str]]:
+def slurm() -> Generator[dict[str, str]]:
     """Yield the environment of the commands of a Slurm of three nodes."""
     if os.geteuid() or not all(map(shutil.which, ("slurmctld", "slurmd", "munged"))):
         pytest.skip("it needs root, slurm-wlm and munge")
@@ -67,6 +66,7 @@ def slurm() -> Iterator[dict[str, str]]:
         settings += f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN\n"
     (folder / "slurm.conf").write_text(settings)
     environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "RAY_TMPDIR": str(folder)}
+    environment["RAY_raylet_start_wait_time_s"] = "300"  # a machine that runs other tests is slow
     own = [f"--{name}={folder}/munge/{name.split('-')[0]}" for name in ("socket", "key-file", "pid-file", "seed-file")]
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -84,6 +84,8 @@ def slurm() -> Iterator[dict[str, str]]:
             start("slurmd", "-D", "-N", name)
         wait_until(lambda: said(["sinfo", "-h", "-t", "idle", "-o", "%D"], environment) == str(len(NODES)))
         yield environment
+        said(["scancel", "--user=root"], environment)
+        wait_until(lambda: not said(["squeue", "-h"], environment))
 
 
 def free_ports(number: int) -> list[int]:

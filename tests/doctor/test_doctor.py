@@ -122,7 +122,7 @@ async def test_each_fault_is_told(small_model: Path, tmp_path: Path) -> None:
         rollout={"gateway_port": 1},
     )
     found = await examine(wrong, elsewhere=Machine(memory_bytes=GIB, num_gpus=1, gpu_bytes=GIB))
-    for check in ("workflow", "tasks", "algorithm", "model", "GPU 4"):
+    for check in ("workflow", "tasks", "algorithm", "model", "GPU 1-4"):
         assert State.FAIL in found[check], check
     assert found["tokenizer"] == [State.OK]
     assert found["engine"] == [State.SKIP]
