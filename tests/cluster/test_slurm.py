@@ -40,6 +40,7 @@ SlurmdPidFile={folder}/%n.pid
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
+TaskProlog={folder}/prolog
 MpiDefault=none
 ReturnToService=2
 PartitionName=all Nodes=ALL Default=YES
@@ -65,7 +66,10 @@ def slurm() -> Generator[dict[str, str]]:
     for name, port in zip(NODES, ports[1:], strict=True):
         settings += f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN\n"
     (folder / "slurm.conf").write_text(settings)
-    environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "RAY_TMPDIR": str(folder)}
+    prolog = folder / "prolog"  # Rays that start at once in one folder take each other's names
+    prolog.write_text(f"#!/bin/sh\necho export RAY_TMPDIR={folder}/$SLURMD_NODENAME\n")
+    prolog.chmod(0o755)
+    environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf")}
     environment["RAY_raylet_start_wait_time_s"] = "300"  # a machine that runs other tests is slow
     own = [f"--{name}={folder}/munge/{name.split('-')[0]}" for name in ("socket", "key-file", "pid-file", "seed-file")]
     with ExitStack() as stack:
