@@ -185,8 +185,9 @@ def placement_findings(config: Config, machine: Machine) -> Sequence[Finding]:
     ranks = [number for number, one in enumerate(shares) if one.num_ranks]
     servers = [number for number, one in enumerate(shares) if one.servers]
     num_free = sum(machine.num_gpus - one.num_gpus for one in shares)
-    found = f"{config.trainer.num_ranks} trainer ranks on {told(ranks)}, {_num_started(config)} engines of {size} GPUs "
-    return [Finding("placement", State.OK, f"{found}on {told(servers)}; {num_free} GPUs are left over")]
+    found = f"trainer ranks: {config.trainer.num_ranks} on {told(ranks)}; engines: {_num_started(config)} of {size} GPU"
+    found += f"{'s' * (size != 1)} on {told(servers)}; GPUs left over: {num_free}"
+    return [Finding("placement", State.OK, found)]
 
 
 def told(numbers: Sequence[int]) -> str:

@@ -262,7 +262,7 @@ async def test_a_cluster_holds_ranks_then_servers() -> None:
         (check, State.OK)
         for check in ("placement", "memory", "GPU 0-7", "memory", "GPU 0-1", "GPU 2-7", "memory", "GPU 0")
     ]
-    told = "10 trainer ranks on machines 0, 1, 7 engines of 1 GPUs on machines 1, 2; 7 GPUs are left over"
+    told = "trainer ranks: 10 on machines 0, 1; engines: 7 of 1 GPU on machines 1, 2; GPUs left over: 7"
     assert findings[0].found == told
     assert findings[-1].found.startswith("machine 2: about ")
 
