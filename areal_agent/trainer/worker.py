@@ -19,7 +19,7 @@ import torch
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.model import choose_device
 from areal_agent.trainer.ranks import ALONE, Group, Ranks
-from areal_agent.trainer.trainer import Trainer
+from areal_agent.trainer.trainer import LOOPBACK, Trainer
 from areal_agent.trainer.wire import (
     Arrays,
     Frame,
@@ -40,6 +40,7 @@ class Worker:
 
     def __init__(self, rank: int = 0) -> None:
         self._rank = rank
+        self._address = LOOPBACK  # of this machine, where servers find this rank
         self._ranks = Ranks([])
         self._trainer: Trainer | None = None
         self._is_done = False
@@ -59,6 +60,7 @@ class Worker:
 
     def serve(self, sock: socket.socket) -> None:
         """Answer commands until `shutdown` or until the other side is gone."""
+        self._address = sock.getsockname()[0]
         try:
             with sock.makefile("rwb") as file:
                 while not self._is_done:
@@ -138,7 +140,7 @@ class Worker:
             where = Path(arguments["rendezvous"])
             parallel = config.context_parallel
             group = Group.join(self._rank, config.num_ranks, where, device, context_parallel=parallel)
-        self._trainer = Trainer(setup, device=device, group=group)
+        self._trainer = Trainer(setup, device=device, group=group, address=self._address)
         info = self._trainer.info
         logger.info("loaded %s: %d parameters on %s", setup.model, info.num_parameters, info.device)
         return asdict(replace(info, rank_process_ids=self._ranks.process_ids))
