@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from areal_agent.callback import LOOPBACK
 from areal_agent.errors import ProcessDied
 from areal_agent.process import ManagedProcess
-
-LOOPBACK = "127.0.0.1"
 
 
 class Process(Protocol):

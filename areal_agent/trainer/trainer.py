@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from areal_agent.callback import LOOPBACK
 from areal_agent.errors import ConfigError
 from areal_agent.observe.token_records import TokenRecorder
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
@@ -26,7 +27,6 @@ from areal_agent.types import DistributedWeights, JsonObject, TokenRecord, Weigh
 from areal_agent.weights.channels import DiskChannel, DistributedChannel, SharedMemoryChannel, joined
 
 NOTHING: JsonObject = {}
-LOOPBACK = "127.0.0.1"
 
 
 class Trainer:

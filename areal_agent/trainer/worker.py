@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from areal_agent.callback import LOOPBACK
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.model import choose_device
 from areal_agent.trainer.ranks import ALONE, Group, Ranks
-from areal_agent.trainer.trainer import LOOPBACK, Trainer
+from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import (
     Arrays,
     Frame,
