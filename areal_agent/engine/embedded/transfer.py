@@ -83,7 +83,7 @@ def _proof(name: str, group: str) -> str:
 
 def open_store(host: str, timeout_s: float) -> Store:
     """Open the trainer's store, at a free port of this address only."""
-    listening = socket.create_server((host, 0))
+    listening = socket.create_server((host, 0), family=_family(host))
     port = listening.getsockname()[1]
     return _store(host, port, timeout_s, is_master=True, master_listen_fd=listening.detach())
 
@@ -305,9 +305,13 @@ def _gpu(device: torch.device) -> str:
 
 def _own_address(host: str, port: int) -> str:
     """The address of this machine from which that host is reached. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return probe.getsockname()[0]
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def whole_blocks(num_bytes: int) -> int:
