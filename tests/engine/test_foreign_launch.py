@@ -208,6 +208,12 @@ async def test_vllm_finds_its_gpus_and_where_its_model_runs_in_the_environment(
         await start(config("vllm", stand_in("vllm", shows), **options), tmp_path)
 
 
+SGLANGS_APP = """
+class app:
+    add_middleware = staticmethod(lambda one: print(f"--middleware launcher.{one.__name__}"))
+"""
+
+
 class Elsewhere(LocalHost):
     """A machine of a cluster."""
 
@@ -216,15 +222,17 @@ class Elsewhere(LocalHost):
     chooses_gpus = True
 
 
-@pytest.mark.parametrize(("backend", "protection"), [("sglang", ""), ("vllm", "--middleware launcher.KeyDemanded")])
-async def test_a_server_elsewhere(stand_in, tmp_path, backend, protection):
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_server_elsewhere(stand_in, tmp_path, backend):
     shows = "import os, sys; print(*sys.argv, 'key', os.environ['AREAL_AGENT_ENGINE_KEY']); sys.exit(3)"
     options = EngineConfig(backend=backend, python=stand_in(backend, shows), device="cuda", num_servers=2)
+    (tmp_path / backend / "srt" / "entrypoints").mkdir(parents=True)
+    (tmp_path / backend / "srt" / "entrypoints" / "http_server.py").write_text(SGLANGS_APP)
     with pytest.raises(ProcessDied) as death:
         async with getattr(servers, f"start_{backend}")(options, Path("model"), VERSION, tmp_path, Elsewhere()):
             pass
     arguments, _, key = str(death.value).partition(" key ")
-    assert "--host 127.0.0.7" in arguments and protection in arguments
+    assert "--host 127.0.0.7" in arguments and "--middleware launcher.KeyDemanded" in arguments
     assert "--base-gpu-id" not in arguments and "sk-of-this-run" not in arguments
     assert key.startswith("sk-of-this-run")
 

@@ -143,7 +143,11 @@ def take(told: Mapping[str, Any], data: Tensor, *, group: str, num_members: int,
         part, place = parts[number % len(parts)], places[number % len(parts)]
         host, port = part["host"], part["port"]
         request = Request.of(part["name"], group=group, num_members=num_members)
-        options = {"bucket_bytes": told["bucket_bytes"], "device": device, "timeout_s": told["timeout_s"]}
+        options: dict[str, Any] = {
+            "bucket_bytes": told["bucket_bytes"],
+            "device": device,
+            "timeout_s": told["timeout_s"],
+        }
         try:
             receive(host, port, request, place, **options)
         except RuntimeError as error:
