@@ -37,11 +37,14 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Carries out commands one after the other, as one rank of a trainer. `init` loads the model."""
+    """Carries out commands one after the other, as one rank of a trainer. `init` loads the model.
 
-    def __init__(self, rank: int = 0) -> None:
+    `address` is that of this machine at which servers find this rank.
+    """
+
+    def __init__(self, rank: int = 0, address: str = LOOPBACK) -> None:
         self._rank = rank
-        self._address = LOOPBACK  # of this machine, where servers find this rank
+        self._address = address
         self._ranks = Ranks([])
         self._trainer: Trainer | None = None
         self._is_done = False
@@ -61,7 +64,6 @@ class Worker:
 
     def serve(self, sock: socket.socket) -> None:
         """Answer commands until `shutdown` or until the other side is gone."""
-        self._address = sock.getsockname()[0]
         try:
             with sock.makefile("rwb") as file:
                 while not self._is_done:
