@@ -34,7 +34,7 @@ micro-batch, or the longest context where that may go alone; with `trainer.conte
                                         8 V R           logits of R running requests
       with SGLang                       what `--mem-fraction-static` gives, or `kv_tokens` where that is less
     new weights on their way            2 e P           in shared memory (two slots), and e P once more in the engine;
-                                          e P           with `distributed`: in the trainer and the engine, and
+                                          e P           with `distributed`: in all ranks together, in the engine, and
                                         2 e P           in each process of SGLang's, vLLM's
 
 Where an engine lends the memory of its keys (`engine.release_kv`), they and a train step are never there at once. The
@@ -253,7 +253,7 @@ class TrainerMemory:
                 "trainer: critic with its moments": self._share(3 * FLOAT32_BYTES * self._critic),
                 "trainer: reference": self._share(FLOAT32_BYTES * self._reference),
                 "trainer: teacher": self._share(FLOAT32_BYTES * self._shape.num_teacher_parameters),
-                "trainer: new weights for the engine": self.published_bytes if keeps_published else 0,
+                "trainer: new weights for the engine": self._share(self.published_bytes) if keeps_published else 0,
                 "trainer: CUDA": self._cuda_bytes(),
             }
         )

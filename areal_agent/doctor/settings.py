@@ -267,7 +267,7 @@ def _checkpoints(memory: TrainerMemory, config: Config, machine: Machine) -> Fin
 
 def _weights(memory: TrainerMemory, config: Config, machine: Machine) -> Finding:
     if config.trainer.transfer == "distributed":
-        found = f"new weights go to the engine from {config.trainer.transfer_host}, without files"
+        found = f"new weights go to the engine from {config.trainer.transfer_host or 'the trainer'}, without files"
         return Finding("transfer", State.OK, found)
     has_memory = machine.is_elsewhere or os.access(SHARED_MEMORY, os.W_OK)
     in_memory = config.trainer.transfer == "shared_memory" and has_memory
