@@ -386,6 +386,13 @@ async def test_it_fits(name: str, shape: ModelShape, num_gpus: int, gib: int) ->
     assert [finding for finding in findings if finding.state is not State.OK] == []
 
 
+async def test_it_fits_four_machines() -> None:
+    cluster = replace(EIGHT_GPUS, num_nodes=4)
+    findings = await memory_findings(SHAPES["Qwen3-32B"], Config.load(CONFIGS / "qwen3_32b_4nodes.yaml"), cluster)
+    assert [one.state for one in findings] == [State.OK] * 7
+    assert findings[0].found.startswith("trainer ranks: 16 on machines 0, 1; engines: 4 of 4 GPUs on machines 2, 3;")
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("qwen3_*.yaml")), ids=lambda path: path.stem)
 def test_its_tasks_and_workflow_are_there(path: Path) -> None:
     config = Config.load(path)
