@@ -86,6 +86,11 @@ class Hosts(Protocol):
         """The key that engines started on them demand; None on this machine alone, where they listen on loopback."""
         ...
 
+    @property
+    def chooses_gpus(self) -> bool:
+        """Whether a process sees only GPUs that were reserved for it; else it has to be told which ones are its own."""
+        ...
+
     async def host_for(self, name: str) -> Host:
         """Return a host with room for the process of that name; wait while there is none. Raises ProcessDied."""
         ...
@@ -96,6 +101,7 @@ class LocalHost:
 
     home = address = LOOPBACK
     engine_key = None
+    chooses_gpus = False
 
     async def host_for(self, name: str) -> Host:
         return self

@@ -372,7 +372,7 @@ class Run:
                     num_steps=config.steps,
                     token_records=folder.path / TOKEN_RECORDS,
                     token_records_share=config.observe.token_records,
-                    has_one_gpu=config.cluster.kind == "ray",
+                    has_one_gpu=hosts.chooses_gpus,
                     shares_gpu=config.cluster.kind == "local" and may_be_on(config.engine, config.trainer.num_ranks),
                 )
                 await self._gang.init(setup)

@@ -22,7 +22,9 @@ def main() -> int:
     )
     parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where commands come from")
     parser.add_argument("--rank", type=int, default=0, help="which rank of the trainer this is; the others call rank 0")
-    parser.add_argument("--address", default=LOOPBACK, help="that of this machine at which ranks find each other")
+    parser.add_argument(
+        "--address", default=LOOPBACK, help="that of this machine at which ranks and servers find this one"
+    )
     arguments = parser.parse_args()
     exit_with_parent()
     sock = call_back(arguments.connect)

@@ -44,7 +44,7 @@ class Worker:
     """Carries out commands one after the other, as one rank of a trainer. `init` loads the model.
 
     With several ranks, rank 0 is asked first what to start (`expect`). `address` is that of this machine at which
-    ranks find each other.
+    ranks and servers find this one.
     """
 
     def __init__(self, rank: int = 0, address: str = LOOPBACK) -> None:
@@ -170,7 +170,7 @@ class Worker:
                 address=self._address,
                 timeout_s=max(STALLED_S, limit_s),
             )
-        self._trainer = Trainer(setup, device=device, group=group)
+        self._trainer = Trainer(setup, device=device, group=group, address=self._address)
         info = self._trainer.info
         logger.info("loaded %s: %d parameters on %s", setup.model, info.num_parameters, info.device)
         return asdict(info)
