@@ -249,7 +249,7 @@ def require_one_machine(config: Config) -> None:
         ("engine.backend", config.engine.backend != "embedded", "use 'embedded': no other runs there yet"),
         ("engine.first_gpu", config.engine.first_gpu > 0, "leave it out: Ray chooses the GPUs"),
         ("engine.release_kv", config.engine.release_kv, "leave it out: trainer and engines share no GPU"),
-        ("trainer.transfer", config.trainer.transfer != "disk", "set it to 'disk': weights go through run_dir"),
+        ("trainer.transfer", config.trainer.transfer != "disk", "set it to 'disk': weights go through files"),
     ):
         if is_local:
             section, _, name = key.partition(".")
