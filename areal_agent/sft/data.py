@@ -92,13 +92,15 @@ def load_data(config: SftConfig, folder: Path, context: int | None) -> Data:
     Raises ConfigError for the first row that cannot be learnt, and when none is left.
     """
     data, renderer = config.data, Renderer.load(folder, history_thinking=config.history_thinking)
+    longest = min(data.max_tokens or math.inf, context or math.inf)
+    if data.max_tokens is not None and longest < data.max_tokens:
+        raise ConfigError(f"data.max_tokens is {data.max_tokens:,}, and the model was made for {context:,}; lower it")
     chats = ChatRenderer(renderer)
     rows = [row_of(chat, chats) for file in data.files for chat in read_chats(Path(file))]
     if data.from_run is not None:
         assert data.min_reward is not None  # checked by DataConfig
-        rows += read_rollouts(Path(data.from_run), data.min_reward, folder)
+        rows += read_rollouts(Path(data.from_run), data.min_reward, folder, renderer.chat_template)
     held_out = [row_of(chat, chats) for chat in read_chats(Path(config.held_out.file))] if config.held_out.file else []
-    longest = data.max_tokens or context
     fitting, fitting_held_out = ([row for row in part if _fits(row, longest, data)] for part in (rows, held_out))
     num_too_long = len(rows) + len(held_out) - len(fitting) - len(fitting_held_out)
     if config.trainer.oversized == "refuse":
@@ -170,7 +172,7 @@ def _message(value: object, index: int) -> JsonObject:
     fields = cast("JsonObject", value)
     if unknown := [name for name in fields if name not in OF_ANSWERS and fields[name] not in EMPTY]:
         raise RequestError(f"messages[{index}] has the unknown key {unknown[0]!r}; {nearest(unknown[0], OF_ANSWERS)}")
-    if fields.get("content") is None and not message.keys() & {"tool_calls", "reasoning_content"}:
+    if not any(str(message.get(name) or "").strip() for name in ("content", "reasoning_content", "tool_calls")):
         raise RequestError(f"messages[{index}] says nothing: it has neither content nor tool_calls; give one of them")
     weight = fields.get("weight", 1)
     if weight not in (0, 1):
@@ -189,15 +191,21 @@ def row_of(chat: Chat, chats: ChatRenderer) -> Row:
     return Row(origin=chat.origin, examples=examples)
 
 
-def read_rollouts(run_dir: Path, min_reward: float, folder: Path) -> list[Row]:
+def read_rollouts(run_dir: Path, min_reward: float, folder: Path, chat_template: str) -> list[Row]:
     """Return the completed rollouts of a run with at least this reward in total, by the tokens that were sampled.
 
     In the loss are the answers that the agent received, whatever their recorded probability. Raises ConfigError when
-    there are none, or when the run's tokenizer is not that of the model in `folder`.
+    there are none, or when the run's tokenizer or chat template is not that of the model in `folder`.
     """
     with reading(ledger_in(run_dir)) as snapshot:
         transcript = Transcript.of_ledger(questions.note(snapshot, TRANSCRIPT_NOTE), run_dir, None)
         _require_same_tokenizer(transcript.tokenizer, run_dir, folder)
+        if transcript.chat_template != chat_template:
+            raise ConfigError(
+                f"data.from_run {str(run_dir)!r}: its prompts are of another chat template than the model in "
+                f"{str(folder)!r} will be served with; set history_thinking as that run's rollout.history_thinking, or "
+                "put its chat_template.jinja beside the model"
+            )
         rule = LossRule(trains_altered=True, trains_greedy=True, roots=transcript.loss_rule.roots)
         rows = [
             Row(origin=f"session {session_id}", examples=examples)
@@ -231,10 +239,10 @@ def _require_same_tokenizer(tokenizer: Path | None, run_dir: Path, folder: Path)
         )
 
 
-def _fits(row: Row, longest: int | None, data: DataConfig) -> bool:
+def _fits(row: Row, longest: float, data: DataConfig) -> bool:
     """Return whether no sequence of a row is too long. Raises ConfigError if that is to be refused."""
     num_tokens = max(len(one.token_ids) for one in row.examples)
-    if longest is None or num_tokens <= longest:
+    if num_tokens <= longest:
         return True
     if data.too_long == "refuse":
         limit = "data.max_tokens allows" if data.max_tokens else "the model was made for"

@@ -8,6 +8,7 @@ enough reward alone, also greedy ones, but for answers that the agent never got.
 
 import asyncio
 import json
+import shutil
 from codecs import BOM_UTF8
 from dataclasses import replace
 from itertools import islice
@@ -21,6 +22,7 @@ from areal_agent.errors import ConfigError
 from areal_agent.sft.config import SftConfig
 from areal_agent.sft.data import Data, Row, load_data, read_chats, read_rollouts, split
 from areal_agent.sft.sequences import Example
+from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, TranscriptSettings
 from areal_agent.types import SamplingParams, SessionPurpose
 from tests.histories import begin_rollout, completion, end_rollout, open_ledger, session, trajectory, turn
@@ -62,6 +64,7 @@ def written(path: Path, *rows: object) -> Path:
             r"messages\[1\] has the unknown key 'wieght'; did you mean 'weight'\?",
         ),
         ({"messages": [ASKED, {"role": "assistant", "content": None}]}, r"messages\[1\] says nothing"),
+        ({"messages": [ASKED, {"role": "assistant", "content": "\n", "reasoning_content": ""}]}, "says nothing"),
         ({"messages": [ASKED, SAID], "tools": False}, "tools"),
         ({"messages": [ASKED, SAID], "tools": [{"type": "x"}]}, r"tools\[0\]"),
         (calling("{'code'"), r"messages\[1\].tool_calls\[0\].function.arguments is \"\{'code'\", and no JSON object"),
@@ -111,6 +114,8 @@ def test_a_row_that_is_too_long_is_refused_or_left_out(small_model: Path, tmp_pa
     assert data.rows[0].examples[0].token_ids.tolist() == whole.rows[0].examples[0].token_ids.tolist()
     with pytest.raises(ConfigError, match="no row is left to learn after 2 rows that are too long"):
         load_data(config(small_model, data=values | {"max_tokens": 2}), small_model, 512)
+    with pytest.raises(ConfigError, match=r"data\.max_tokens is 513, and the model was made for 512; lower it"):
+        load_data(config(small_model, data=values | {"max_tokens": 513}), small_model, 512)
 
 
 def test_a_sequence_larger_than_a_micro_batch_is_refused_where_that_is_asked(small_model: Path, tmp_path: Path) -> None:
@@ -158,6 +163,10 @@ def rollout(session_id: str, reward: float, **changes: Any) -> Any:
     return trajectory(session_id, [0], reward, turns=(only,))
 
 
+def template_of(model: Path) -> str:
+    return Renderer.load(model).chat_template
+
+
 @pytest.fixture
 def run_dir(small_model: Path, tmp_path: Path) -> Path:
     """A ledger with rollouts of rewards 0, 1 and 2; the last is greedy, and one with 2 is an evaluation."""
@@ -181,7 +190,7 @@ def run_dir(small_model: Path, tmp_path: Path) -> Path:
 def test_rollouts_are_learnt_by_their_sampled_tokens(
     small_model: Path, run_dir: Path, min_reward: float, sessions: list[str]
 ) -> None:
-    found = read_rollouts(run_dir, min_reward, small_model)
+    found = read_rollouts(run_dir, min_reward, small_model, template_of(small_model))
     assert [row.origin for row in found] == [f"session {one}" for one in sessions]
     (record,) = found[0].records()
     assert record.token_ids.tolist() == [1, 2, 0, 1, 2, 3]
@@ -193,9 +202,17 @@ def test_rollouts_that_are_too_bad_or_of_another_tokenizer_are_refused(
     small_model: Path, run_dir: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"no rollout of .* has a reward of 3 or more; lower data.min_reward"):
-        read_rollouts(run_dir, 3.0, small_model)
+        read_rollouts(run_dir, 3.0, small_model, template_of(small_model))
     other = tmp_path / "other"
     other.mkdir()
     (other / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"and the model in .* has another; give a model with that tokenizer"):
-        read_rollouts(run_dir, 1.0, other)
+        read_rollouts(run_dir, 1.0, other, template_of(small_model))
+
+
+def test_rollouts_of_another_chat_template_are_refused(small_model: Path, run_dir: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(small_model, tmp_path / "other")
+    (other / "chat_template.jinja").write_text(template_of(small_model).replace("<|im_end|>", "<|im_end|>\n"))
+    values = {"from_run": str(run_dir), "min_reward": 1.0}
+    with pytest.raises(ConfigError, match=r"another chat template than the model .*; set history_thinking as that"):
+        load_data(config(other, data=values), other, None)
