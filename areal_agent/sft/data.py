@@ -4,6 +4,7 @@ A bad row is an error that names its file and line. The order of rows depends on
 resumed fine-tuning goes on with the batches that it would have had.
 """
 
+import json
 import math
 import random
 from codecs import BOM_UTF8
@@ -92,9 +93,9 @@ def load_data(config: SftConfig, folder: Path, context: int | None) -> Data:
     Raises ConfigError for the first row that cannot be learnt, and when none is left.
     """
     data, renderer = config.data, Renderer.load(folder, history_thinking=config.history_thinking)
-    longest = min(data.max_tokens or math.inf, context or math.inf)
-    if data.max_tokens is not None and longest < data.max_tokens:
-        raise ConfigError(f"data.max_tokens is {data.max_tokens:,}, and the model was made for {context:,}; lower it")
+    longest = data.max_tokens or context or math.inf
+    if context and longest > context:
+        raise ConfigError(f"data.max_tokens is {longest:,}, and the model was made for {context:,} tokens; lower it")
     chats = ChatRenderer(renderer)
     rows = [row_of(chat, chats) for file in data.files for chat in read_chats(Path(file))]
     if data.from_run is not None:
@@ -138,8 +139,9 @@ def read_chats(path: Path) -> list[Chat]:
 
 def _chat(line: bytes, origin: str) -> Chat:
     try:
-        row: Any = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
+        orjson.loads(line)  # which is strict, but makes floats of large integers
+        row: Any = json.loads(line)
+    except ValueError as error:
         raise ConfigError(f"{origin}: not JSON: {error}; write one object in each line") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{origin}: a row is an object with 'messages', not {str(row)[:40]!r}")
@@ -166,9 +168,13 @@ def _message(value: object, index: int) -> JsonObject:
         return message
     calls: Sequence[JsonObject] = message.get("tool_calls") or ()
     for number, call in enumerate(calls):
-        if isinstance(arguments := call["function"]["arguments"], str):  # it could not be read
-            where = f"messages[{index}].tool_calls[{number}].function.arguments"
-            raise RequestError(f"{where} is {arguments!r:.60}, and no JSON object; write the call's arguments as one")
+        where, function = f"messages[{index}].tool_calls[{number}].function", call["function"]
+        if not function["name"]:
+            raise RequestError(f"{where}.name is ''; name the tool that is called")
+        if isinstance(arguments := function["arguments"], str):  # it could not be read
+            raise RequestError(
+                f"{where}.arguments is {arguments!r:.60}, and no JSON object; write the call's arguments as one"
+            )
     fields = cast("JsonObject", value)
     if unknown := [name for name in fields if name not in OF_ANSWERS and fields[name] not in EMPTY]:
         raise RequestError(f"messages[{index}] has the unknown key {unknown[0]!r}; {nearest(unknown[0], OF_ANSWERS)}")

@@ -32,8 +32,8 @@ SAID = {"role": "assistant", "content": "The answer is 2."}
 CHAT = {"messages": [ASKED, SAID]}
 
 
-def calling(arguments: object) -> dict[str, Any]:
-    call = {"id": "c", "type": "function", "function": {"name": "python", "arguments": arguments}}
+def calling(arguments: object, name: str = "python") -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
     return {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]}
 
 
@@ -69,6 +69,7 @@ def written(path: Path, *rows: object) -> Path:
         ({"messages": [ASKED, SAID], "tools": [{"type": "x"}]}, r"tools\[0\]"),
         (calling("{'code'"), r"messages\[1\].tool_calls\[0\].function.arguments is \"\{'code'\", and no JSON object"),
         (calling([1]), r"messages\[1\].tool_calls\[0\].function.arguments"),
+        (calling({}, name=""), r"messages\[1\].tool_calls\[0\].function.name is ''; name the tool"),
         ({"messages": [ASKED, SAID | {"reasoning_content": "Hm."}]}, r"does not write messages\[1\].reasoning_content"),
     ],
 )
@@ -85,6 +86,12 @@ def test_files_of_other_systems_are_read(tmp_path: Path) -> None:
     first, second = read_chats(file)
     assert (first.origin, second.origin) == (f"{file}:1", f"{file}:3")
     assert list(first.messages) == list(second.messages) == [ASKED, SAID | {"weight": 1}]
+
+
+@pytest.mark.parametrize("arguments", [{"n": 2**80}, json.dumps({"n": 2**80})], ids=["an object", "text"])
+def test_arguments_are_read_exactly(tmp_path: Path, arguments: object) -> None:
+    (chat,) = read_chats(written(tmp_path / "chats.jsonl", calling(arguments)))
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"n": 2**80}
 
 
 @pytest.mark.parametrize("text", ["", "\n\n"])
@@ -114,7 +121,7 @@ def test_a_row_that_is_too_long_is_refused_or_left_out(small_model: Path, tmp_pa
     assert data.rows[0].examples[0].token_ids.tolist() == whole.rows[0].examples[0].token_ids.tolist()
     with pytest.raises(ConfigError, match="no row is left to learn after 2 rows that are too long"):
         load_data(config(small_model, data=values | {"max_tokens": 2}), small_model, 512)
-    with pytest.raises(ConfigError, match=r"data\.max_tokens is 513, and the model was made for 512; lower it"):
+    with pytest.raises(ConfigError, match=r"data\.max_tokens is 513, and the model was made for 512 tokens; lower it"):
         load_data(config(small_model, data=values | {"max_tokens": 513}), small_model, 512)
 
 
