@@ -51,7 +51,7 @@ class TeacherConfig(Section):
     model: Annotated[str, Field(min_length=1)] | None = None
     """The teacher's Hugging Face folder or hub name, which the trainer loads beside the policy. Its tokenizer must be
     the policy's. With `url`, only its tokenizer is read."""
-    url: Annotated[str, Field(min_length=1)] | None = None
+    url: Annotated[str, Field(pattern=r"^https?://[^/]+")] | None = None
     """A running server that has the teacher instead: areal_agent's own, SGLang's or vLLM's. Without `model` too, the
     folder that it serves has to be readable here, so that the tokenizers can be compared."""
     weight: Annotated[float, Field(gt=0)] = 1.0
