@@ -1,15 +1,14 @@
 """How fast the page of a large run opens and scrolls, and what looking at a run costs it.
 
     python benchmarks/view [--turns 1000000] [--folder DIR]     makes such a run (once) and opens it in Chromium
-    python benchmarks/view --beside [--steps 15]                the quickstart alone, recording tokens, and looked at
+    python benchmarks/view --beside [--steps 130]               the quickstart, looked at in every other block of steps
 
-A run of a million turns has 250,000 rollouts of four turns and 3,906 train steps. `--beside` runs the quickstart three
-times: without token records, with those of its default share, and with them while a browser has its page open. It
-compares the median time of a train step and the CPU-seconds of the server. It needs Chromium, and Linux.
+A run of a million turns has 250,000 rollouts of four turns and 3,906 train steps. `--beside` trains once, so that both
+sides of the comparison are neighbours in time; the token records of its default share are replayed afterwards, and
+their time is compared with that of a step. It needs Chromium, and Linux.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -21,16 +20,21 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from playwright.sync_api import Browser, sync_playwright
 
+from areal_agent.ledger import questions
 from areal_agent.ledger.encoding import encode_completion, encode_turn
-from areal_agent.ledger.files import FILE_NAME, FileKind, open_for_writing
+from areal_agent.ledger.files import FILE_NAME, FileKind, open_for_writing, reading
 from areal_agent.observe.metrics import MetricsLog, read_metrics, step_rows
+from areal_agent.observe.token_records import SeenTokens, TokenRecorder, read_seen
 from areal_agent.types import Completion, Distribution, FinishReason, SamplingParams, Turn, VersionSpan, WeightVersion
 
 ROOT = Path(__file__).parents[2]
 TURNS_OF_SESSION, SESSIONS_OF_STEP, SIBLINGS = 4, 64, 8
 ANSWER_TOKENS, PROMPT_TOKENS, NUM_METRICS = 60, 30, 90
+WARM_UP, BLOCK = 6, 4
+"""Steps that are not counted, and those of a block."""
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 FRAMES = """async () => {
   const box = document.querySelector(".rows"), gaps = [];
@@ -50,14 +54,14 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "areal_agent_view")
     parser.add_argument("--beside", action="store_true")
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=130)
     parser.add_argument("--chromium", default="/usr/bin/chromium")
     args = parser.parse_args()
     with sync_playwright() as playwright, closing(playwright.chromium.launch(
         executable_path=args.chromium, args=FLAGS
     )) as browser:  # fmt: skip
         if args.beside:
-            compare(browser, args.folder, args.steps)
+            beside(browser, args.steps)
         else:
             run = args.folder / f"turns_{args.turns}"
             if not (run / "metrics.jsonl").exists():
@@ -191,35 +195,96 @@ def measure(browser: Browser, run: Path) -> None:
 # ------------------------------------------------------------------------------------------ beside a run
 
 
-def compare(browser: Browser, folder: Path, num_steps: int) -> None:
-    """Run the quickstart three times and print the time of its train steps."""
-    for name, share, is_watched in (("alone", 0.0, False), ("recording", 0.05, False), ("watched", 0.05, True)):
-        run = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=folder if folder.exists() else None)) / "run"
-        command = [sys.executable, "-m", "areal_agent.train", "--config", "configs/quickstart.yaml"]
-        options = [f"run_dir={run}", f"steps={num_steps}", f"observe.token_records={share}", "eval.num_tasks=0"]
-        with subprocess.Popen([*command, *options], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-            cpu_s = watch(browser, run, process) if is_watched else 0.0
-        times = median_times(read_metrics(run / "metrics.jsonl"))
-        print(json.dumps({"run": name, "exit": process.returncode, "server_cpu_s": round(cpu_s, 2), **times}))
+def beside(browser: Browser, num_steps: int) -> None:
+    """Train, look at it in every other block of steps, and print what a block costs, and what keeping tokens costs."""
+    run = Path(tempfile.mkdtemp(prefix="areal_agent_beside_")) / "run"
+    command = [sys.executable, "-m", "areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={run}"]
+    options = [f"steps={num_steps}", "eval.num_tasks=0"]
+    with subprocess.Popen([*command, *options], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        blocks = [one for one in look(browser, run, process, WARM_UP) if len(one["rows"]) == BLOCK]
+    assert process.returncode == 0, f"the run ended with {process.returncode}; see {run / 'logs'}"
+    print(f"{'median of blocks (and their quartiles)':<44}{'alone':>25}{'looked at':>25}")
+    for what, value in {
+        "CPU-seconds of the trainer, 1,000 tokens": lambda one: one["trainer_s"] / total(one, "tokens/trained") * 1000,
+        "seconds of updates, 1,000 tokens": lambda one: (
+            total(one, "trainer/seconds_update") / total(one, "tokens/trained") * 1000
+        ),
+        "seconds a step": lambda one: total(one, "seconds/wall") / BLOCK,
+        "CPU-seconds of the page's server, a second": lambda one: one["server_s"] / one["wall_s"],
+    }.items():
+        by_side = [[value(one) for one in blocks if one["is_watched"] is side] for side in (False, True)]
+        print(f"{what:<44}" + "".join("{1:>11.4f} ({0:.4f}-{2:.4f})".format(*quartiles(side)) for side in by_side))
+    step_s = statistics.median(total(one, "seconds/wall") / BLOCK for one in blocks)
+    print_recorder(run, step_s)
 
 
-def watch(browser: Browser, run: Path, process: subprocess.Popen[bytes]) -> float:
-    """Keep the page of a run open, on its curves and its rollouts in turn; return the server's CPU-seconds."""
-    while not (run / "metrics.jsonl").exists() and process.poll() is None:
-        time.sleep(0.5)
-    with page_of(run) as (address, server):
-        page = browser.new_page()
-        while process.poll() is None:
-            for place in ("#/", "#/rollouts/0"):
-                page.goto(address + place)
-                page.wait_for_timeout(5000)
-        return cpu_s(server)
+def look(browser: Browser, run: Path, process: subprocess.Popen[bytes], skipped: int) -> Iterator[dict[str, Any]]:
+    """Yield what each block of steps took; in every other one a browser has the page open, which asks for news."""
+    metrics = run / "metrics.jsonl"
+
+    def rows() -> list[dict[str, Any]]:
+        return step_rows(read_metrics(metrics)) if metrics.exists() else []
+
+    def await_steps(count: int) -> list[dict[str, Any]]:
+        while len(rows()) < count and process.poll() is None:
+            time.sleep(0.02)
+        return rows()[count - BLOCK : count]
+
+    await_steps(skipped)
+    trainer = next(one for one in children_of(process.pid) if "areal_agent.trainer" in command_of(one))
+    with page_of(run) as (address, server), closing(browser.new_page()) as page:
+        for number, count in enumerate(range(skipped + BLOCK, 10**9, BLOCK)):
+            before = cpu_s(trainer), cpu_s(server), time.perf_counter()
+            page.goto(address + ("#/" if number % 4 == 1 else "#/rollouts/0") if number % 2 else "about:blank")
+            done = await_steps(count)
+            if process.poll() is not None:
+                return
+            spent = (cpu_s(trainer), cpu_s(server), time.perf_counter())
+            names = ("trainer_s", "server_s", "wall_s")
+            took = {name: now - then for name, now, then in zip(names, spent, before, strict=True)}
+            yield {"rows": done, "is_watched": number % 2 == 1, **took}
 
 
-def median_times(rows: list[dict[str, Any]]) -> Mapping[str, float]:
-    steps = step_rows(rows)[2:]  # without those that warm up
-    names = {"step_s": "seconds/wall", "update_s": "trainer/seconds_update"}
-    return {short: round(statistics.median(row[name] for row in steps), 4) for short, name in names.items()}
+def print_recorder(run: Path, step_s: float) -> None:
+    """Replay what the run kept through a recorder, and then what a step of a million tokens would."""
+    with reading(run / FILE_NAME) as snapshot:
+        leased = [(step, session) for session, step in questions.leases(snapshot, 0, 10**9).items()]
+    steps = {step: [name for one, name in leased if one == step] for step, _ in leased}
+    kept = {step: {name: read_seen(run, step, name) for name in names} for step, names in steps.items()}
+    times = [replayed(0.05, branches, run.parent, step) for step, branches in kept.items()]
+    print(f"keeping tokens, a step of this run: {statistics.median(times) * 1000:.1f} ms of {step_s * 1000:.0f} ms, "
+          f"{statistics.median(times) / step_s:.2%}")  # fmt: skip
+    columns = (np.arange(2000, dtype=np.int32), *np.random.default_rng(0).normal(size=(3, 2000)).astype(np.float32))
+    large = {f"g{number // 8}-{number % 8}": {0: SeenTokens(*columns)} for number in range(512)}
+    times = [replayed(0.05, large, run.parent, step) for step in range(9)]
+    print(f"keeping tokens, a step of 512 rollouts of 2,000 tokens: {statistics.median(times) * 1000:.1f} ms")
+
+
+def replayed(share: float, seen: Mapping[str, Mapping[int, SeenTokens]], folder: Path, step: int) -> float:
+    """Return the seconds that a recorder takes to choose, keep and write a step."""
+    recorder, begun_s = TokenRecorder(folder / "replayed", share), time.perf_counter()
+    for session_id, branches in seen.items():
+        if recorder.keeps(session_id):
+            for branch, one in branches.items():
+                recorder.add(session_id, branch, one)
+    recorder.write(step)
+    return time.perf_counter() - begun_s
+
+
+def children_of(process_id: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
+
+
+def command_of(process_id: int) -> str:
+    return Path(f"/proc/{process_id}/cmdline").read_text()
+
+
+def total(block: Mapping[str, Any], name: str) -> float:
+    return sum(row[name] for row in block["rows"])
+
+
+def quartiles(values: Sequence[float]) -> Sequence[float]:
+    return statistics.quantiles(values, n=4)
 
 
 if __name__ == "__main__":

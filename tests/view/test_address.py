@@ -47,6 +47,8 @@ def test_who_may_ask_and_what(run: Path, served: str) -> None:
         (f"{served}api/0/rollouts?step=x", {}, 400, "step is 'x'; give a number"),
         (f"{served}api/0/rollout?session=none", {}, 422, "the ledger has no session 'none'"),
         (f"{served}api/0/tokens?session=g0-0&turn=none", {}, 422, "has no turn 'none'"),
+        (f"{served}api/0/rollouts?step={10**30}", {}, 400, "give a whole number"),
+        (f"{served}api/0/rollouts?least_reward=nan", {}, 400, "give a number"),
         (f"{served}none.js", {}, 404, "there is no 'none.js'"),
     ):
         assert get(address, **headers)[0] == status, address
