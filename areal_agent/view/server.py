@@ -32,6 +32,8 @@ from areal_agent.view.trajectory import RecordedRollout
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+MAX_ADDRESS_BYTES = 2**16
+"""A search for 2,000 characters, the longest that the page sends, fits any of them."""
 PAGE = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 HEADERS = {
@@ -55,7 +57,7 @@ async def serve(runs: Sequence[RecordedRun], port: int, started: Callable[[str],
     Raises ConfigError when the port cannot be listened on.
     """
     key = secrets.token_urlsafe(24)
-    runner = web.AppRunner(make_app(runs, key), access_log=None, shutdown_timeout=0.5)
+    runner = web.AppRunner(make_app(runs, key), access_log=None, shutdown_timeout=0.5, max_line_size=MAX_ADDRESS_BYTES)
     await runner.setup()
     try:
         site = web.TCPSite(runner, HOST, port)
@@ -143,8 +145,10 @@ async def _answer(request: web.Request, handler: Reply, check: HostCheck, key: s
         except RequestError as error:
             asked = ", ".join(f"{name} {request.headers.get(name)!r:.80}" for name in ("Host", "Origin"))
             raise RequestError(f"{asked}: {FROM_ELSEWHERE}", status=error.status) from error
-        if not secrets.compare_digest(request.path.split("/")[1].encode(), key.encode()):
+        if not secrets.compare_digest(request.path.strip("/").partition("/")[0].encode(), key.encode()):
             raise RequestError(WRONG_KEY, status=403)
+        if request.path == f"/{key}":
+            return web.Response(status=308, headers={"Location": f"/{key}/"})
         return await handler(request)
     except RequestError as error:
         return web.Response(status=error.status, text=error.message)

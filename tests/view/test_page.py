@@ -426,7 +426,7 @@ async def test_what_the_trainer_kept_stands_beside_each_token(run: Path, reader:
     seen = page.locator(".rows .row.selected > span")
     assert (await seen.all_inner_texts())[3:] == ["-0.5000", "-0.2500", "1.2840", "2.0000", "0:0", "in the loss"]
     await page.keyboard.press("j")
-    assert (await seen.all_inner_texts())[4:] == ["", "", "", "0:0", "not in the loss: too old"]
+    assert (await seen.all_inner_texts())[4:] == ["", "", "", "0:0", "not in the loss: left out by the step"]
     await page.locator("select").select_option("advantage")
     await expect(page.locator(".legend")).to_have_text("-1 to 2; full colour at 2")
     assert await page.locator(".token.high7, .token.low4").count() == 2

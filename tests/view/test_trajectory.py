@@ -1,6 +1,6 @@
-"""A rollout for the page, without a browser: 1. a turn that goes on from another than the newest answer says from which,
-and only a branch is called one; 2. the tokens that were too old for the loss are those of the oldest weights; 3. the
-siblings that are named are those around it; 4. an export grows with the turns of its rollout, not with their square.
+"""A rollout for the page, without a browser: 1. a turn that goes on from another than the newest answer says from
+which, and only a branch is called one; 2. the tokens that were too old for the loss are those of the oldest weights;
+3. the siblings that are named are those around it; 4. an export grows with its turns, not with their square.
 """
 
 from contextlib import aclosing

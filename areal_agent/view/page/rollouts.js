@@ -41,7 +41,7 @@ class Rollouts {
       Array.isArray(kind)
         ? el("select", { name, "aria-label": name }, el("option", { value: "" }, `any ${name}`),
             ...kind.map((one) => el("option", { value: one, selected: this.filters[name] === one }, one)))
-        : el("input", { name, type: kind === "search" ? kind : "text", placeholder: hint, "aria-label": hint, value: this.filters[name], inputmode: kind === "number" ? "decimal" : null }));
+        : el("input", { name, type: kind === "search" ? kind : "text", placeholder: hint, "aria-label": hint, value: this.filters[name], maxlength: 2000, inputmode: kind === "number" ? "decimal" : null }));
     const apply = () => {
       const given = query(Object.fromEntries(inputs.map((one) => [one.name, one.value.trim()])));
       const place = `#/rollouts/${this.number}${given && "?" + given}`;

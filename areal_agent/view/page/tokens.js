@@ -146,7 +146,7 @@ function tokensOf({ prompt, answers }) {
     const places = new Map(answer.seen?.places.map((place, at) => [place, at]));
     answer.ids.forEach((id, index) => all.push({
       id, text: answer.texts[index] ?? `‹${id}›`, part, logprob: answer.logprobs[index],
-      loss: index < answer.num_too_old ? "not in the loss: too old" : answer.num_too_old ? "in the loss" : answer.loss, ...seen(answer, places.get(index)),
+      loss: index < answer.num_too_old ? "not in the loss: too old" : answer.num_too_old ? "in the loss" : answer.loss, ...seen(answer, places.get(index), index),
     }));
     for (const [version, start, end] of answer.versions) {
       for (let index = start; index < end; index++) all[begin + index].version = version;
@@ -156,8 +156,8 @@ function tokensOf({ prompt, answers }) {
 }
 
 /** What the trainer saw of a token, where that was kept. */
-function seen({ seen }, at) {
-  if (at == null) return {};
+function seen({ seen, num_too_old, loss }, at, index) {
+  if (at == null) return seen && index >= num_too_old && loss.startsWith("in the loss") ? { loss: "not in the loss: left out by the step" } : {};
   const trainer = seen.logprobs[at];
   return { trainer, ratio: Math.exp(trainer - seen.proximal[at]), advantage: seen.advantages[at], loss: "in the loss" };
 }
