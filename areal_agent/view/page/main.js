@@ -36,6 +36,7 @@ async function show() {
     const place = placeOf(location.hash), make = VIEWS[place.name];
     drawHead(place);
     if (!make || !place.run) throw new Error("There is no such view; choose one above.");
+    main.ariaBusy = "true"; // what was shown before is pale until this is here
     const made = await make(place, runs);
     if (turn !== shown) return;
     view = made;
@@ -45,6 +46,7 @@ async function show() {
   } catch (error) {
     if (turn === shown) fail(error);
   }
+  if (turn === shown) main.ariaBusy = null;
 }
 
 const fail = (error) => main.replaceChildren(el("p.empty.error", { role: "alert" }, error.message));
@@ -84,8 +86,9 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-/** Ask every run for its news, then the view; a failure is said once and asked again. */
+/** Ask every run for its news, then the view, in a tenth of the time at most; a failure is said once and asked again. */
 async function poll() {
+  const begun = performance.now();
   if (!document.hidden) {
     try {
       const changed = (await Promise.all(runs.map((run) => run.update()))).some(Boolean);
@@ -97,7 +100,7 @@ async function poll() {
       if (isDown) notify(error.message, true);
     }
   }
-  setTimeout(poll, POLL_MS);
+  setTimeout(poll, Math.max(POLL_MS, 9 * (performance.now() - begun)));
 }
 
 try {
