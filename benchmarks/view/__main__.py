@@ -9,6 +9,7 @@ their time is compared with that of a step. It needs Chromium, and Linux.
 """
 
 import argparse
+import itertools
 import os
 import statistics
 import subprocess
@@ -199,50 +200,54 @@ def beside(browser: Browser, num_steps: int) -> None:
     """Train, look at it in every other block of steps, and print what a block costs, and what keeping tokens costs."""
     run = Path(tempfile.mkdtemp(prefix="areal_agent_beside_")) / "run"
     command = [sys.executable, "-m", "areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={run}"]
-    options = [f"steps={num_steps}", "eval.num_tasks=0"]
-    with subprocess.Popen([*command, *options], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        blocks = [one for one in look(browser, run, process, WARM_UP) if len(one["rows"]) == BLOCK]
+    with subprocess.Popen(
+        [*command, f"steps={num_steps}", "eval.num_tasks=0"], cwd=ROOT, stdout=subprocess.DEVNULL
+    ) as process:
+        blocks = list(look(browser, run, process))
     assert process.returncode == 0, f"the run ended with {process.returncode}; see {run / 'logs'}"
-    print(f"{'median of blocks (and their quartiles)':<44}{'alone':>25}{'looked at':>25}")
-    for what, value in {
-        "CPU-seconds of the trainer, 1,000 tokens": lambda one: one["trainer_s"] / total(one, "tokens/trained") * 1000,
-        "seconds of updates, 1,000 tokens": lambda one: (
-            total(one, "trainer/seconds_update") / total(one, "tokens/trained") * 1000
-        ),
-        "seconds a step": lambda one: total(one, "seconds/wall") / BLOCK,
-        "CPU-seconds of the page's server, a second": lambda one: one["server_s"] / one["wall_s"],
-    }.items():
-        by_side = [[value(one) for one in blocks if one["is_watched"] is side] for side in (False, True)]
-        print(f"{what:<44}" + "".join("{1:>11.4f} ({0:.4f}-{2:.4f})".format(*quartiles(side)) for side in by_side))
-    step_s = statistics.median(total(one, "seconds/wall") / BLOCK for one in blocks)
-    print_recorder(run, step_s)
+    alone, watched = blocks[0::2], blocks[1::2]
+    print(f"{len(alone)} blocks alone, {len(watched)} looked at; medians, and quartiles")
+    for what in blocks[0]:
+        sides = [statistics.quantiles([block[what] for block in side], n=4) for side in (alone, watched)]
+        print(
+            f"{what}: " + ", looked at ".join(f"{middle:.4f} ({low:.4f} to {high:.4f})" for low, middle, high in sides)
+        )
+    print_recorder(run, statistics.median(block["seconds a step"] for block in blocks))
 
 
-def look(browser: Browser, run: Path, process: subprocess.Popen[bytes], skipped: int) -> Iterator[dict[str, Any]]:
-    """Yield what each block of steps took; in every other one a browser has the page open, which asks for news."""
-    metrics = run / "metrics.jsonl"
+def look(browser: Browser, run: Path, process: subprocess.Popen[bytes]) -> Iterator[Mapping[str, float]]:
+    """Yield what each block of steps took; in every second one a browser has the page open, which asks for news."""
 
-    def rows() -> list[dict[str, Any]]:
-        return step_rows(read_metrics(metrics)) if metrics.exists() else []
-
-    def await_steps(count: int) -> list[dict[str, Any]]:
-        while len(rows()) < count and process.poll() is None:
+    def steps_to(count: int) -> list[dict[str, Any]]:
+        while process.poll() is None:
+            if (run / "metrics.jsonl").exists() and len(
+                rows := step_rows(read_metrics(run / "metrics.jsonl"))
+            ) >= count:
+                return rows[count - BLOCK : count]
             time.sleep(0.02)
-        return rows()[count - BLOCK : count]
+        return []
 
-    await_steps(skipped)
-    trainer = next(one for one in children_of(process.pid) if "areal_agent.trainer" in command_of(one))
+    count = WARM_UP
+    steps_to(count)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    trainer = next(int(one) for one in children if "areal_agent.trainer" in Path(f"/proc/{one}/cmdline").read_text())
     with page_of(run) as (address, server), closing(browser.new_page()) as page:
-        for number, count in enumerate(range(skipped + BLOCK, 10**9, BLOCK)):
-            before = cpu_s(trainer), cpu_s(server), time.perf_counter()
-            page.goto(address + ("#/" if number % 4 == 1 else "#/rollouts/0") if number % 2 else "about:blank")
-            done = await_steps(count)
-            if process.poll() is not None:
+        for place in itertools.cycle(["", f"{address}#/", "", f"{address}#/rollouts/0"]):
+            trainer_s, server_s, begun_s = cpu_s(trainer), cpu_s(server), time.perf_counter()
+            page.goto(place or "about:blank")
+            count += BLOCK
+            if not (rows := steps_to(count)):
                 return
-            spent = (cpu_s(trainer), cpu_s(server), time.perf_counter())
-            names = ("trainer_s", "server_s", "wall_s")
-            took = {name: now - then for name, now, then in zip(names, spent, before, strict=True)}
-            yield {"rows": done, "is_watched": number % 2 == 1, **took}
+            tokens, updates_s, wall_s = (
+                sum(row[name] for row in rows) for name in ("tokens/trained", "trainer/seconds_update", "seconds/wall")
+            )
+            yield {
+                "CPU-seconds of the trainer, 1,000 tokens": (cpu_s(trainer) - trainer_s) / tokens * 1000,
+                "seconds of updates, 1,000 tokens": updates_s / tokens * 1000,
+                "seconds a step": wall_s / BLOCK,
+                "CPU-seconds of the page's server, a second": (cpu_s(server) - server_s)
+                / (time.perf_counter() - begun_s),
+            }
 
 
 def print_recorder(run: Path, step_s: float) -> None:
@@ -269,22 +274,6 @@ def replayed(share: float, seen: Mapping[str, Mapping[int, SeenTokens]], folder:
                 recorder.add(session_id, branch, one)
     recorder.write(step)
     return time.perf_counter() - begun_s
-
-
-def children_of(process_id: int) -> list[int]:
-    return [int(one) for one in Path(f"/proc/{process_id}/task/{process_id}/children").read_text().split()]
-
-
-def command_of(process_id: int) -> str:
-    return Path(f"/proc/{process_id}/cmdline").read_text()
-
-
-def total(block: Mapping[str, Any], name: str) -> float:
-    return sum(row[name] for row in block["rows"])
-
-
-def quartiles(values: Sequence[float]) -> Sequence[float]:
-    return statistics.quantiles(values, n=4)
 
 
 if __name__ == "__main__":

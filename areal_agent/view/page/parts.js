@@ -24,7 +24,7 @@ export function el(kind, options = {}, ...parts) {
     else if (value === true) made.setAttribute(name, "");
     else if (value !== false && value != null) made.setAttribute(name, visible(value));
   }
-  made.append(...parts.flat().filter((one) => one != null && one !== "").map((one) => (one instanceof Node ? one : visible(one))));
+  made.append(...parts.flat().filter((one) => one != null && one !== "" && one !== false).map((one) => (one instanceof Node ? one : visible(one))));
   return made;
 }
 

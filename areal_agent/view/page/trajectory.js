@@ -59,10 +59,12 @@ class Trajectory {
         copier("curl", () => `curl '${new URL(this.path, document.baseURI).href}'`, "a command that fetches this rollout as JSON")));
   }
 
+  /** The numbers of the turns; of very many, branches and every fiftieth. */
   outline() {
-    if (this.data.turns.length < 3) return "";
-    return el("nav.outline", { "aria-label": "turns" }, ...this.data.turns.map((turn, index) =>
-      el("button.quiet", { onclick: () => this.go(index), title: turn.place }, `${isBranch(turn) ? "⑂ " : ""}${index + 1}`)));
+    const { turns } = this.data, isNamed = (turn, index) => turns.length < 200 || isBranch(turn) || index % 50 === 49;
+    if (turns.length < 3) return "";
+    return el("nav.outline", { "aria-label": "turns" }, ...turns.map((turn, index) => isNamed(turn, index) &&
+      el("button.quiet", { onclick: () => this.go(index), title: turn.place }, `${isBranch(turn) ? "↳ " : ""}${index + 1}`)));
   }
 
   turn(turn, index, lane) {
