@@ -189,6 +189,9 @@ async def test_a_search_shows_the_place(run: Path, reader: Reader) -> None:
     await page.keyboard.press("Enter")
     await expect(page.locator(".filters .dim")).to_have_text("1 of 7 rollouts; 7 read")
     await expect(page.locator(".rows .row em")).to_contain_text("The answer is 4.")
+    async with page.expect_response(lambda reply: "text=answer" in reply.url):
+        await page.get_by_role("button", name="find").click()  # asks again
+    await expect(page.locator(".rows .row em")).to_contain_text("The answer is 4.")
 
 
 async def test_a_rollout_is_a_conversation_with_its_branches(run: Path, reader: Reader) -> None:
@@ -356,6 +359,11 @@ async def test_a_long_list_has_a_handful_of_rows(tmp_path: Path, reader: Reader)
         await page.locator(".rows").evaluate("(one) => one.scrollTo(0, one.scrollHeight)")
         await page.wait_for_function("(before) => document.querySelector('.space').clientHeight > before", arg=height)
     assert await page.locator(".rows .row").count() < 80
+    place = await page.locator(".rows").evaluate("(one) => (one.scrollTop -= 900)")
+    await page.locator(".rows .row").nth(20).click()
+    await expect(page.locator("main .empty")).to_have_text("The model was not called yet.")
+    await page.keyboard.press("Escape")  # back to the list, as it was left
+    await page.wait_for_function("(place) => document.querySelector('.rows')?.scrollTop === place", arg=place)
     await page.goto(f"{reader.address}#/rollouts/0?purpose=eval")
     await expect(page.locator(".rows .rollout").last).to_have_text("s0")
 
