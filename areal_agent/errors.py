@@ -18,6 +18,7 @@
     ├── ProcessDied            a process of the run ended by itself
     │   └── TrainerDied        the trainer, one of its ranks, or a machine of theirs
     ├── LedgerError            the ledger of a run folder is damaged, locked or contradicts itself
+    ├── TakenOver              a later incarnation of the run holds its checkpoints: this one may publish nothing
     ├── RolloutsFailing        group after group fails or teaches nothing: the run would train nothing
     ├── SandboxError           a sandbox failed; never the verdict on the program that ran in it
     └── Reject                 raised by a workflow: do not train this rollout
@@ -112,6 +113,10 @@ class TrainerDied(ProcessDied):
 
 class LedgerError(ArealAgentError):
     """The ledger of a run folder is damaged, locked by another run, or contradicts itself."""
+
+
+class TakenOver(ArealAgentError):
+    """A later incarnation of the run has claimed its checkpoints. This one may publish nothing any more, and ends."""
 
 
 class RolloutsFailing(ArealAgentError):
