@@ -123,7 +123,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
     """Be one rank. Rank 0 writes what all of them measured."""
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
-    group = Group.join(rank, size, dist.FileStore(str(folder / "rendezvous"), size), CPU)
+    group = Group.join(rank, size, dist.FileStore(str(folder / "rendezvous"), size), CPU)  # pyright: ignore[reportPrivateImportUsage]
     go_through(folder / "small", group, Memory())  # imports, connections and threads
     memory = Memory()
     go_through(folder / "model", group, memory)
