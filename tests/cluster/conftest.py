@@ -52,8 +52,8 @@ def of_runs(process_ids: Iterable[int]) -> set[int]:
 
 
 def until_ended(process_ids: set[int]) -> None:
-    """Wait until none of the processes is left."""
-    psutil.wait_procs([psutil.Process(one) for one in process_ids if psutil.pid_exists(one)], timeout=300.0)
+    """Wait until none of the processes is left; only a hang is longer than the limit."""
+    psutil.wait_procs([psutil.Process(one) for one in process_ids if psutil.pid_exists(one)], timeout=120.0)
     assert not any(map(psutil.pid_exists, process_ids))
 
 

@@ -149,7 +149,9 @@ def test_a_killed_driver_leaves_nothing_and_is_resumed(
         children = of_runs(everywhere)
         assert len(children) == len({"trainer", "engine", "worker 0"})
         driver.kill()
+        killed_s = time.monotonic()
         until_ended(children)
+        print(f"its children ended {time.monotonic() - killed_s:.1f} s after it was killed")
     done = run_command("areal_agent.train", "--resume", str(folder))
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
