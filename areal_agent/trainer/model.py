@@ -152,11 +152,14 @@ class Policy:
         saved = (self._as_saved({name: empty[name] for name in names}).items() for names in self._joined)
         return layout(chain(*saved, self._read_untrained()))
 
-    def whole_parameters(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def whole_parameters(
+        self, dtype: torch.dtype | None = None, *, on_all_ranks: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield what is published tensor by tensor, merged with the adapters, by default in `publish_dtype`.
 
-        Collective: every rank has to iterate to the end, and only rank 0 is given tensors.
+        Collective: every rank has to iterate to the end. Without `on_all_ranks`, only rank 0 is given tensors.
         """
+        is_given = on_all_ranks or self._group.rank == 0
         parameters = self.named_parameters()
         for names in self._joined:
             tensors = {
@@ -165,9 +168,9 @@ class Policy:
                 else self._whole(name, parameters[name], dtype or self.publish_dtype)
                 for name in names
             }
-            if self._group.rank == 0:
+            if is_given:
                 yield from self._as_saved(tensors).items()
-        if self._group.rank == 0:
+        if is_given:
             yield from self._read_untrained()
 
     @property

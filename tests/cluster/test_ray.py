@@ -2,7 +2,7 @@
 
 - What finds no room is named, and so is what a machine lacks.
 - A run goes on when the node of an engine and a worker dies: both are started on another node, the engine with the
-  newest weights, and the ledger is proved. Its engines refuse who has no key.
+  newest weights, which the trainer sends it, and the ledger is proved. Its engines refuse who has no key.
 - A main process that is killed leaves no process on any node, and a resume goes on.
 - The quickstart runs without an address on a Ray of its own, and learns on three nodes by their address alone (full).
 """
@@ -74,7 +74,8 @@ async def test_a_run_survives_the_node_of_a_worker_and_an_engine(
     cluster.wait_for_nodes()
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     on_nodes = config_of(cluster, worker_resources={"sandbox": 1})
-    config = Config.parse(run_values(tmp_path, small_model, on_nodes, trainer={"threads": 2}))  # room on the head alone
+    trainer = {"threads": 2, "transfer": "distributed"}  # only the head has room for it
+    config = Config.parse(run_values(tmp_path, small_model, on_nodes, trainer=trainer))
     async with asyncio.timeout(900), Run(config) as run:
         engines = run.source.serving.engine.client
         await train(run, 2)
