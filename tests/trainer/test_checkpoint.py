@@ -69,15 +69,9 @@ def test_an_asynchronous_save_is_one_at_its_beginning(
 @pytest.mark.parametrize("is_beside", [False, True])
 def test_a_save_that_fails_is_a_result_and_the_next_may_succeed(model_folder, tmp_path, is_beside):
     config = CONFIG.model_copy(update={"async_save": is_beside})
+    setup = TrainerSetup(model=model_folder, trainer=config, seed=0, shared_memory=tmp_path)
     worker = Worker()
-    worker.call(
-        "init",
-        {
-            "setup": TrainerSetup(model=model_folder, trainer=config, seed=0, shared_memory=tmp_path).model_dump(
-                mode="json"
-            )
-        },
-    )
+    worker.call("init", {"setup": setup.model_dump(mode="json")})
     (tmp_path / "away").touch()
     ends = []
     for name in ("away", "there"):
@@ -101,9 +95,7 @@ def test_the_third_save_in_a_row_that_fails_raises(tmp_path):
     with pytest.raises(TrainerError, match=r"1 saves in a row .* because of away; make room"):
         failed.check()
     failed.add(4, "away")
-    with pytest.raises(
-        TrainerError, match=f"3 saves in a row could not be written to {tmp_path}, the last because of full"
-    ):
+    with pytest.raises(TrainerError, match=f"3 saves in a row .* to {tmp_path}, the last because of full"):
         failed.add(5, "full")
 
 
