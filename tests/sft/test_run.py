@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_agent.cluster.local import locked
 from areal_agent.errors import ConfigError
-from areal_agent.files import RunFolder, read_manifest
+from areal_agent.files import RunFolder
 from areal_agent.observe.metrics import evaluation_rows, read_metrics, step_rows
 from areal_agent.observe.progress import Progress
 from areal_agent.sft.config import FlatConfig, SftConfig
@@ -34,6 +34,7 @@ from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.worker import Worker
 from areal_agent.types import JsonObject
 from tests.commands import run
+from tests.trainer.lab import held_by
 
 LEARNING_RATE = 3e-3
 
@@ -113,8 +114,7 @@ def test_saves_beside_its_steps_are_those_between_them(
 ) -> None:
     assert fine_tune(config(small_model, chats, tmp_path / "run", trainer={"async_save": True}), name="sft") == 0
     between, beside = (
-        {path.name: read_manifest(path)[0] for path in (folder / "checkpoints").iterdir()}
-        for folder in (done, tmp_path / "run")
+        {path.name: held_by(path) for path in (folder / "checkpoints").iterdir()} for folder in (done, tmp_path / "run")
     )
     assert between == beside
 

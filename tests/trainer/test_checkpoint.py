@@ -26,12 +26,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.errors import ConfigError, TrainerError
-from areal_agent.files import read_manifest
 from areal_agent.trainer.checkpoint import FailedSaves, latest_checkpoint, publish_checkpoint, read_checkpoint
 from areal_agent.trainer.config import LoraConfig, TrainerConfig, TrainerSetup
 from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.worker import Worker
-from tests.trainer.lab import train_alike
+from tests.trainer.lab import held_by, train_alike
 
 CONFIG = TrainerConfig(learning_rate=1e-3, warmup_fraction=0.5, schedule="cosine", keep_last=2)
 ALGORITHM = AlgorithmConfig(minibatches=3)
@@ -53,7 +52,7 @@ def test_an_asynchronous_save_is_one_at_its_beginning(
     at_once = open_trainer(model_folder, config, algorithm)
     beside = open_trainer(model_folder, config.model_copy(update={"async_save": True}), algorithm)
     train_alike(at_once, beside, as_input(make_batch(1)))
-    files, _ = read_manifest(at_once.save(tmp_path / "at once", step=1, incarnation=0).path)
+    files = held_by(at_once.save(tmp_path / "at once", step=1, incarnation=0).path)
     may_write = threading.Event()
     beside.saver._thread.submit(may_write.wait)
     assert beside.save(tmp_path / "beside", step=1, incarnation=0) is None
@@ -63,7 +62,7 @@ def test_an_asynchronous_save_is_one_at_its_beginning(
     may_write.set()
     beside.saver.close()
     saved = beside.saver.ended()
-    assert (saved.path, read_manifest(saved.path)[0]) == (tmp_path / "beside" / "step_000001", files)
+    assert (saved.path, held_by(saved.path)) == (tmp_path / "beside" / "step_000001", files)
 
 
 @pytest.mark.parametrize("is_beside", [False, True])

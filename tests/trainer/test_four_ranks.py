@@ -17,10 +17,9 @@ import pytest
 import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.files import read_manifest
 from areal_agent.trainer.config import TrainerConfig
 from tests.trainer.four_ranks import LAYOUTS, MESHES, Work, loss_and_gradient
-from tests.trainer.lab import GRADIENT_DESCENT, Lab
+from tests.trainer.lab import GRADIENT_DESCENT, Lab, held_by
 from tests.trainer.two_ranks import flat
 
 pytestmark = pytest.mark.slow
@@ -82,8 +81,7 @@ def test_a_step_does_not_depend_on_the_mesh(found: Found) -> None:
 
 def test_a_save_beside_a_step_is_one_before_it(found: Found) -> None:
     at_once, beside, later = (
-        read_manifest(found.folder / path)[0]
-        for path in ("at once/step_000001", "beside/step_000001", "beside/step_000002")
+        held_by(found.folder / path) for path in ("at once/step_000001", "beside/step_000001", "beside/step_000002")
     )
     assert at_once == beside
     assert at_once.keys() == later.keys()
