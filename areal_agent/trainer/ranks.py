@@ -293,7 +293,8 @@ class Group:
         if self.mesh is None:
             return self
         names = tuple(f"{name}_aside" for name in self.mesh.mesh_dim_names or ())
-        own = dict[int | str, str](dict.fromkeys(names, "gloo"))  # torch would share the groups of an equal mesh
+        # with names and a backend of its own, or torch would share the groups of an equal mesh
+        own: Any = dict.fromkeys(names, "gloo")
         mesh = init_device_mesh("cpu", self.mesh.shape, mesh_dim_names=names, backend_override=own)
         return replace(self, mesh=mesh, world=dist.new_group(backend="gloo"))
 
@@ -337,8 +338,8 @@ class Group:
         """Return a copy in the host's memory; of a sharded tensor this rank's rows, as rows in this group."""
         if not isinstance(tensor, DTensor):
             return tensor.detach().to("cpu", copy=True)
-        own, more = tensor.to_local().detach().to("cpu", copy=True), {"shape": tensor.shape, "stride": tensor.stride()}
-        return DTensor.from_local(own, self.mesh, tensor.placements, run_check=False, **more)
+        own, (shape, stride) = tensor.to_local().detach().to("cpu", copy=True), (tensor.shape, tensor.stride())
+        return DTensor.from_local(own, self.mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
     def shard(self, layers: Sequence[nn.Module], whole: nn.Module | None, precision: Precision = FLOAT32) -> None:
         """Shard the parameters of a model over the ranks (FSDP2): each layer is one unit, and the rest is another.
