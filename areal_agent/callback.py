@@ -18,6 +18,8 @@ from typing import Self
 
 from areal_agent.errors import ConfigError
 
+LOOPBACK = "127.0.0.1"
+
 KEY_VARIABLE = "AREAL_AGENT_CALL_KEY"
 KEY_CHARS = 64
 
@@ -34,7 +36,7 @@ IDLE_S, PROBE_EVERY_S, NUM_PROBES = 4, 2, 3
 class Callback:
     """The expected call of one child. Give the child `options` and `variables`, then `accept` its call."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = LOOPBACK) -> None:
         """Listen on any free port of `host`, an address of this machine at which the child can find it."""
         self._listener = socket.create_server((host, 0), family=_family(host))
         self._key = secrets.token_hex(KEY_CHARS // 2)

@@ -240,16 +240,25 @@ def require_one_stage(config: Config) -> None:
         )
 
 
+KEYLESS = frozenset({"--tokenizer-worker-num", "--grpc-port", "--grpc-mode", "--smg-grpc-mode", "--enable-http2"})
+"""Options with which SGLang is called in ways that our launcher does not protect."""
+
+
 def require_one_machine(config: Config) -> None:
     """Refuse what works on one machine only, where processes run on a cluster."""
     if config.cluster.kind == "local":
         return
+    given = read_arguments(config.engine.server_args).keys()
+    unprotected = ", ".join(sorted(given & KEYLESS))
     for key, is_local, remedy in (
         ("rollout.gateway_url", config.is_online, "leave cluster out"),
-        ("engine.backend", config.engine.backend != "embedded", "use 'embedded': no other runs there yet"),
+        ("engine.urls", bool(config.engine.urls), "leave it out: servers are started there"),
+        ("engine.server_args", "--base-gpu-id" in given, "leave --base-gpu-id out: Ray chooses the GPUs"),
+        ("engine.server_args", bool(unprotected), f"leave {unprotected} out: there, SGLang's calls need no key"),
         ("engine.first_gpu", config.engine.first_gpu > 0, "leave it out: Ray chooses the GPUs"),
         ("engine.release_kv", config.engine.release_kv, "leave it out: trainer and engines share no GPU"),
-        ("trainer.transfer", config.trainer.transfer != "disk", "set it to 'disk': weights go through run_dir"),
+        ("trainer.transfer", config.trainer.transfer == "shared_memory", "set it to 'disk' or 'distributed'"),
+        ("trainer.transfer_host", config.trainer.transfer_host is not None, "leave it out: each rank has its own"),
     ):
         if is_local:
             section, _, name = key.partition(".")

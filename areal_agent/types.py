@@ -485,20 +485,32 @@ class DiskWeights:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DistributedWeights:
-    """A set of weights that the trainer sends to every engine that asks at its store (torch.distributed).
+class WeightPart:
+    """The part of a set of weights that one rank of the trainer sends."""
 
-    It is sent as `num_bytes` bytes, in pieces of `bucket_bytes`; the offsets of `entries` count from their start.
+    host: str  # of the rank's store
+    port: int
+    name: str  # of this part; who asks for it has to know it
+    num_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistributedWeights:
+    """A set of weights that the trainer's ranks send to every engine that asks at their stores (torch.distributed).
+
+    The bytes of the parts, one after the other, are the set; the offsets of `entries` count from their start, and a
+    tensor may lie in several parts. Each part is sent in pieces of `bucket_bytes`.
     """
 
-    host: str  # of the store
-    port: int
-    name: str  # of this set
+    parts: tuple[WeightPart, ...]
     entries: tuple[TensorEntry, ...]
-    num_bytes: int
     bucket_bytes: int
-    checksum: int
     timeout_s: float  # the longest wait of either side for the other's next step
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.num_bytes for part in self.parts)
 
 
 Weights = SharedMemoryWeights | DiskWeights | DistributedWeights

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from areal_agent.callback import LOOPBACK
 from areal_agent.errors import ProcessDied
 from areal_agent.process import ManagedProcess
-
-LOOPBACK = "127.0.0.1"
 
 
 class Process(Protocol):
@@ -82,6 +81,11 @@ class Hosts(Protocol):
         """The key that engines started on them demand; None on this machine alone, where they listen on loopback."""
         ...
 
+    @property
+    def chooses_gpus(self) -> bool:
+        """Whether a process sees only GPUs that were reserved for it; else it has to be told which ones are its own."""
+        ...
+
     async def host_for(self, name: str) -> Host:
         """Return a host with room for the process of that name; wait while there is none. Raises ProcessDied."""
         ...
@@ -92,6 +96,7 @@ class LocalHost:
 
     home = address = LOOPBACK
     engine_key = None
+    chooses_gpus = False
 
     async def host_for(self, name: str) -> Host:
         return self

@@ -92,8 +92,8 @@ async def start_trainer(
     num_threads: int, logs: Path, hosts: Hosts = LOCAL
 ) -> AsyncGenerator[tuple[Process, TrainerClient]]:
     """Start a trainer process, which is ended on leaving. Its model is not loaded yet."""
-    argv = [sys.executable, "-m", "areal_agent.trainer"]
     host = await hosts.host_for("trainer")
+    argv = [sys.executable, "-m", "areal_agent.trainer", "--address", host.address]
     process, callback = await start_child(host, "trainer", argv, logs / "trainer.log", thread_variables(num_threads))
     client = TrainerClient(partial(called, process, callback))
     try:

@@ -1,6 +1,6 @@
 """The hosts of a Ray cluster. Ray finds room, starts our command lines there and tells of deaths; it carries no data.
 
-    placement groups   one for the trainer with all its ranks, one for each engine, one for all workers (spread)
+    placement groups   one for the trainer with all its ranks, one for each server, one for all workers (spread)
     a process          a `Starter`, an actor of Ray on its bundle, starts it; its output comes here by `Starter.follow`
 
 Ray restarts nothing: whoever started a process asks for a host anew, and gets one wherever Ray has put the bundle by
@@ -29,8 +29,8 @@ from typing import Any
 
 from areal_agent.cluster.config import ClusterConfig
 from areal_agent.cluster.hosts import LOCAL, Host, Hosts, Process
-from areal_agent.cluster.servers import engine_name
-from areal_agent.engine.config import VISIBLE_GPUS, EngineConfig
+from areal_agent.cluster.servers import engine_name, programs_of
+from areal_agent.engine.config import EngineConfig, EnginePlan
 from areal_agent.engine.transport import awake_timeout
 from areal_agent.errors import ConfigError, ProcessDied
 from areal_agent.gateway.auth import new_key
@@ -63,11 +63,15 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """The processes of one placement group, by name, with what Ray reserves for each of them."""
+    """The processes of one placement group, by name, with what Ray reserves for each of them.
+
+    Their machines need the files `paths`, besides those that every machine needs.
+    """
 
     names: tuple[str, ...]
     resources: Resources
     strategy: str = "PACK"
+    paths: Sequence[str] = ()
 
 
 def needs_of(
@@ -78,9 +82,10 @@ def needs_of(
     *,
     has_gpus: bool,
 ) -> Sequence[Need]:
-    """Return what a run reserves: a CPU for each thread, and for each rank and engine that is to use a GPU one of them.
+    """Return what a run reserves: a CPU for each thread, and the GPUs of each rank and server that is to use some.
 
-    `has_gpus` says whether the cluster has any, which decides where `device` is `auto`.
+    A server of SGLang or vLLM, with all its shards and replicas, is on one machine. `has_gpus` says whether the cluster
+    has any GPUs, which decides where `device` is `auto`.
 
     >>> needs = needs_of(ClusterConfig(kind="ray"), EngineConfig(), RolloutConfig(workers=2), None, has_gpus=True)
     >>> [(need.names, need.resources) for need in needs]
@@ -95,8 +100,11 @@ def needs_of(
     if trainer is not None:
         ranks = trainer.num_ranks
         needs.append(Need(names=("trainer",), resources=amounts(trainer.threads * ranks, ranks, trainer.device)))
+    num_gpus = EnginePlan.of(engine).num_gpus
+    of_server = amounts(engine.threads * num_gpus, num_gpus, engine.device)
     for number in range(engine.num_servers):
-        needs.append(Need(names=(engine_name(engine, number),), resources=amounts(engine.threads, 1, engine.device)))
+        name, paths = engine_name(engine, number), programs_of(engine)
+        needs.append(Need(names=(name,), resources=of_server, strategy="STRICT_PACK", paths=paths))
     if rollout.workers:
         names = tuple(f"worker {number}" for number in range(rollout.workers))
         needs.append(Need(names=names, resources=cluster.worker_resources, strategy="SPREAD"))
@@ -283,7 +291,7 @@ class RayHost:
     async def start(
         self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None
     ) -> Process:
-        variables = {name: value for name, value in (env or {}).items() if name != VISIBLE_GPUS}  # Ray chooses GPUs
+        variables = dict(env or {})
         if PYTHON_PATH in os.environ:
             variables[PYTHON_PATH] = os.environ[PYTHON_PATH]
         try:
@@ -296,6 +304,8 @@ class RayHost:
 
 class RayHosts:
     """The `hosts.Hosts` of a Ray cluster. Made by `open_hosts`."""
+
+    chooses_gpus = True  # by CUDA_VISIBLE_DEVICES
 
     def __init__(self, ray: Any, config: ClusterConfig, home: str, paths: Sequence[str]) -> None:
         """`paths` have to be on every machine."""
@@ -333,8 +343,8 @@ class RayHosts:
         for _ in range(MAX_TRIES):
             starter = self._new_starter(name)
             try:
-                network = _text(self._config.network)
-                address, fault = await starter.ask("settle", network, os.getcwd(), self._paths, extra_s=limit_s)
+                network, paths = _text(self._config.network), [*self._paths, *self._groups[name][2].paths]
+                address, fault = await starter.ask("settle", network, os.getcwd(), paths, extra_s=limit_s)
             except OSError as error:
                 starter.release()
                 if isinstance(error, TimeoutError):
@@ -347,7 +357,8 @@ class RayHosts:
             starter.release()
             raise ConfigError(
                 f"cluster: machine {address}, where Ray has put the {name}, is not like this one: {fault}; every "
-                "machine needs the same Python, working folder, model and run_dir at the same paths"
+                "machine needs the same Python, working folder, model and run_dir at the same paths, and where engines "
+                "run engine.python"
             )
         raise ProcessDied(f"there is no node for the {name} with {dict(self._groups[name][2].resources)}: {why}")
 

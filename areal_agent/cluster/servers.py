@@ -1,4 +1,4 @@
-"""Starts the servers of each kind, and starts them again when they die: on the same host at the URL where it was.
+"""Starts the servers of each kind, and starts them again when they die: on this machine at the URL where they were.
 
     start ─▶ serves ─▶ (its process dies) ─▶ start ...      three deaths within a minute of service: it is given up
 
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import sys
 import time
 from collections import deque
@@ -23,7 +24,7 @@ from urllib.parse import urlsplit
 from areal_agent.callback import Callback
 from areal_agent.cluster.hosts import LOCAL, Host, Hosts, Process
 from areal_agent.cluster.local import called, start_child, thread_variables, unless_it_dies
-from areal_agent.engine.address import KEY_VARIABLE
+from areal_agent.engine.address import KEY_VARIABLE, key_of_environment
 from areal_agent.engine.config import EngineConfig, EnginePlan, visible_gpus
 from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine.foreign.server import ForeignServer
@@ -221,8 +222,13 @@ def _name_and_log(config: EngineConfig, logs: Path, number: int) -> tuple[str, P
     return name, logs / f"{name.replace(' ', '-')}.log"
 
 
+def _key_of(hosts: Hosts) -> Mapping[str, str]:
+    """Return the variable with the key that servers there demand."""
+    return {} if hosts.engine_key is None else {KEY_VARIABLE: hosts.engine_key}
+
+
 class _EmbeddedPlace:
-    """The place of one engine: on any free port at first, and on that port whenever it is started again."""
+    """The place of one engine: on any free port at first, and there whenever it is started again on the same host."""
 
     def __init__(
         self, config: EngineConfig, model: Path, version: WeightVersion, logs: Path, hosts: Hosts, number: int
@@ -231,13 +237,16 @@ class _EmbeddedPlace:
         self._name, self._log = _name_and_log(config, logs, number)
         self._hosts = hosts
         self._command = command_of(config, model, version)
-        key = {} if hosts.engine_key is None else {KEY_VARIABLE: hosts.engine_key}
-        self._variables = thread_variables(config.threads) | visible_gpus(config, number, os.environ) | key
-        self._port = config.port
+        gpus = {} if hosts.chooses_gpus else visible_gpus(config, number, os.environ)
+        self._variables = {**thread_variables(config.threads), **gpus, **_key_of(hosts)}
+        self._host: Host | None = None
+        self._config_port = self._port = config.port
         self._callback: Callback | None = None  # of the process started last
 
     async def start(self) -> Process:
         host = await self._hosts.host_for(self._name)
+        if host is not self._host:  # its port may be taken on another one
+            self._host, self._port = host, self._config_port
         command = [*self._command, "--host", host.address, "--port", str(self._port)]
         process, self._callback = await start_child(host, self._name, command, self._log, self._variables)
         return process
@@ -295,7 +304,7 @@ class Launch:
     launcher: Path  # run with the Python of the config
     options: Mapping[str, str]  # of all servers
     flags: Sequence[str]
-    connect: Callable[[str], ForeignServer]  # to a URL
+    client: type[ForeignServer]
     variables: Callable[[int], Mapping[str, str]]  # of one server, by its number
     own_options: Callable[[int], Mapping[str, str]] = lambda _: {}  # of one server; they come last and win
     begins_with: tuple[Path, WeightVersion] | None = None  # weights that it gets once it serves
@@ -306,6 +315,14 @@ class Launch:
         options = _words({"--host": address, "--port": str(port), **self.options})
         own_options = _words(self.own_options(number))
         return [config.python, str(self.launcher), *options, *self.flags, *config.server_args, *own_options]
+
+
+def programs_of(config: EngineConfig) -> Sequence[str]:
+    """Return the files with which SGLang's or vLLM's servers are started, and which their machines have to have."""
+    if config.python is None:
+        return ()
+    launcher = SGLANG_LAUNCHER if config.backend == "sglang" else VLLM_LAUNCHER
+    return os.path.abspath(shutil.which(config.python) or config.python), str(launcher)
 
 
 def _words(options: Mapping[str, str]) -> list[str]:
@@ -322,7 +339,7 @@ def start_servers(
 
 
 class _ForeignPlace:
-    """The place of one server, on a port that was free when it was first started on its host.
+    """The place of one server, on a port that was free when it was first started on the same host.
 
     `taken` are the ports that were chosen for all servers.
     """
@@ -336,19 +353,23 @@ class _ForeignPlace:
         self._number = number
         self._taken = taken
         self._name, self._log = _name_and_log(config, logs, number)
-        self._variables = {**thread_variables(config.threads), **launch.variables(number)}
-        self._address, self._port = "", config.port
+        self._variables = {**thread_variables(config.threads), **launch.variables(number), **_key_of(hosts)}
+        self._key = hosts.engine_key or key_of_environment()
+        self._host: Host | None = None
+        self._port = 0
 
     async def start(self) -> Process:
         host = await self._hosts.host_for(self._name)
-        if host.address != self._address:
-            self._address, self._port = host.address, self._config.port or await self._free_port(host)
-        command = self._launch.command(self._config, self._address, self._port, self._number)
+        if host is not self._host:
+            self._host, self._port = host, self._config.port or await self._free_port(host)
+        command = self._launch.command(self._config, host.address, self._port, self._number)
         return await host.start(self._name, command, log_path=self._log, env=self._variables)
 
     async def serves(self, process: Process) -> str:
-        url = f"http://{self._address}:{self._port}"
-        async with contextlib.aclosing(ForeignEngine(self._launch.connect(url))) as engine:
+        assert self._host is not None, "it was started"
+        address = self._host.address
+        url = f"http://{f'[{address}]' if ':' in address else address}:{self._port}"
+        async with contextlib.aclosing(ForeignEngine(self._launch.client(url, key=self._key))) as engine:
             serving = wait_until_it_serves(engine, self._launch.begins_with, self._config.startup_timeout_s)
             await unless_it_dies(process, serving)
         return url
@@ -389,8 +410,8 @@ def start_sglang(
         launcher=SGLANG_LAUNCHER,
         options=_sglang_options(config, model, version),
         flags=("--skip-server-warmup", "--incremental-streaming-output"),
-        own_options=lambda number: _gpus(config, number),
-        connect=SglangServer,
+        own_options=lambda number: {} if hosts.chooses_gpus else _gpus(config, number),
+        client=SglangServer,
         variables=lambda _: {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"},
     )
     return start_servers(config, launch, logs, hosts)
@@ -437,9 +458,9 @@ def start_vllm(
         launcher=VLLM_LAUNCHER,
         options=_vllm_options(config, model) if form is None else _adapter_options(config, model, form),
         flags=(*FLAGS, *(("--enable-lora",) if form else ())),
-        connect=VllmServer,
+        client=VllmServer,
         begins_with=(model, version),  # also after each restart: vLLM has no flag for the version
-        variables=lambda number: visible_gpus(config, number, os.environ),
+        variables=lambda number: {} if hosts.chooses_gpus else visible_gpus(config, number, os.environ),
     )
     return start_servers(config, launch, logs, hosts)
 

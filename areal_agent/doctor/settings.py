@@ -18,7 +18,8 @@ import orjson
 from areal_agent.cluster.local import describe_model
 from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, Report, State, attempt, gib, output_of
-from areal_agent.doctor.memory import NUM_SLOTS, Machine, TrainerMemory, uses_gpu
+from areal_agent.doctor.machines import Machine, uses_gpu
+from areal_agent.doctor.memory import NUM_SLOTS, TrainerMemory
 from areal_agent.doctor.model import ModelShape
 from areal_agent.errors import ConfigError, SandboxError
 from areal_agent.observe.trackers import require_installed
@@ -266,7 +267,7 @@ def _checkpoints(memory: TrainerMemory, config: Config, machine: Machine) -> Fin
 
 def _weights(memory: TrainerMemory, config: Config, machine: Machine) -> Finding:
     if config.trainer.transfer == "distributed":
-        found = f"new weights go to the engine from {config.trainer.transfer_host}, without files"
+        found = f"new weights go to the engine from {config.trainer.transfer_host or 'the trainer'}, without files"
         return Finding("transfer", State.OK, found)
     has_memory = machine.is_elsewhere or os.access(SHARED_MEMORY, os.W_OK)
     in_memory = config.trainer.transfer == "shared_memory" and has_memory

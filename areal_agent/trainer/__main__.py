@@ -10,7 +10,7 @@ import logging
 import torch
 from transformers.utils import logging as transformers_logging
 
-from areal_agent.callback import call_back
+from areal_agent.callback import LOOPBACK, call_back
 from areal_agent.command import Parser, run_command
 from areal_agent.process import exit_with_parent
 from areal_agent.trainer.worker import Worker
@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument(
         "--rank", type=int, default=0, help="which rank of the trainer this is; rank 0 starts the others"
     )
+    parser.add_argument("--address", default=LOOPBACK, help="that of this machine at which servers find this rank")
     arguments = parser.parse_args()
     exit_with_parent()
     sock = call_back(arguments.connect)
@@ -32,7 +33,7 @@ def main() -> int:
     transformers_logging.disable_progress_bar()
     torch.set_num_interop_threads(1)
     with sock:
-        Worker(arguments.rank).serve(sock)
+        Worker(arguments.rank, arguments.address).serve(sock)
     return 0
 
 

@@ -103,9 +103,9 @@ class TrainerConfig(Section):
     temporary directory, for machines whose /dev/shm is too small, as in many containers; on a Ray cluster in `run_dir`,
     and the default there. `distributed`: by torch.distributed, in a process group of the trainer and a server: NCCL if
     each has its own GPU, else gloo. Servers in `engine.urls` support it if areal_agent's launcher started them."""
-    transfer_host: str = "127.0.0.1"
-    """With `transfer: distributed`: the address of this machine at which servers find the trainer. Anyone who can
-    connect to it can read the weights."""
+    transfer_host: str | None = None
+    """With `transfer: distributed`: the address of this machine at which servers find the trainer. By default it is
+    `127.0.0.1`, and on a Ray cluster that of each rank's machine in `cluster.network`."""
     transfer_bucket_mib: Annotated[int, Field(ge=1, le=2047)] = 64
     """With `transfer: distributed`: the size of each message in MiB."""
     lora: LoraConfig | None = None

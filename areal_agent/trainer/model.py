@@ -153,13 +153,18 @@ class Policy:
         return layout(chain(*saved, self._read_untrained()))
 
     def whole_parameters(
-        self, dtype: torch.dtype | None = None, parameters: Mapping[str, Tensor] | None = None
+        self,
+        dtype: torch.dtype | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        *,
+        on_all_ranks: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield what is published tensor by tensor, merged with the adapters, by default in `publish_dtype`.
 
         `parameters`, by default the model's own, are this rank's shards of all of them and of the adapters. Collective:
-        every rank has to iterate to the end, and only rank 0 is given tensors.
+        every rank has to iterate to the end. Without `on_all_ranks`, only rank 0 is given tensors.
         """
+        is_given = on_all_ranks or self._group.rank == 0
         parameters = dict(self.model.named_parameters()) if parameters is None else parameters
         for names in self._joined:
             tensors = {
@@ -168,9 +173,9 @@ class Policy:
                 else self._whole(name, parameters, dtype or self.publish_dtype)
                 for name in names
             }
-            if self._group.rank == 0:
+            if is_given:
                 yield from self._as_saved(tensors).items()
-        if self._group.rank == 0:
+        if is_given:
             yield from self._read_untrained()
 
     @property

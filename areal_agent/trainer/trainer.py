@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from areal_agent.callback import LOOPBACK
 from areal_agent.errors import ConfigError
 from areal_agent.observe.token_records import TokenRecorder
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
@@ -24,8 +25,8 @@ from areal_agent.trainer.saving import Saver
 from areal_agent.trainer.state import Training, form_of, read_training
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.wire import StepInput, StepReport, TrainerInfo
-from areal_agent.types import JsonObject, TokenRecord, Weights
-from areal_agent.weights.channels import DiskChannel, DistributedChannel, SharedMemoryChannel
+from areal_agent.types import DistributedWeights, JsonObject, TokenRecord, Weights
+from areal_agent.weights.channels import DiskChannel, DistributedChannel, SharedMemoryChannel, joined
 
 NOTHING: JsonObject = {}
 
@@ -36,7 +37,15 @@ class Trainer:
     With several ranks, each is in the same `group` and has a `device` of its own.
     """
 
-    def __init__(self, setup: TrainerSetup, *, device: torch.device | None = None, group: Group = ALONE) -> None:
+    def __init__(
+        self,
+        setup: TrainerSetup,
+        *,
+        device: torch.device | None = None,
+        group: Group = ALONE,
+        address: str = LOOPBACK,
+    ) -> None:
+        """`address` is the one of this machine at which servers find this rank, unless the config has another."""
         config, algorithm, lora = setup.trainer, setup.algorithm, setup.trainer.lora
         device = device or choose_device(config.device)
         checkpoint = _checkpoint_in(setup.model) if setup.resume else None
@@ -96,8 +105,10 @@ class Trainer:
             group=group,
             recorder=recorder,
         )
-        publishes = setup.publishes and group.rank == 0
-        self._channel = _open_channel(config, policy, setup.shared_memory, self._source) if publishes else None
+        self._channel = None
+        if setup.publishes and (group.rank == 0 or config.transfer == "distributed"):
+            host = config.transfer_host or address
+            self._channel = _open_channel(config, policy, setup.shared_memory, self._source, host, group)
         if checkpoint is not None:
             read_training(setup.model, self._training)
         template, is_beside = setup.chat_template, config.async_save
@@ -140,19 +151,28 @@ class Trainer:
         """Copy the weights to where engines read them. Collective; ranks other than 0 get None."""
         lora = self._setup.trainer.lora
         pushes_adapter = lora is not None and lora.push == "adapter"
-        parameters = self._policy.whole_adapter().items() if pushes_adapter else self._policy.whole_parameters()
+        is_spread = isinstance(self._channel, DistributedChannel)
+        parameters = (
+            self._policy.whole_adapter().items()
+            if pushes_adapter
+            else self._policy.whole_parameters(on_all_ranks=is_spread)
+        )
         if self._channel is None:
             deque(parameters, maxlen=0)  # takes part in gathering
             return None
-        return self._channel.write(parameters)
+        weights = self._channel.write(parameters)
+        if not isinstance(weights, DistributedWeights):
+            return weights
+        written = self._group.collect(weights)
+        return joined(written) if written else None
 
     def save(
         self, directory: Path, *, step: int, incarnation: int, run_state: JsonObject = NOTHING
     ) -> Checkpoint | None:
         """Publish a checkpoint that contains `run_state`. All ranks write; rank 0 publishes, the others get None.
 
-        With `trainer.async_save` it only begins, all get None, and `saver.ended` has the result. ValueError unless
-        `step` was trained last, and OSError on rank 0 if files cannot be written.
+        With `trainer.async_save` it only begins, all get None, and `saver.ended` has the result. Raises ValueError
+        unless `step` was trained last, and OSError on rank 0 if files cannot be written.
         """
         if step != self._step:
             raise ValueError(
@@ -192,7 +212,7 @@ def load_teacher(folder: Path, policy: Policy, *, is_padded: bool, group: Group)
 
 
 def _open_channel(
-    config: TrainerConfig, policy: Policy, folder: Path, base: Path
+    config: TrainerConfig, policy: Policy, folder: Path, base: Path, host: str, group: Group
 ) -> SharedMemoryChannel | DiskChannel | DistributedChannel:
     if config.lora is not None and config.lora.push == "adapter":
         return DiskChannel(folder / "adapters", torch.float32, form_of(config.lora, base))
@@ -202,11 +222,12 @@ def _open_channel(
     if config.transfer == "shared_memory":
         return SharedMemoryChannel(folder, entries)
     bucket_bytes = config.transfer_bucket_mib * 2**20
+    share = {"rank": group.rank, "num_ranks": group.size}
     try:
-        return DistributedChannel(entries, policy.device, host=config.transfer_host, bucket_bytes=bucket_bytes)
+        return DistributedChannel(entries, policy.device, host=host, bucket_bytes=bucket_bytes, **share)
     except OSError as error:
         raise ConfigError(
-            f"trainer.transfer_host is {config.transfer_host!r}, but the trainer cannot listen there: {error}; give an "
+            f"trainer.transfer_host is {host!r}, but the trainer cannot listen there: {error}; give an "
             "address of this machine"
         ) from error
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from areal_agent.callback import LOOPBACK
 from areal_agent.trainer.checkpoint import Checkpoint
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.model import choose_device
@@ -38,10 +39,14 @@ logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Carries out commands one after the other, as one rank of a trainer. `init` loads the model."""
+    """Carries out commands one after the other, as one rank of a trainer. `init` loads the model.
 
-    def __init__(self, rank: int = 0) -> None:
+    `address` is that of this machine at which servers find this rank.
+    """
+
+    def __init__(self, rank: int = 0, address: str = LOOPBACK) -> None:
         self._rank = rank
+        self._address = address
         self._ranks = Ranks([])
         self._trainer: Trainer | None = None
         self._is_done = False
@@ -138,7 +143,7 @@ class Worker:
             where = Path(arguments["rendezvous"])
             meshes = {"context_parallel": config.context_parallel, "replicas": config.replicas}
             group = Group.join(self._rank, config.num_ranks, where, device, **meshes)
-        self._trainer = Trainer(setup, device=device, group=group)
+        self._trainer = Trainer(setup, device=device, group=group, address=self._address)
         info = self._trainer.info
         logger.info("loaded %s: %d parameters on %s", setup.model, info.num_parameters, info.device)
         return asdict(replace(info, rank_process_ids=self._ranks.process_ids))

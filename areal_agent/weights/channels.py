@@ -6,7 +6,8 @@ readable until the next write at least. `close` frees everything.
 
     SharedMemoryChannel   two memory-mapped files, written in turn, for engines on the same host
     DiskChannel           folders on disk, for hosts with too little shared memory, and for adapters
-    DistributedChannel    torch.distributed: sent to each engine that asks, in a process group of the two
+    DistributedChannel    torch.distributed: sent to each engine that asks, in a process group of the two; each rank of
+                          the trainer has one, with its part of the weights
 """
 
 import itertools
@@ -21,6 +22,7 @@ import threading
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -51,7 +53,7 @@ from areal_agent.engine.foreign.weight_folders import (
 )
 from areal_agent.engine.pushes import INDEX, WEIGHTS
 from areal_agent.files import MANIFEST, bring_to_disk, encode_manifest
-from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry
+from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry, WeightPart
 
 logger = logging.getLogger(__name__)
 
@@ -154,10 +156,17 @@ def _mapped_file(directory: Path, num_bytes: int) -> tuple[Path, Tensor]:
         os.close(fd)
 
 
-def _store(data: Tensor, entry: TensorEntry, parameter: Tensor) -> Tensor:
-    """Copy a tensor to its place in `data`, and return the bytes there."""
-    place = data[entry.offset : entry.offset + entry.num_bytes]
-    place.view(getattr(torch, entry.dtype)).view(entry.shape).copy_(parameter.detach())
+def _store(data: Tensor, entry: TensorEntry, parameter: Tensor, *, start: int = 0) -> Tensor:
+    """Copy a tensor to its place in `data`, and return the bytes there.
+
+    If `data` is the part of a set that starts at byte `start`, only what lies within is copied.
+    """
+    dtype = getattr(torch, entry.dtype)
+    begin = min(max(entry.offset, start), start + len(data))
+    end = max(begin, min(entry.offset + entry.num_bytes, start + len(data)))
+    place = data[begin - start : end - start]
+    numbers = slice((begin - entry.offset) // dtype.itemsize, (end - entry.offset) // dtype.itemsize)
+    place.view(dtype).copy_(parameter.detach().reshape(-1)[numbers])
     return place
 
 
@@ -277,13 +286,15 @@ JOIN_S = 0.05
 
 
 class DistributedChannel:
-    """Sends the weights to each engine that asks, and holds one set of them between two writes.
+    """Sends the weights to each engine that asks, and holds one set of them, or a rank's part, between two writes.
 
         write ─▶ a copy in the trainer's memory, offered ─ DistributedWeights ─▶ engines ask, now or later
                  one thread waits for requests ─▶ a thread for each sends the copy in buckets, while training goes on
 
     An engine that dies or hangs only affects its own transfer. One that comes late, or was restarted, asks like the
     others. A transfer of an earlier copy that is in progress is completed.
+
+    With several ranks each holds equally many bytes, whatever tensors they belong to.
     """
 
     def __init__(
@@ -294,9 +305,18 @@ class DistributedChannel:
         host: str,
         bucket_bytes: int,
         timeout_s: float = TIMEOUT_S,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
-        """Offer the weights that `entries` (from `layout`) describe at `host`, an address of this machine."""
+        """Offer the weights that `entries` (from `layout`) describe at `host`, an address of this machine.
+
+        Of `num_ranks` ranks, whose records `joined` puts together, this one offers its part.
+        """
         self._entries = entries
+        num_bytes = whole_blocks(entries[-1].offset + entries[-1].num_bytes)
+        share = whole_blocks(-(-num_bytes // num_ranks))
+        self._start = min(rank * share, num_bytes)
+        self._num_bytes = min(share, num_bytes - self._start)
         self._device = device
         self._host = host
         self._bucket_bytes = bucket_bytes
@@ -310,24 +330,20 @@ class DistributedChannel:
         self._listening.start()
 
     def write(self, parameters: Parameters) -> DistributedWeights:
-        """Copy the parameters and offer the copy from now on. Raises ValueError if they do not fit the layout."""
+        """Copy the parameters and offer the copy from now on. Raises ValueError if they do not fit the layout.
+
+        The record has this rank's part alone.
+        """
         self._held = None  # freed before the same amount is allocated again
-        num_bytes = whole_blocks(self._entries[-1].offset + self._entries[-1].num_bytes)
-        data = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        data = torch.zeros(self._num_bytes, dtype=torch.uint8, device=self._device)
         for entry, parameter in fitting(self._entries, parameters):
-            _store(data, entry, parameter)
-        name = secrets.token_hex(8)
+            _store(data, entry, parameter, start=self._start)
+        name = secrets.token_hex(16)
         digest = checksum(data)  # waits until the copy is complete
         self._held = (name, data)
+        part = WeightPart(host=self._host, port=self._port, name=name, num_bytes=len(data), checksum=digest)
         return DistributedWeights(
-            host=self._host,
-            port=self._port,
-            name=name,
-            entries=self._entries,
-            num_bytes=len(data),
-            bucket_bytes=self._bucket_bytes,
-            checksum=digest,
-            timeout_s=self._timeout_s,
+            parts=(part,), entries=self._entries, bucket_bytes=self._bucket_bytes, timeout_s=self._timeout_s
         )
 
     def close(self) -> None:
@@ -359,7 +375,7 @@ class DistributedChannel:
         held = self._held
         try:
             store = self._client()
-            if held is None or held[0] != request.what:
+            if held is None or not request.is_for(held[0]):
                 refuse(store, request, "the trainer has newer weights and no longer offers these")
                 return
             send(store, request, held[1], bucket_bytes=self._bucket_bytes, timeout_s=self._timeout_s)
@@ -368,3 +384,9 @@ class DistributedChannel:
 
     def _client(self) -> Store:
         return connect(self._host, self._port, self._timeout_s)
+
+
+def joined(written: Sequence[DistributedWeights]) -> DistributedWeights:
+    """Return the record of what all ranks have written, by rank. A model may be too small for some to have a part."""
+    parts = tuple(part for weights in written for part in weights.parts if part.num_bytes)
+    return replace(written[0], parts=parts)

@@ -2,7 +2,7 @@
 
 - What finds no room is named, and so is what a machine lacks.
 - A run goes on when the node of an engine and a worker dies: both are started on another node, the engine with the
-  newest weights, and the ledger is proved. Its engines refuse who has no key.
+  newest weights, which the trainer sends it, and the ledger is proved. Its engines refuse who has no key.
 - The quickstart runs without an address on a Ray of its own, and learns on three nodes by their address alone (full).
 """
 
@@ -78,7 +78,7 @@ async def test_a_run_survives_the_node_of_a_worker_and_an_engine(
             "steps": 100,
             "batch_size": 1,
             "group_size": 4,
-            "trainer": {"threads": 2},  # only the head has room for it
+            "trainer": {"threads": 2, "transfer": "distributed"},  # only the head has room for it
             "rollout": {"workers": 2, "max_concurrent": 4, "max_tokens": 8, "timeout_s": 300},
             "engine": {"num_servers": 2, "max_context_tokens": 128, "startup_timeout_s": 300},
             "eval": {"num_tasks": 0},

@@ -1,7 +1,8 @@
 """What runs on a Ray cluster, without Ray (test_ray.py has a real one).
 
 - A config that a cluster does not support yet is refused, and so is a key that only a cluster has.
-- A run reserves a CPU for each thread and, where there are GPUs, one for each rank and engine.
+- A run reserves a CPU for each thread and, where there are GPUs, those of each rank and server, which has all of its
+  own on one machine.
 - A process's output comes here whole and in order; its end and the loss of its node are told apart.
 - An address is found in a network, or the machine is named that has none.
 """
@@ -19,11 +20,13 @@ from areal_agent.cluster.config import ClusterConfig
 from areal_agent.cluster.ray_hosts import PIECE_BYTES, RayProcess, RemoteStarter, Starter, needs_of, own_address
 from areal_agent.config import Config
 from areal_agent.engine.config import EngineConfig
+from areal_agent.engine.sglang import SGLANG_LAUNCHER
 from areal_agent.errors import ConfigError
 from areal_agent.rollout.config import RolloutConfig
 from areal_agent.trainer.config import TrainerConfig
 
 RUN = {"model": "tiny", "workflow": "a:b", "tasks": "c:d"}
+SGLANG = {"backend": "sglang", "python": "p"}
 
 
 def test_weights_go_over_disk_in_a_cluster() -> None:
@@ -34,8 +37,14 @@ def test_weights_go_over_disk_in_a_cluster() -> None:
 @pytest.mark.parametrize(
     ("values", "error"),
     [
-        ({"trainer": {"transfer": "distributed"}}, "trainer.transfer is 'distributed', .* set it to 'disk'"),
-        ({"engine": {"backend": "sglang", "python": "p"}}, "engine.backend is 'sglang', .* use 'embedded'"),
+        ({"trainer": {"transfer": "shared_memory"}}, "'shared_memory', .* set it to 'disk' or 'distributed'"),
+        ({"trainer": {"transfer": "distributed", "transfer_host": "10.0.0.1"}}, "transfer_host is '10.0.0.1', .* out"),
+        ({"engine": {"urls": ["http://a:1"]}}, r"engine.urls is \('http://a:1',\), .* servers are started there"),
+        ({"engine": {**SGLANG, "server_args": ["--base-gpu-id=2"]}}, "--base-gpu-id out: Ray chooses the GPUs"),
+        (
+            {"engine": {**SGLANG, "server_args": ["--tokenizer-worker-num", "2"]}},
+            "--tokenizer-worker-num out: .* no key",
+        ),
         ({"engine": {"device": "cuda", "first_gpu": 1}}, "engine.first_gpu is 1, .* Ray chooses the GPUs"),
         ({"engine": {"release_kv": True}}, "engine.release_kv is True, .* leave it out"),
         ({"cluster": {"kind": "ray", "network": "10.0.0.0/16"}}, "cluster.network only applies with cluster.address"),
@@ -64,10 +73,17 @@ def test_what_is_reserved(device: str, has_gpus: bool, of_trainer: dict[str, flo
     )
     assert [(need.names, need.resources, need.strategy) for need in needs] == [
         (("trainer",), of_trainer, "PACK"),
-        (("engine 0",), {"CPU": 5}, "PACK"),
-        (("engine 1",), {"CPU": 5}, "PACK"),
+        (("engine 0",), {"CPU": 5}, "STRICT_PACK"),
+        (("engine 1",), {"CPU": 5}, "STRICT_PACK"),
         (("worker 0", "worker 1"), {"CPU": 4, "sandbox": 1}, "SPREAD"),
     ]
+
+
+def test_a_server_of_several_gpus_is_placed_whole_where_its_programs_are() -> None:
+    engine = EngineConfig(**SGLANG, threads=2, server_args=("--tp-size=4", "--dp-size", "2"))
+    (need,) = needs_of(ClusterConfig(kind="ray"), engine, RolloutConfig(), None, has_gpus=True)
+    assert (need.names, need.resources, need.strategy) == (("engine",), {"CPU": 16, "GPU": 8}, "STRICT_PACK")
+    assert need.paths == (str(Path("p").absolute()), str(SGLANG_LAUNCHER))
 
 
 class Node(RemoteStarter):

@@ -3,14 +3,18 @@
 4. gradients do not depend on the number of ranks; in bfloat16 within its rounding
 9. ranks have equally many micro-batches, also where there are fewer sequences than ranks
 15. a checkpoint of two ranks resumes at one rank, and back
+
+With `transfer: distributed`, an engine is sent half of the weights by each rank.
 """
 
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
+from areal_agent.engine.embedded.transfer import BLOCK_BYTES
 from areal_agent.trainer.config import LoraConfig, TrainerConfig, TrainerSetup
 from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput
@@ -125,3 +129,11 @@ def test_case_15_a_checkpoint_of_one_rank_resumes_at_two(outcome, model_folder, 
     trainer.train_step(second)
     torch.testing.assert_close(outcome.resumed[name], flat(trainer), atol=1e-5, rtol=1e-4)
     trainer.close()
+
+
+def test_an_engine_is_sent_half_of_the_weights_by_each_rank(outcome, model_folder):
+    expected = load_file(model_folder / "model.safetensors")
+    assert outcome.sent.keys() == expected.keys()
+    assert all(torch.equal(outcome.sent[name], expected[name]) for name in expected)
+    first, second = outcome.part_bytes
+    assert 0 <= first - second <= 2 * BLOCK_BYTES

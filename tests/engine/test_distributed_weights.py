@@ -19,17 +19,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter
 
 from areal_agent.config import Config
 from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.fleet.fleet import Fleet
 from areal_agent.errors import ConfigError, WeightUpdateError
-from areal_agent.types import DistributedWeights, TensorEntry, VersionSpan, WeightVersion
-from areal_agent.weights.channels import DistributedChannel
+from areal_agent.types import DistributedWeights, VersionSpan, WeightVersion
 from areal_agent.weights.push import push
 
 from .sampled import Weights, assert_sampled_by, assert_swapped
-from .transfers import damaged, open_channel, parameters_of
+from .transfers import Channels, damaged, open_channel, parameters_of
 
 OLD, NEW, NEXT = (WeightVersion(step=step) for step in (7, 8, 9))
 
@@ -49,7 +49,7 @@ sys.stdin.read()
 
 
 @pytest.fixture
-def channel(tiny: Path) -> Iterator[DistributedChannel]:
+def channel(tiny: Path) -> Iterator[Channels]:
     with open_channel(tiny) as channel:
         yield channel
 
@@ -91,8 +91,7 @@ def trainer_process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Distr
     try:
         assert process.stdout is not None
         told = json.loads(process.stdout.readline())
-        entries = tuple(TensorEntry(**{**one, "shape": tuple(one["shape"])}) for one in told["entries"])
-        yield process, DistributedWeights(**{**told, "entries": entries})
+        yield process, TypeAdapter(DistributedWeights).validate_python(told)
     finally:
         process.kill()
         process.communicate()

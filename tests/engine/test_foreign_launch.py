@@ -4,6 +4,8 @@
 - on a CPU, SGLang sleeps when it has nothing to do, and vLLM's model has no process of its own
 - with `device: cuda` each of several servers has GPUs of its own; vLLM's are shown them, out of those that the run
   sees; too few are a ConfigError
+- on another machine they listen at its address, have its GPUs to choose from, and are told the key that they demand,
+  but not as an argument
 - a missing Python is a ConfigError; one without the package ends with its log; a server that never serves is an error,
   and is ended
 - a server's children end with it, also when the run is killed
@@ -21,6 +23,7 @@ import psutil
 import pytest
 
 from areal_agent.cluster import servers
+from areal_agent.cluster.hosts import LocalHost
 from areal_agent.config import Config
 from areal_agent.engine.config import EngineConfig, visible_gpus
 from areal_agent.errors import ConfigError, EngineUnreachable, ProcessDied
@@ -203,6 +206,35 @@ async def test_vllm_finds_its_gpus_and_where_its_model_runs_in_the_environment(
     shows = f"import os, sys; print('shown', os.environ['{variable}']); sys.exit(3)"
     with pytest.raises(ProcessDied, match=f"shown {value}"):
         await start(config("vllm", stand_in("vllm", shows), **options), tmp_path)
+
+
+SGLANGS_APP = """
+class app:
+    add_middleware = staticmethod(lambda one: print(f"--middleware launcher.{one.__name__}"))
+"""
+
+
+class Elsewhere(LocalHost):
+    """A machine of a cluster."""
+
+    address = "127.0.0.7"
+    engine_key = "sk-of-this-run"
+    chooses_gpus = True
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_server_elsewhere(stand_in, tmp_path, backend):
+    shows = "import os, sys; print(*sys.argv, 'key', os.environ['AREAL_AGENT_ENGINE_KEY']); sys.exit(3)"
+    options = EngineConfig(backend=backend, python=stand_in(backend, shows), device="cuda", num_servers=2)
+    (tmp_path / backend / "srt" / "entrypoints").mkdir(parents=True)
+    (tmp_path / backend / "srt" / "entrypoints" / "http_server.py").write_text(SGLANGS_APP)
+    with pytest.raises(ProcessDied) as death:
+        async with getattr(servers, f"start_{backend}")(options, Path("model"), VERSION, tmp_path, Elsewhere()):
+            pass
+    arguments, _, key = str(death.value).partition(" key ")
+    assert "--host 127.0.0.7" in arguments and "--middleware launcher.KeyDemanded" in arguments
+    assert "--base-gpu-id" not in arguments and "sk-of-this-run" not in arguments
+    assert key.startswith("sk-of-this-run")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

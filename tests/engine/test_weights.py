@@ -26,6 +26,7 @@ from areal_agent.types import (
     GenerateResult,
     SharedMemoryWeights,
     TensorEntry,
+    WeightPart,
     WeightVersion,
 )
 from tests.engine.conftest import DEADLINE_S
@@ -150,10 +151,9 @@ def test_the_size_in_memory() -> None:
 
 
 def test_the_size_of_a_transfer() -> None:
-    weights = DistributedWeights(
-        host="h", port=1, name="n", entries=ENTRIES, num_bytes=128, bucket_bytes=64, checksum=0, timeout_s=1.0
-    )
-    assert size_of(weights) == 128
+    part = WeightPart(host="h", port=1, name="n", num_bytes=128, checksum=0)
+    weights = DistributedWeights(parts=(part, part), entries=ENTRIES, bucket_bytes=64, timeout_s=1.0)
+    assert size_of(weights) == 256
 
 
 def test_the_size_of_a_folder(tmp_path: Path) -> None:

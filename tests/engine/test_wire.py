@@ -20,6 +20,7 @@ from areal_agent.types import (
     SharedMemoryWeights,
     TensorEntry,
     VersionSpan,
+    WeightPart,
     WeightVersion,
 )
 
@@ -102,15 +103,19 @@ entries = st.builds(
 shared = st.builds(
     SharedMemoryWeights, path=st.text(), entries=st.lists(entries, max_size=4).map(tuple), crc32=st.integers(0, 2**32)
 )
-distributed = st.builds(
-    DistributedWeights,
+parts = st.builds(
+    WeightPart,
     host=st.text(),
     port=st.integers(1, 2**16),
     name=st.text(),
-    entries=st.lists(entries, max_size=4).map(tuple),
     num_bytes=st.integers(1, 2**40),
-    bucket_bytes=st.integers(1, 2**40),
     checksum=st.integers(0, 2**32),
+)
+distributed = st.builds(
+    DistributedWeights,
+    parts=st.lists(parts, min_size=1, max_size=3).map(tuple),
+    entries=st.lists(entries, max_size=4).map(tuple),
+    bucket_bytes=st.integers(1, 2**40),
     timeout_s=st.floats(1, 100),
 )
 

@@ -2,16 +2,16 @@
 
 import dataclasses
 import socket
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_agent.types import DistributedWeights
-from areal_agent.weights.channels import DistributedChannel, layout
+from areal_agent.types import DistributedWeights, TensorEntry, WeightPart
+from areal_agent.weights.channels import DistributedChannel, joined, layout
 
 GONE_S = 0.5
 """The time after which somebody who is missing is given up."""
@@ -38,19 +38,43 @@ def serve(receivers: Sequence[Receiver], folder: Path) -> bool:
     )
 
 
+NUM_RANKS = 2
+
+
+class Channels:
+    """The channels of a trainer's ranks, in one process."""
+
+    def __init__(self, entries: tuple[TensorEntry, ...], *, timeout_s: float, num_ranks: int = NUM_RANKS) -> None:
+        """Make them with many buckets. Only a hang takes `timeout_s`."""
+        options: dict[str, Any] = {"host": "127.0.0.1", "bucket_bytes": 2**16, "timeout_s": timeout_s}
+        self._ranks = [
+            DistributedChannel(entries, torch.device("cpu"), rank=rank, num_ranks=num_ranks, **options)
+            for rank in range(num_ranks)
+        ]
+
+    def write(self, parameters: dict[str, torch.Tensor]) -> DistributedWeights:
+        return joined([rank.write(parameters) for rank in self._ranks])
+
+    def close(self) -> None:
+        for rank in self._ranks:
+            rank.close()
+
+
 @contextmanager
-def open_channel(model: Path, timeout_s: float = 120.0) -> Generator[DistributedChannel]:
-    """Open the channel of a trainer of this model, with many buckets. Only a hang takes `timeout_s`."""
-    entries = layout(parameters_of(model).items(), torch.float32)
-    channel = DistributedChannel(
-        entries, torch.device("cpu"), host="127.0.0.1", bucket_bytes=2**16, timeout_s=timeout_s
-    )
-    yield channel
-    channel.close()
+def open_channel(model: Path, timeout_s: float = 120.0) -> Generator[Channels]:
+    """Open the channels of a trainer of this model."""
+    channels = Channels(layout(parameters_of(model).items(), torch.float32), timeout_s=timeout_s)
+    yield channels
+    channels.close()
+
+
+def with_last_part(weights: DistributedWeights, spoil: Callable[[WeightPart], WeightPart]) -> DistributedWeights:
+    *others, last = weights.parts
+    return dataclasses.replace(weights, parts=(*others, spoil(last)))
 
 
 def damaged(weights: DistributedWeights) -> DistributedWeights:
-    return dataclasses.replace(weights, checksum=weights.checksum ^ 1)
+    return with_last_part(weights, lambda part: dataclasses.replace(part, checksum=part.checksum ^ 1))
 
 
 def lacking_a_tensor(weights: DistributedWeights) -> DistributedWeights:
@@ -64,11 +88,13 @@ def of_another_shape(weights: DistributedWeights) -> DistributedWeights:
 
 def from_nobody(weights: DistributedWeights) -> DistributedWeights:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
-        return dataclasses.replace(weights, port=nobody.getsockname()[1], timeout_s=GONE_S)
+        port = nobody.getsockname()[1]
+    weights = dataclasses.replace(weights, timeout_s=GONE_S)
+    return with_last_part(weights, lambda part: dataclasses.replace(part, port=port))
 
 
 def written_before(weights: DistributedWeights) -> DistributedWeights:
-    return dataclasses.replace(weights, name="before")
+    return with_last_part(weights, lambda part: dataclasses.replace(part, name="before"))
 
 
 FAULTS = {

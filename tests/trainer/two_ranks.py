@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.engine.embedded.model import WeightLayout, take_weights
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.ranks import Group
 from areal_agent.trainer.trainer import Trainer
@@ -43,6 +45,8 @@ class Outcome:
     saved: Mapping[str, str]  # a checkpoint of two ranks after the first step, by trainer
     straight: Mapping[str, torch.Tensor]  # weights after both steps
     resumed: Mapping[str, torch.Tensor]  # the same, resumed from the checkpoint of one rank
+    sent: Mapping[str, torch.Tensor]  # what an engine was sent by torch.distributed
+    part_bytes: list[int]  # of it, by rank
 
 
 def run_two_ranks(work: Work, folder: Path) -> Outcome:
@@ -83,10 +87,16 @@ def main(rank: int, folder: Path) -> None:
         trainer.train_step(work.second)
         resumed[name] = flat(trainer)
         saved |= {name: str(checkpoint.path)} if checkpoint else {}
+    config = TrainerConfig(transfer="distributed")
+    trainer = Trainer(TrainerSetup(model=work.model, trainer=config, seed=0, shared_memory=folder), group=group)
+    published: Any = trainer.publish()
     if rank == 0:
         found = {"weights": weights, "metrics": metrics, "saved": saved, "straight": straight, "resumed": resumed}
-        torch.save(found, folder / "outcome.pt")
-    group.leave()
+        sent = take_weights(published, WeightLayout(AutoModelForCausalLM.from_pretrained(work.model)), CPU)
+        part_bytes = [part.num_bytes for part in published.parts]
+        torch.save({**found, "sent": dict(sent), "part_bytes": part_bytes}, folder / "outcome.pt")
+    group.gather([0.0])  # the engine has been sent it by then
+    trainer.close()
 
 
 def load(model: Path, name: str, work: Work, folder: Path, group: Group) -> Trainer:

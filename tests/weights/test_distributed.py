@@ -6,6 +6,8 @@
   changed byte, and blocks that changed places.
 - A server that fails costs nobody else: others are sent the weights meanwhile.
 - Requests that come at once are all heard, and what a stranger writes into the store ends nothing.
+- Several ranks hold equally many bytes, each asked for its own; a model may be too small for all of them.
+- Who asks without knowing the name of the weights is sent nothing.
 - Nobody listens but at the address that was asked for.
 - Parameters of another model are refused. After `close` nothing is sent, and nothing is left running.
 """
@@ -21,11 +23,21 @@ import torch
 from torch import Tensor
 
 from areal_agent.engine.embedded.model import WeightLayout, take_weights
-from areal_agent.engine.embedded.transfer import BLOCK_BYTES, Request, ask, checksum, connect, next_request, open_store
+from areal_agent.engine.embedded.transfer import (
+    BLOCK_BYTES,
+    Request,
+    ask,
+    checksum,
+    connect,
+    next_request,
+    open_store,
+    take,
+    tensors_over,
+)
 from areal_agent.errors import WeightUpdateError
-from areal_agent.types import DistributedWeights
+from areal_agent.types import DistributedWeights, WeightPart
 from areal_agent.weights.channels import DistributedChannel, layout
-from tests.engine.transfers import damaged, from_nobody, lacking_a_tensor
+from tests.engine.transfers import Channels, damaged, from_nobody, lacking_a_tensor, with_last_part
 from tests.weights.test_channels import Tied, parameters
 
 HOST = "127.0.0.1"
@@ -78,11 +90,11 @@ def test_what_was_written_before_is_offered_no_more(channel):
 
 
 def too_short(weights: DistributedWeights) -> DistributedWeights:
-    return dataclasses.replace(weights, num_bytes=0)
+    return with_last_part(weights, lambda part: dataclasses.replace(part, num_bytes=0))
 
 
 def half_a_block(weights: DistributedWeights) -> DistributedWeights:
-    return dataclasses.replace(weights, num_bytes=weights.num_bytes + 1)
+    return with_last_part(weights, lambda part: dataclasses.replace(part, num_bytes=part.num_bytes + 1))
 
 
 def misplaced(weights: DistributedWeights) -> DistributedWeights:
@@ -115,16 +127,48 @@ def test_the_checksum_tells_a_changed_byte_and_blocks_that_changed_places():
     assert checksum(data) == checksum(data.clone())
 
 
-def never_comes(weights: DistributedWeights) -> None:
+LARGE = {name: torch.arange(number, dtype=torch.float32) for name, number in (("a", 700), ("b", 9000), ("c", 3))}
+
+
+def test_several_ranks_hold_equally_many_bytes():
+    channels = Channels(layout(LARGE.items()), timeout_s=DEADLINE_S, num_ranks=3)
+    weights = channels.write(LARGE)
+    assert [part.num_bytes for part in weights.parts] == [4 * BLOCK_BYTES, 4 * BLOCK_BYTES, 2 * BLOCK_BYTES]
+    assert len({part.port for part in weights.parts}) == 3
+    data = torch.empty(weights.num_bytes, dtype=torch.uint8)
+    take(dataclasses.asdict(weights), data, group="g", num_members=1, device=data.device)
+    taken = dict(tensors_over(data, [dataclasses.asdict(entry) for entry in weights.entries]))
+    assert taken.keys() == LARGE.keys()
+    assert all(torch.equal(taken[name], LARGE[name]) for name in LARGE)
+    channels.close()
+
+
+def test_a_model_may_be_too_small_for_all_ranks():
+    channels = Channels(layout(parameters(0).items(), torch.float32), timeout_s=DEADLINE_S)
+    weights = channels.write(parameters(1))
+    assert len(weights.parts) == 1
+    assert is_of(as_taken(weights), 1)
+    channels.close()
+
+
+def test_who_does_not_know_the_name_is_sent_nothing(channel):
+    part = channel.write(parameters(1)).parts[0]
+    store = connect(HOST, part.port, DEADLINE_S)
+    overheard = Request.of(part.name, group="somebody", num_members=1)
+    ask(store, dataclasses.replace(overheard, group="stranger"))
+    assert b"refused" in store.get("stranger/answer")
+
+
+def never_comes(part: WeightPart) -> None:
     """A server that asks, and is not heard of again."""
-    store = connect(weights.host, weights.port, DEADLINE_S)
-    ask(store, Request(what=weights.name, group="never", num_members=1))
+    store = connect(part.host, part.port, DEADLINE_S)
+    ask(store, Request.of(part.name, group="never", num_members=1))
 
 
-def comes_to_the_group_without_the_other(weights: DistributedWeights) -> None:
+def comes_to_the_group_without_the_other(part: WeightPart) -> None:
     """A server of two processes, of which one dies before they are a group with the trainer."""
-    store = connect(weights.host, weights.port, DEADLINE_S)
-    ask(store, Request(what=weights.name, group="half", num_members=2))
+    store = connect(part.host, part.port, DEADLINE_S)
+    ask(store, Request.of(part.name, group="half", num_members=2))
     store.set("half/gpu/1", "")
     store.set("half/gpu/2", "")
     assert store.get("half/answer")  # the trainer waits for both now
@@ -133,20 +177,20 @@ def comes_to_the_group_without_the_other(weights: DistributedWeights) -> None:
 @pytest.mark.parametrize("fails", [never_comes, comes_to_the_group_without_the_other])
 def test_a_member_that_fails_costs_nobody_else(fails, channel):
     weights = channel.write(parameters(1))
-    fails(weights)
+    fails(weights.parts[0])
     assert is_of(as_taken(weights), 1)
 
 
 def test_a_trainer_that_is_gone_is_told(channel):
     gone = from_nobody(channel.write(parameters(1)))
-    with pytest.raises(WeightUpdateError, match=f"trainer at {HOST}:{gone.port} did not send"):
+    with pytest.raises(WeightUpdateError, match=f"trainer at {HOST}:{gone.parts[0].port} did not send"):
         as_taken(gone)
 
 
-@pytest.mark.parametrize("text", ["no json", "[]", '{"what": 1}', '{"what": "a", "group": "b", "num_members": "c"}'])
+@pytest.mark.parametrize("text", ["no json", "[]", '{"proof": 1}', '{"proof": "a", "group": "b", "num_members": "c"}'])
 def test_what_a_stranger_writes_ends_nothing(channel, text):
     weights = channel.write(parameters(1))
-    store = connect(weights.host, weights.port, DEADLINE_S)
+    store = connect(HOST, weights.parts[0].port, DEADLINE_S)
     number = int(store.get("next"))
     while store.compare_set(f"request/{number}", "", text) != text.encode():
         number += 1
@@ -155,7 +199,7 @@ def test_what_a_stranger_writes_ends_nothing(channel, text):
 
 def test_requests_that_come_at_once_take_numbers_without_a_gap():
     store = open_store(HOST, DEADLINE_S)
-    sent = [Request(what="w", group=str(number), num_members=1) for number in range(20)]
+    sent = [Request.of("w", group=str(number), num_members=1) for number in range(20)]
     with ThreadPoolExecutor(4) as pool:
         asking = [pool.submit(lambda one: ask(connect(HOST, store.port, DEADLINE_S), one), one) for one in sent]
         found = [next_request(store, number) for number in range(1, 21)]
@@ -164,7 +208,7 @@ def test_requests_that_come_at_once_take_numbers_without_a_gap():
 
 
 def test_it_listens_at_its_address_alone(channel):
-    port = channel.write(parameters(1)).port
+    port = channel.write(parameters(1)).parts[0].port
     with socket.create_connection((HOST, port)):
         pass
     with pytest.raises(OSError):

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from areal_agent.engine.embedded.decoder import Decoder, Piece, ScoringStep, decode_step, prefill_step
 from areal_agent.engine.embedded.kv_cache import KVCache, SlotStore, plan_room
-from areal_agent.engine.embedded.transfer import BLOCK_BYTES, Request, checksum, receive, tensors_over
+from areal_agent.engine.embedded.transfer import BLOCK_BYTES, take, tensors_over
 from areal_agent.engine.pushes import DTYPE_BYTES, check_layout, take_folder, take_shared_memory, weight_files
 from areal_agent.errors import ConfigError, EngineRejected, WeightUpdateError
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry, Weights
@@ -333,30 +333,18 @@ def _beside_the_model(weights: dict[str, Tensor], device: torch.device) -> dict[
 
 
 def _receive(source: DistributedWeights, device: torch.device) -> dict[str, Tensor]:
-    """Receive weights from the trainer, in a process group of the two, into the memory of `device`."""
+    """Receive weights from the trainer into the memory of `device`."""
     check_layout(source.entries)
     end = max(entry.offset + entry.num_bytes for entry in source.entries)
-    if source.num_bytes % BLOCK_BYTES or end > source.num_bytes:
+    if any(part.num_bytes % BLOCK_BYTES for part in source.parts) or end > source.num_bytes:
         raise WeightUpdateError(
             f"the weights do not lie within the {source.num_bytes} bytes sent; the manifest is damaged"
         )
     data = torch.empty(source.num_bytes, dtype=torch.uint8, device=device)
-    request = Request(what=source.name, group=secrets.token_hex(8), num_members=1)
-    host, port = source.host, source.port
     try:
-        receive(
-            host, port, request, data, bucket_bytes=source.bucket_bytes, device=data.device, timeout_s=source.timeout_s
-        )
+        take(asdict(source), data, group=secrets.token_hex(8), num_members=1, device=data.device)
     except (RuntimeError, ValueError) as error:
-        raise WeightUpdateError(
-            f"the trainer at {host}:{port} did not send the weights: {error}; is it running?"
-        ) from error
-    found = checksum(data)
-    if found != source.checksum:
-        raise WeightUpdateError(
-            f"the weights that came have checksum {found:#010x} and their record says {source.checksum:#010x}; they "
-            "were damaged on their way: publish them again"
-        )
+        raise WeightUpdateError(str(error)) from error
     return _tensors(data, source.entries)
 
 

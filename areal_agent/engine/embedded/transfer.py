@@ -1,6 +1,6 @@
-"""Transfers weights as bytes over torch.distributed, in a process group of the trainer and one server's processes.
+"""Transfers weights as bytes over torch.distributed, in a process group of a trainer's rank and a server's processes.
 
-    a server's processes, 1, 2, ...             the trainer's store (TCP)             the trainer, 0
+    a server's processes, 1, 2, ...             the rank's store (TCP)                the rank, 0
     take a number each                      ─▶  GROUP/members
     the first one asks                      ─▶  request/N, the next one free     ─▶   waits for it, NEXT
     each names its GPU                      ─▶  GROUP/gpu/NUMBER                 ─▶   NCCL if all GPUs differ; else
@@ -9,18 +9,20 @@
         ◀──────────────────────── bytes, bucket after bucket ────────────────────────
 
 Each transfer has a group of its own, neither torch's default one nor the trainer's, so that a failure ends only that
-transfer. Nobody waits longer than `timeout_s` for the next step of another. The last functions cover the bytes: their
-checksum, and tensors over them. This file also runs in vLLM's workers, where areal_agent is not installed: use only the
-standard library and torch.
+transfer. Nobody waits longer than `timeout_s` for the next step of another. Several ranks have a part of the weights
+each, which a server takes one after the other (`take`). Who asks has to prove that it knows the part's name, which only
+engines are told. The last functions cover the bytes: their checksum, and tensors over them. This file also runs in
+servers where areal_agent is not installed: use only the standard library and torch.
 """
 
+import hmac
 import json
 import os
 import socket
 import threading
 import time
 import zlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -52,11 +54,28 @@ Store = Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """A request of one server's `num_members` processes to be sent the weights `what`."""
+    """A request of one server's `num_members` processes to be sent some weights. `proof` shows that they know its name.
 
-    what: str
+    >>> request = Request.of("name", group="group", num_members=1)
+    >>> request.is_for("name"), request.is_for("another")
+    (True, False)
+    """
+
+    proof: str
     group: str
     num_members: int
+
+    @classmethod
+    def of(cls, name: str, *, group: str, num_members: int) -> "Request":
+        return cls(proof=_proof(name, group), group=group, num_members=num_members)
+
+    def is_for(self, name: str) -> bool:
+        """Return whether it asks for the weights of that name."""
+        return hmac.compare_digest(self.proof, _proof(name, self.group))
+
+
+def _proof(name: str, group: str) -> str:
+    return hmac.digest(name.encode(), group.encode(), "sha256").hex()
 
 
 # ------------------------------------------------------------------------------------------------- the store
@@ -64,7 +83,7 @@ class Request:
 
 def open_store(host: str, timeout_s: float) -> Store:
     """Open the trainer's store, at a free port of this address only."""
-    listening = socket.create_server((host, 0))
+    listening = socket.create_server((host, 0), family=_family(host))
     port = listening.getsockname()[1]
     return _store(host, port, timeout_s, is_master=True, master_listen_fd=listening.detach())
 
@@ -109,6 +128,37 @@ def _store(host: str, port: int, timeout_s: float, **options: Any) -> Store:
 
 
 # -------------------------------------------------------------------------------------------------- transfers
+
+
+def take(told: Mapping[str, Any], data: Tensor, *, group: str, num_members: int, device: torch.device) -> None:
+    """Receive the weights that `told` describes (the fields of `types.DistributedWeights`) as `data`, and verify them.
+
+    Like `receive`, in each process of a server; all give the same `group`, a random name. Servers begin with different
+    parts, so that they do not all wait for the same rank. Raises RuntimeError or ValueError.
+    """
+    parts = told["parts"]
+    places = data.split([part["num_bytes"] for part in parts])
+    first = zlib.crc32(group.encode()) % len(parts)
+    for number in range(first, first + len(parts)):
+        part, place = parts[number % len(parts)], places[number % len(parts)]
+        host, port = part["host"], part["port"]
+        request = Request.of(part["name"], group=group, num_members=num_members)
+        options: dict[str, Any] = {
+            "bucket_bytes": told["bucket_bytes"],
+            "device": device,
+            "timeout_s": told["timeout_s"],
+        }
+        try:
+            receive(host, port, request, place, **options)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the trainer at {host}:{port} did not send the weights: {error}; is it running?"
+            ) from error
+        if (found := checksum(place)) != part["checksum"]:
+            raise ValueError(
+                f"the weights that came from {host}:{port} have checksum {found:#010x} and their record says "
+                f"{part['checksum']:#010x}; they were damaged on their way: publish them again"
+            )
 
 
 def receive(
@@ -259,9 +309,13 @@ def _gpu(device: torch.device) -> str:
 
 def _own_address(host: str, port: int) -> str:
     """The address of this machine from which that host is reached. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
         return probe.getsockname()[0]
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def whole_blocks(num_bytes: int) -> int:

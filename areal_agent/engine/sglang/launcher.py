@@ -1,6 +1,7 @@
 """Starts SGLang's own server. The Python of SGLang's environment, which has no areal_agent, runs this file.
 
-The server ends with the process that started it, all of its processes included. On a machine without a GPU this adds
+The server ends with the process that started it, all of its processes included. It demands the key of the variable
+AREAL_AGENT_ENGINE_KEY, if there is one (foreign/key.py). On a machine without a GPU this adds
 what SGLang needs to run on a CPU, which PyPI's wheels are not made for:
 
 - two operators of torchvision are declared: PyPI only has its CUDA build, whose compiled half does not load there;
@@ -28,7 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 
-LIFELINE = str(Path(__file__).parents[1] / "foreign" / "lifeline.py")
+FOREIGN = Path(__file__).parents[1] / "foreign"
 WATCHDOG = "sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog"
 LOOK_S = 0.1
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
@@ -86,6 +87,13 @@ def look_often_for_the_end() -> None:
         hooks.HookRegistry.register(WATCHDOG, around, hooks.HookType.AROUND)
 
 
+def demand_key() -> None:
+    """Demand a key of callers if the environment has one."""
+    key = runpy.run_path(str(FOREIGN / "key.py"))
+    if os.environ.get(key["KEY_VARIABLE"]):
+        importlib.import_module("sglang.srt.entrypoints.http_server").app.add_middleware(key["KeyDemanded"])
+
+
 if __name__ == "__main__" and needs_cpu(sys.argv):
     os.environ[CPU_VARIABLE] = "1"
     sys.argv[1:1] = CPU_FLAGS  # in front, so that arguments given take precedence
@@ -94,6 +102,7 @@ if CPU_VARIABLE in os.environ:
 if __name__ == "__mp_main__":  # one of SGLang's own processes
     importlib.import_module("scheduler_extension").register()
 if __name__ == "__main__":
-    runpy.run_path(LIFELINE)["end_with_parent"]()
+    runpy.run_path(str(FOREIGN / "lifeline.py"))["end_with_parent"]()
     look_often_for_the_end()
+    demand_key()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

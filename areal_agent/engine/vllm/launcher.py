@@ -1,6 +1,7 @@
 """Starts vLLM's own server as `VllmServer` needs it. Run by the Python of vLLM's environment, without areal_agent.
 
-The server ends with the process that started it, if that gave it a lifeline. Arguments are those of `vllm serve`, a
+The server ends with the process that started it, if that gave it a lifeline. It demands the key of the variable
+AREAL_AGENT_ENGINE_KEY, if there is one (foreign/key.py). Arguments are those of `vllm serve`, a
 command that itself fails in the package for CPUs. On a CPU, vLLM gets the settings that it needs there: float32, no
 compilation, and a bound on its memory, of which it would otherwise take nearly all.
 """
@@ -10,9 +11,12 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 SERVER = "vllm.entrypoints.openai.api_server"
-LIFELINE = str(Path(__file__).parents[1] / "foreign" / "lifeline.py")
+FOREIGN = Path(__file__).parents[1] / "foreign"
+key = SimpleNamespace(**runpy.run_path(str(FOREIGN / "key.py")))
+KeyDemanded = key.KeyDemanded  # which vLLM imports from here
 FLAGS = (
     "--enable-scale-out",  # token ids in and out
     *("--logprobs-mode", "processed_logprobs"),  # after temperature
@@ -33,10 +37,12 @@ VARIABLES = {
 
 
 if __name__ == "__main__":  # vLLM's own processes import this file, too
-    runpy.run_path(LIFELINE)["end_with_parent"]()
+    runpy.run_path(str(FOREIGN / "lifeline.py"))["end_with_parent"]()
     os.environ.update(VARIABLES)
     is_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
     if is_cpu:
         os.environ.setdefault(ONE_PROCESS, "0")
-    sys.argv[1:1] = (*FLAGS, *(CPU_FLAGS if is_cpu else ()))  # in front, so that arguments given take precedence
+    protected = ("--middleware", "launcher.KeyDemanded") if os.environ.get(key.KEY_VARIABLE) else ()
+    # in front, so that arguments given take precedence
+    sys.argv[1:1] = (*FLAGS, *protected, *(CPU_FLAGS if is_cpu else ()))
     runpy.run_module(SERVER, run_name="__main__", alter_sys=False)

@@ -138,10 +138,18 @@ class PushSend(Message):
         if len(given) != 1:
             told = " and ".join(given) or "none"
             raise ValueError(f"{SEND_PUSH} takes one of shared_memory, disk, distributed; it was given {told}")
-        for name in ("num_bytes", "bucket_bytes", "timeout_s") if self.distributed else ():
-            if getattr(self.distributed, name) <= 0:
-                raise ValueError(f"{name} is {getattr(self.distributed, name)}; it must be above 0")
+        if self.distributed is not None:
+            self._has_what_it_takes(self.distributed)
         return self
+
+    @staticmethod
+    def _has_what_it_takes(weights: DistributedWeights) -> None:
+        numbers = [("bucket_bytes", weights.bucket_bytes), ("timeout_s", weights.timeout_s)]
+        if not weights.parts:
+            raise ValueError("parts is empty; it must have one at least")
+        for name, value in [*numbers, *(("num_bytes", part.num_bytes) for part in weights.parts)]:
+            if value <= 0:
+                raise ValueError(f"{name} is {value}; it must be above 0")
 
     @property
     def weights(self) -> Weights:

@@ -14,11 +14,10 @@ import pytest
 from areal_agent.engine.sglang.server import SglangServer
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import PauseMode, WeightVersion
-from areal_agent.weights.channels import DistributedChannel
 from areal_agent.weights.push import push
 
 from ..sampled import Weights, assert_sampled_by, assert_swapped
-from ..transfers import FAULTS, open_channel, parameters_of
+from ..transfers import FAULTS, Channels, open_channel, parameters_of
 from .conftest import Stage, Watched, open_stage
 
 pytestmark = pytest.mark.slow
@@ -31,7 +30,7 @@ def opened(real_server: str, real_model: Path, real_other: Path) -> AbstractAsyn
 
 
 @pytest.fixture
-def channel(stage: Stage) -> Iterator[DistributedChannel]:
+def channel(stage: Stage) -> Iterator[Channels]:
     with open_channel(stage.model, timeout_s=20.0) as channel:
         yield channel
 

@@ -26,10 +26,9 @@ from areal_agent.engine.sglang.scheduler_extension import WeightReceiving
 from areal_agent.engine.sglang.server import RECEIVED, SglangServer
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import PauseMode, WeightVersion
-from areal_agent.weights.channels import DistributedChannel
 from areal_agent.weights.push import push
 
-from ..transfers import FAULTS, open_channel, parameters_of, serve
+from ..transfers import FAULTS, Channels, open_channel, parameters_of, serve
 from .scripted import OLD, ScriptedServer, serving
 
 NEW, NEXT = WeightVersion(step=4), WeightVersion(step=5)
@@ -129,7 +128,7 @@ class WorkingServer(ScriptedServer):
 
 
 @pytest.fixture
-def channel(tiny: Path) -> Iterator[DistributedChannel]:
+def channel(tiny: Path) -> Iterator[Channels]:
     with open_channel(tiny) as channel:
         yield channel
 
