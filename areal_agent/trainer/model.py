@@ -440,7 +440,8 @@ class Adapter:
 
         `parameters` are those of model and adapters. Collective: every rank has to call it.
         """
-        layer = self._layers.get(inner := name.removesuffix(".weight")) if name.endswith(".weight") else None
+        inner = name.removesuffix(".weight")
+        layer = self._layers.get(inner) if name.endswith(".weight") else None
         if layer is None:
             return whole(parameters[name].detach().to(dtype))
         a, b = (whole(parameters[f"{inner}.{matrix}.weight"].detach()) for matrix in ("lora_A", "lora_B"))

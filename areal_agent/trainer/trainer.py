@@ -187,7 +187,7 @@ class Trainer:
             keep_last=self._setup.trainer.keep_last,
             begun_with=self._begun_with,
         )
-        return self.saver.save(hidden_folder(directory, step), publish)
+        return self.saver.save(hidden_folder(directory, step, incarnation), publish)
 
     def close(self) -> None:
         self.saver.close()

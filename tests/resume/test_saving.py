@@ -60,7 +60,7 @@ async def test_a_save_that_fails_costs_no_step(tmp_path: Path, small_model: Path
     settings = config(tmp_path, small_model, trainer={"learning_rate": 1e-3, "async_save": True})
     async with Run(settings, workflow=solve) as run:
         folder = run.folder.checkpoints
-        folder.rmdir()
+        away = folder.rename(folder.with_name("away"))
         folder.touch()  # as if the disk were gone
         await train(run, 1)
         await run.save()
@@ -68,6 +68,7 @@ async def test_a_save_that_fails_costs_no_step(tmp_path: Path, small_model: Path
             await run.saved()
         await train(run, 2)
         folder.unlink()
+        away.rename(folder)
         await run.save()
         await train(run, 3)
         assert await run.saved() == folder / "step_000002"

@@ -5,12 +5,8 @@ leaves model, picture, metrics and summary; 3. resumed, it makes the same steps 
 left its model; 4. with adapters the exported model has them merged in; 5. it ends when the loss is flat; 6. a signal
 ends it after the step under way, with a checkpoint, and changes nothing after the last step; 7. faults are one line,
 and nothing is left behind; `--dry-run` starts nothing; 8. a run folder has
-<<<<<<< HEAD
-one writer; 9. saves beside its steps are those
-between them; 10. two ranks learn the same, interrupted and resumed (slow).
-=======
-one writer; 9. two ranks learn the same, interrupted and resumed, and write to the log alone (slow).
->>>>>>> main
+one writer; 9. two ranks learn the same, interrupted and resumed, and write to the log alone (slow); 10. saves beside
+its steps are those between them.
 """
 
 import json

@@ -9,6 +9,7 @@
 - Only the last ones are kept, and none of an abandoned lineage; one of the same step is replaced.
 - An asynchronous save holds the weights at its beginning, byte for byte what a save at once holds.
 - A save that fails is the result of a command; the third in a row raises.
+- An incarnation that was taken over publishes none, whenever it happened, and leaves the other's files alone.
 """
 
 import logging
@@ -25,8 +26,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.errors import ConfigError, TrainerError
-from areal_agent.trainer.checkpoint import FailedSaves, latest_checkpoint, publish_checkpoint, read_checkpoint
+from areal_agent.errors import ConfigError, TakenOver, TrainerError
+from areal_agent.files import claim
+from areal_agent.trainer.checkpoint import (
+    CommitPoint,
+    FailedSaves,
+    latest_checkpoint,
+    publish_checkpoint,
+    read_checkpoint,
+)
 from areal_agent.trainer.config import LoraConfig, TrainerConfig, TrainerSetup
 from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.worker import Worker
@@ -278,3 +286,23 @@ def test_one_of_the_same_step_is_replaced(tmp_path):
     replaced = publish_checkpoint(tmp_path, step=1, incarnation=3, run_state={}, write=write_small, keep_last=2)
     assert names(tmp_path) == ["step_000001"]
     assert read_checkpoint(replaced.path).incarnation == 3
+
+
+@pytest.mark.parametrize("moment", [None, CommitPoint.WRITTEN, CommitPoint.DURABLE])
+def test_who_was_taken_over_publishes_none(tmp_path, moment):
+    claim(tmp_path, 0)
+    publish(tmp_path, 1)
+    other = tmp_path / ".writing-step_000002-1"
+
+    def take_over(point=None):
+        if point is moment:
+            claim(tmp_path, 1)
+            other.mkdir()
+
+    if moment is None:
+        take_over()
+    with pytest.raises(TakenOver, match="incarnation 1 of this run"):
+        publish_checkpoint(
+            tmp_path, step=2, incarnation=0, run_state={}, write=write_small, keep_last=1, passing=take_over
+        )
+    assert names(tmp_path) == [other.name, "incarnation_000001", "step_000001"]
