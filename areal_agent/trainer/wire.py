@@ -15,6 +15,7 @@ import struct
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -81,6 +82,14 @@ class RankCall:
 
     options: Sequence[str]  # the last words of its command line
     variables: Mapping[str, str]  # of its environment
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveEnd:
+    """How a save ended: with a checkpoint's folder, or with the reason why its files could not be written."""
+
+    path: Path | None = None
+    fault: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

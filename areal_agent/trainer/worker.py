@@ -12,6 +12,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from io import BufferedRWPair
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +21,7 @@ import torch
 
 from areal_agent.callback import LOOPBACK
 from areal_agent.engine.embedded.transfer import connect, open_store
+from areal_agent.trainer.checkpoint import Checkpoint
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.model import choose_device
 from areal_agent.trainer.ranks import ALONE, STALLED_S, Group, Ranks
@@ -129,13 +131,11 @@ class Worker:
                 published = self._ready().publish()
                 return asdict(published) if published else {}
             case "save":
-                saved = self._ready().save(
-                    Path(arguments["directory"]),
-                    step=arguments["step"],
-                    incarnation=arguments["incarnation"],
-                    run_state=arguments["run_state"],
-                )
-                return {"path": str(saved.path)} if saved else {}
+                directory, names = Path(arguments["directory"]), ("step", "incarnation", "run_state")
+                save = partial(self._ready().save, directory, **{name: arguments[name] for name in names})
+                return _end_of(save)
+            case "saved":
+                return _end_of(self._ready().saver.ended)
             case unknown:
                 raise ValueError(f"unknown command {unknown!r}")
 
@@ -167,6 +167,7 @@ class Worker:
                 connect(arguments["host"], arguments["port"], limit_s) if self._rank else self._store,
                 device,
                 context_parallel=config.context_parallel,
+                replicas=config.replicas,
                 address=self._address,
                 timeout_s=max(STALLED_S, limit_s),
             )
@@ -200,6 +201,16 @@ def _exit_when_closed(sock: socket.socket) -> NoReturn:
     poll.register(sock, getattr(select, "POLLRDHUP", 0))  # macOS tells of it unasked
     poll.poll()
     os._exit(0)
+
+
+def _end_of(save: Callable[[], Checkpoint | None]) -> JsonObject:
+    """Return how a save has ended; nothing while it is under way. A disk that fails leaves the ranks as they are."""
+    try:
+        saved = save()
+    except OSError as error:
+        logger.warning("a checkpoint could not be written", exc_info=error)
+        return {"fault": str(error)}
+    return {"path": str(saved.path)} if saved else {}
 
 
 def _without_records(request: Frame) -> Frame:
