@@ -51,7 +51,7 @@ class TeacherConfig(Section):
     model: Annotated[str, Field(min_length=1)] | None = None
     """The teacher's Hugging Face folder or hub name, which the trainer loads beside the policy. Its tokenizer must be
     the policy's. With `url`, only its tokenizer is read."""
-    url: Annotated[str, Field(min_length=1)] | None = None
+    url: Annotated[str, Field(pattern=r"^https?://[^/]+")] | None = None
     """A running server that has the teacher instead: areal_agent's own, SGLang's or vLLM's. Without `model` too, the
     folder that it serves has to be readable here, so that the tokenizers can be compared."""
     weight: Annotated[float, Field(gt=0)] = 1.0
@@ -92,7 +92,7 @@ class AlgorithmConfig(Section):
     """A set of choices for the keys below; keys that are set override it. `grpo`: the defaults. `rloo`: advantage rloo.
     `ppo`: advantage gae with a critic. `gspo`: loss gspo, sequence_mean, clips 0.0003 and 0.0004, 4 minibatches.
     `cispo`: loss cispo, proximal behavior, clips 1 (none below) and 4. `dapo`: clip_high 0.28, dynamic_sampling, 4
-    minibatches, and reward part overlong with weight 1."""
+    minibatches, and `reward_parts: {overlong: 1}`, which parts of your own replace."""
     advantage: str = "grpo"
     """`grpo`: return minus the group's mean at that turn. `dr_grpo`: the same, never divided. `rloo`: minus the mean of
     the others. `reinforce_pp`: the return alone. `gae`: by a critic. Or the user's own function,

@@ -124,13 +124,14 @@ class LossStats(Counts):
     num_referred: int = 0  # tokens with a reference
 
     @classmethod
-    def of(cls, tokens: LossTokens, ratio: Tensor, unbounded: Tensor, config: AlgorithmConfig) -> Self:
-        """Count over `tokens`. `ratio` is what the loss clips, `unbounded` the importance weight. Shapes: [M], [M]."""
+    def of(cls, tokens: LossTokens, ratio: Tensor, unbounded: Tensor, weight: Tensor, config: AlgorithmConfig) -> Self:
+        """Count over `tokens`. `ratio` is what the loss clips; `weight` is the importance weight, `unbounded` before it
+        was bounded. Shapes: all [M].
+        """
         if len(tokens) == 0:
             return cls()
         is_bad, is_good = tokens.advantages < 0, tokens.advantages > 0
         is_cispo = config.loss == "cispo"  # which clips whatever the advantage's sign
-        weight = bounded(unbounded, config)
         zero = torch.zeros_like(ratio)
         kl_ref = zero if tokens.reference is None else divergence(tokens.logprobs.detach(), tokens.reference, "k3")
         sums = {
@@ -203,7 +204,13 @@ def policy_loss(tokens: LossTokens, config: AlgorithmConfig, objective: Objectiv
     values = objective(tokens)
     if is_import_path(config.loss):
         _check_own(values, tokens, config)
-    loss = -(tokens.weights * bounded(unbounded, config) * values).sum()
+    weight = bounded(
+        unbounded,
+        low=config.behavior_weight_low,
+        high=config.behavior_weight_high,
+        masks=config.behavior_weight_mode == "mask",
+    )
+    loss = -(tokens.weights * weight * values).sum()
     if config.kl_coefficient > 0 and config.kl_in == "loss":
         has_weight = config.behavior_weight_level != "none"
         kl = reverse_kl(tokens, tokens.behavior if has_weight else tokens.proximal, cap=config.behavior_weight_high)
@@ -211,7 +218,7 @@ def policy_loss(tokens: LossTokens, config: AlgorithmConfig, objective: Objectiv
     if config.entropy_coefficient > 0:
         loss = loss - config.entropy_coefficient * (tokens.weights * tokens.entropy).sum()
     ratio = sequence_ratio(tokens) if config.loss == "gspo" else tokens.clamped_log_ratio.exp()
-    return loss, LossStats.of(tokens, ratio.detach(), unbounded, config)
+    return loss, LossStats.of(tokens, ratio.detach(), unbounded, weight, config)
 
 
 def _check_own(values: object, tokens: LossTokens, config: AlgorithmConfig) -> None:
@@ -251,16 +258,15 @@ def importance_weights(tokens: LossTokens, level: Literal["token", "sequence", "
     return log_weights.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def bounded(weights: Tensor, config: AlgorithmConfig) -> Tensor:
-    """Importance weights within `behavior_weight_low` and `behavior_weight_high`. Shapes: [M] -> [M].
+def bounded(weights: Tensor, *, low: float, high: float, masks: bool) -> Tensor:
+    """Importance weights within their bounds. Shapes: [M] -> [M].
 
-    A weight outside becomes the bound (`truncate`, truncated importance sampling) or 0 (`mask`), which takes its tokens
-    out of the policy's loss; the weights w_t of the others stay as they are.
+    A weight outside becomes the bound (truncated importance sampling) or, with `masks`, 0, which takes its tokens out
+    of the policy's loss; the weights w_t of the others stay as they are.
     """
-    low, high = config.behavior_weight_low, config.behavior_weight_high
-    if config.behavior_weight_mode == "truncate":
-        return weights.clamp(low, high)
-    return torch.where((weights < low) | (weights > high), 0.0, weights)
+    if masks:
+        return torch.where((weights < low) | (weights > high), 0.0, weights)
+    return weights.clamp(low, high)
 
 
 def ppo_clip(tokens: LossTokens, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> Tensor:

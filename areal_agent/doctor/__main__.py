@@ -15,11 +15,11 @@ def main() -> int:
     args = _parse()
     # imported here: it loads half of the project, and --help or a misspelt option need not wait for that
     from areal_agent.doctor.examination import check_up
-    from areal_agent.doctor.memory import described
+    from areal_agent.doctor.machines import described
 
     elsewhere = None
     if args.gpus is not None:
-        elsewhere = described(args.gpus, *(getattr(args, name) for name in SIZES))
+        elsewhere = described(args.gpus, *(getattr(args, name) for name in SIZES), num_nodes=args.nodes or 1)
     return asyncio.run(check_up(args.config, args.overrides, starts_engine=not args.no_engine, elsewhere=elsewhere))
 
 
@@ -37,7 +37,7 @@ def _parse() -> argparse.Namespace:
         prog="python -m areal_agent.doctor",
         description="Examine a config on this machine: model, tokenizer, chat template, engine, trainer, push of "
         "weights, sandboxes, memory, disk and ports. Engine and trainer are started for a moment; nothing stays. "
-        "With --gpus: say whether it fits a machine that is elsewhere, and start nothing.",
+        "With --gpus: say whether it fits a machine that is elsewhere, or a cluster of them, and start nothing.",
     )
     parser.add_argument("--config", metavar="FILE", required=True, help="the YAML config of a run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override a key: engine.threads=2")
@@ -48,14 +48,16 @@ def _parse() -> argparse.Namespace:
         "a machine elsewhere", "What is not given is not compared. The model may be a config.json alone."
     )
     elsewhere.add_argument("--gpus", metavar="N", type=int, help="examine for a machine with this many GPUs")
+    elsewhere.add_argument("--nodes", metavar="K", type=int, help="for a Ray cluster of this many such machines")
     for name, what in SIZES.items():
         elsewhere.add_argument(f"--{name}", metavar="GIB", type=float, help=f"{what}, in GiB")
     args = parser.parse_args()
     sizes = {name: size for name in SIZES if (size := getattr(args, name)) is not None}
-    if sizes and args.gpus is None:
-        parser.error(f"--{next(iter(sizes))} describes a machine elsewhere: give its --gpus as well, 0 for none")
-    if args.gpus is not None and (args.gpus < 0 or not all(0 < size < math.inf for size in sizes.values())):
-        given = " ".join(f"--{name} {size:g}" for name, size in {"gpus": args.gpus, **sizes}.items())
+    told = sizes if args.nodes is None else {"nodes": args.nodes, **sizes}
+    if told and args.gpus is None:
+        parser.error(f"--{next(iter(told))} describes a machine elsewhere: give its --gpus as well, 0 for none")
+    if args.gpus is not None and (args.gpus < 0 or not all(0 < size < math.inf for size in told.values())):
+        given = " ".join(f"--{name} {size:g}" for name, size in {"gpus": args.gpus, **told}.items())
         raise ConfigError(f"{given}: there is no such machine; give 0 or more GPUs, and more than 0 GiB")
     if args.gpus is not None and (args.gpus > 0) != ("memory" in sizes):
         parser.error("--memory is that of each GPU: give it with --gpus of 1 or more; a machine's own is --ram")

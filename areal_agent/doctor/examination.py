@@ -15,7 +15,8 @@ from pathlib import Path
 from areal_agent.cluster.local import TOKENIZER
 from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, Report, State, attempt, examined
-from areal_agent.doctor.memory import Machine, memory_findings, num_cores, this_machine, uses_gpu
+from areal_agent.doctor.machines import Machine, num_cores, this_machine, uses_gpu
+from areal_agent.doctor.memory import memory_findings
 from areal_agent.doctor.model import (
     ModelShape,
     find_model,
@@ -33,7 +34,7 @@ from areal_agent.tokens.renderer import Renderer
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examination:
-    """One examination. `elsewhere` is the machine of the run, where it is not this one: then nothing is started."""
+    """One examination. `elsewhere` are the machines of the run, where it is not this one: then nothing is started."""
 
     config: Config
     name: str  # of the run's default folder
@@ -52,7 +53,10 @@ class Examination:
             if shape is None:
                 self.report.skip("memory", "disk", "transfer", why="the sizes of the model are not known")
             else:
-                await examined(self.report, "memory", memory_findings(shape, self.config, machine))
+                if self.elsewhere is None and self.config.cluster.address is not None:
+                    self.report.skip("memory", why="it is that of other machines; describe them: --gpus, --nodes, ...")
+                else:
+                    await examined(self.report, "memory", memory_findings(shape, self.config, machine))
                 await examined(self.report, "disk", storage_findings(shape, self.config, machine))
             if self.elsewhere is None:
                 await examined(self.report, "sandboxes", sandbox_findings(self.config.sandbox))
@@ -106,6 +110,8 @@ class Examination:
             return Finding("machine", State.OK, f"elsewhere: {machine}")
         config, cores = self.config, num_cores()
         found = f"{machine}, {cores} cores"
+        if config.cluster.address is not None:
+            return Finding("machine", State.OK, f"{found}; engine and trainer are on machines of the cluster")
         trainer = 0 if uses_gpu(config.trainer.device, machine) else config.trainer.threads * config.trainer.num_ranks
         is_engine_here = not (config.is_online or config.engine.urls or uses_gpu(config.engine.device, machine))
         engine = config.engine.threads * config.engine.num_servers if is_engine_here else 0

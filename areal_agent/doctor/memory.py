@@ -41,103 +41,18 @@ Where an engine lends the memory of its keys (`engine.release_kv`), they and a t
 constants below stand for what no formula covers: Python and its libraries, CUDA, an engine's graphs.
 """
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations, product
-from pathlib import Path
+from itertools import combinations, groupby, product
 from typing import Any
 
 from areal_agent.config import Config
-from areal_agent.doctor.findings import GIB, MIB, Finding, State, gib, output_of
+from areal_agent.doctor.findings import GIB, Finding, State, gib
+from areal_agent.doctor.machines import Machine, Share, placement_findings, shares_of, told, uses_gpu, without_room
 from areal_agent.doctor.model import BFLOAT16_BYTES, FLOAT32_BYTES, ModelShape
 from areal_agent.engine.config import EnginePlan, default_kv_tokens
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.config import LoraConfig
-
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
-ASKING_S = 20.0
-
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""The memory limit of a container, in cgroup version 2 and 1."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """This machine, or a description of one that is elsewhere. All GPUs count with the memory of the smallest."""
-
-    memory_bytes: int | None  # None: not described
-    available_bytes: int | None = None  # memory free for new use now; None: not known
-    num_gpus: int = 0
-    gpu_bytes: int = 0
-    is_elsewhere: bool = False  # then the next two describe it; here they are looked up
-    shared_memory_bytes: int | None = None  # /dev/shm
-    disk_bytes: int | None = None  # free on the disk of the runs
-
-    def __str__(self) -> str:
-        """The machine in a few words.
-
-        >>> str(Machine(memory_bytes=16 * GIB, num_gpus=2, gpu_bytes=80 * GIB))
-        '16.0 GiB of memory, 2 GPUs of 80.0 GiB'
-        """
-        described = {"memory": self.memory_bytes, "/dev/shm": self.shared_memory_bytes, "disk": self.disk_bytes}
-        sizes = [f"{gib(size)} of {what}" for what, size in described.items() if size is not None]
-        gpus = f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)} of {gib(self.gpu_bytes)}" if self.num_gpus else "no GPU"
-        return ", ".join([*sizes, gpus])
-
-
-async def this_machine() -> Machine:
-    """Describe this machine, as far as that is possible without loading torch."""
-    sizes = await _gpu_sizes()
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        # the names in it may be of any kind, and GPUs count as equal
-        sizes = sizes[: sum(name.strip() not in ("", "-1") for name in visible.split(","))]
-    total, available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _available_bytes()
-    total = min([total, *(int(limit) for path in CGROUP_LIMITS if (limit := _read(path).strip()).isdigit())])
-    return Machine(
-        memory_bytes=total,
-        available_bytes=None if available is None else min(total, available),
-        num_gpus=len(sizes),
-        gpu_bytes=min(sizes, default=0),
-    )
-
-
-def described(
-    num_gpus: int, gpu_gib: float | None, memory_gib: float | None, shm_gib: float | None, disk_gib: float | None
-) -> Machine:
-    """Return a machine that is elsewhere, of which this is told."""
-    sizes = (None if size is None else int(size * GIB) for size in (gpu_gib, memory_gib, shm_gib, disk_gib))
-    gpu, memory, shm, disk = sizes
-    machine = Machine(memory_bytes=memory, shared_memory_bytes=shm, disk_bytes=disk, is_elsewhere=True)
-    return replace(machine, num_gpus=num_gpus, gpu_bytes=gpu or 0)
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-async def _gpu_sizes() -> list[int]:
-    """Return the memory of each GPU of the machine; nothing without a driver that answers."""
-    try:
-        _, output, _ = await output_of(NVIDIA_SMI, ASKING_S)
-    except OSError:  # a TimeoutError is one
-        return []
-    return [int(line) * MIB for line in output.split() if line.isdigit()]
-
-
-def _available_bytes() -> int | None:
-    lines = _read(Path("/proc/meminfo")).splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
 
 Parts = Counter[str]
 """Bytes by what takes them. Sums of parts have only those that take any."""
@@ -157,11 +72,6 @@ SERVER_PROCESS_BYTES = 3 * GIB
 """Host memory of a server's processes."""
 
 
-def uses_gpu(device: str, machine: Machine) -> bool:
-    """Return whether a device is a GPU; `auto` takes one where there is one."""
-    return device == "cuda" or (device == "auto" and machine.num_gpus > 0)
-
-
 class EngineMemory:
     """The engine's memory, as one process or several servers; nothing for an engine that runs already."""
 
@@ -171,7 +81,6 @@ class EngineMemory:
         self._machine = machine
         self._plan = EnginePlan.of(config.engine)
         self._is_embedded = config.engine.backend == "embedded"
-        self._is_started = not config.engine.urls and config.engine.url is None
         self._is_gpu = uses_gpu(config.engine.device, machine)
         self._is_distributed = config.trainer.transfer == "distributed"
         self._item_bytes = BFLOAT16_BYTES if self._is_gpu else FLOAT32_BYTES
@@ -181,15 +90,8 @@ class EngineMemory:
         self._logit_bytes = logits if self._is_embedded else 0  # a foreign server's are in its workspaces
         self._stages_on_gpu = self._is_embedded and self._is_distributed and self._is_gpu
 
-    @property
-    def num_gpus(self) -> int:
-        """The number of GPUs up to its last one."""
-        is_on_gpu = self._is_gpu and self._is_started
-        return self._plan.gpus_of(self._plan.num_servers - 1).stop if is_on_gpu else 0
-
-    def on_gpu(self, number: int) -> Parts:
-        """Return its use of one GPU."""
-        num_servers = self._plan.num_servers_on(number) if self._is_gpu and self._is_started else 0
+    def on_gpu(self, num_servers: int) -> Parts:
+        """Return the use of one GPU with a shard of so many servers."""
         if not num_servers:
             return Parts()
         weights = self._weight_bytes // self._plan.num_shards
@@ -203,9 +105,9 @@ class EngineMemory:
             }
         )
 
-    def on_machine(self) -> Parts:
-        """Return its use of the machine's memory."""
-        if not self._is_started:
+    def on_machine(self, num_servers: int) -> Parts:
+        """Return the use of the memory of a machine with so many servers."""
+        if not num_servers:
             return Parts()
         # a server of SGLang or vLLM that gets weights by `distributed` holds two sets in each of its processes
         copies = 2 * self._plan.num_gpus if self._is_distributed and not self._is_embedded else 1
@@ -218,7 +120,7 @@ class EngineMemory:
         if not self._is_gpu:
             kv_bytes = self._kv_bytes(self._weight_bytes, num_shards=1)
             one |= Parts({"engine: weights": self._weight_bytes, KEYS: kv_bytes, "engine: logits": self._logit_bytes})
-        return +Parts({what: self._engine.num_servers * num_bytes for what, num_bytes in one.items()})
+        return +Parts({what: num_servers * num_bytes for what, num_bytes in one.items()})
 
     def _kv_bytes(self, weights: int, *, num_shards: int) -> int:
         """Return the bytes of keys and values: as many tokens as the config says, or as the engine takes by default."""
@@ -322,18 +224,17 @@ class TrainerMemory:
         """Return the parts while weights are published, one tensor after the other."""
         return self._always()
 
-    def on_machine(self) -> Parts:
-        """Return the use of the machine's memory: everything for a trainer on the CPU, else what goes through it."""
-        num_ranks = self._trainer.num_ranks
+    def on_machine(self, num_ranks: int) -> Parts:
+        """Return the use of the memory of a machine with so many ranks: on a CPU all, else what goes through it."""
         parts = Parts({"trainer: processes": num_ranks * TORCH_PROCESS_BYTES})
         if self._is_gpu:
             # several ranks have a tensor at a time
-            held = (
-                num_ranks * FLOAT32_BYTES * self._shape.num_embedding_parameters
-                if num_ranks > 1
+            of_rank = (
+                FLOAT32_BYTES * self._shape.num_embedding_parameters
+                if self._trainer.num_ranks > 1
                 else self._whole_bytes()
             )
-            return parts + Parts({"trainer: weights on their way to a GPU": held})
+            return parts + Parts({"trainer: weights on their way to a GPU": num_ranks * of_rank})
         return sum((self.at_peak() for _ in range(num_ranks)), parts)
 
     def on_its_way(self) -> Parts:
@@ -387,17 +288,23 @@ class TrainerMemory:
         return -(-num_bytes // self._trainer.num_ranks)
 
 
-def estimate(shape: ModelShape, config: Config, machine: Machine) -> dict[int | None, Parts]:
-    """Return what a run of `config` needs at its peak: of `machine` (None), and of each of its GPUs that is used."""
-    is_gpu = uses_gpu(config.trainer.device, machine)
-    trainer = TrainerMemory(shape=shape, config=config, is_gpu=is_gpu)
+def estimate(
+    shape: ModelShape, config: Config, machine: Machine, share: Share | None = None
+) -> dict[int | None, Parts]:
+    """Return what a machine (None) and each of its GPUs that is used need at their peak, for a share of the run.
+
+    Without a share, the machine is the run's only or first one.
+    """
+    share = share or shares_of(config, machine)[0]
+    trainer = TrainerMemory(shape=shape, config=config, is_gpu=uses_gpu(config.trainer.device, machine))
     engine = EngineMemory(shape=shape, config=config, machine=machine)
-    host = Parts({"main process": MAIN_BYTES, "rollout workers": config.rollout.workers * WORKER_BYTES})
-    needs: dict[int | None, Parts] = {None: host + engine.on_machine() + trainer.on_machine() + trainer.on_its_way()}
-    num_ranks = config.trainer.num_ranks if is_gpu else 0
-    for number in range(max(machine.num_gpus, num_ranks, engine.num_gpus)):
-        sampling = engine.on_gpu(number)
-        if number >= num_ranks:
+    host = Parts({"main process": MAIN_BYTES * share.has_main, "rollout workers": share.num_workers * WORKER_BYTES})
+    host += trainer.on_its_way() if share.has_main else Parts()
+    host += engine.on_machine(len(share.servers)) + trainer.on_machine(share.num_ranks)
+    needs: dict[int | None, Parts] = {None: host}
+    for number in range(max(machine.num_gpus, share.num_gpus)):
+        sampling = engine.on_gpu(share.num_servers_on(number))
+        if number >= share.num_training_gpus:
             needs[number] = sampling
         elif config.engine.release_kv:  # the engine lends the memory of its keys while the trainer trains
             lent = Parts({what: num_bytes for what, num_bytes in sampling.items() if what != KEYS})
@@ -415,33 +322,47 @@ NUM_NAMED = 4
 
 
 async def memory_findings(shape: ModelShape, config: Config, machine: Machine) -> list[Finding]:
-    """Return a finding for the machine's memory, and one for each GPU that is used."""
-    needs = estimate(shape, config, machine)
-    return [_finding(gpu, parts, shape, config, machine) for gpu, parts in needs.items()]
+    """Return a finding for the room on a cluster, and for each kind of machine its memory and its GPUs that are used.
+
+    GPUs that need the same are in one finding.
+    """
+    findings, kinds = [*placement_findings(config, machine)], dict[Share, list[int]]()
+    for number, share in enumerate(shares_of(config, machine)):
+        kinds.setdefault(share, []).append(number)
+    for share, numbers in kinds.items():
+        where = f"{told(numbers)}: " if machine.num_nodes > 1 else ""
+        needs = estimate(shape, config, machine, share)
+        for (parts, _), same in groupby(needs, key=lambda place: (needs[place], _size_of(place, machine))):
+            findings.append(_finding([*same], parts, where, shape, config, machine))
+    return findings
 
 
-def _finding(gpu: int | None, parts: Parts, shape: ModelShape, config: Config, machine: Machine) -> Finding:
+def _finding(
+    places: Sequence[int | None], parts: Parts, where: str, shape: ModelShape, config: Config, machine: Machine
+) -> Finding:
+    gpu = places[0]
     has = _size_of(gpu, machine)
-    place = "memory" if gpu is None else f"GPU {gpu}"
+    check = "memory" if gpu is None else f"GPU {gpu}" + f"-{places[-1]}" * (len(places) > 1)
     needed = parts.total()
     named = ", ".join(f"{what} {gib(num_bytes)}" for what, num_bytes in parts.most_common(NUM_NAMED))
     named += ", ..." * (len(parts) > NUM_NAMED)
-    found = f"about {gib(needed)} of {gib(has or 0)}: {named}"
+    found = f"{where}about {gib(needed)} of {gib(has or 0)}: {named}"
     free = machine.available_bytes if gpu is None else None
     if has is None:
-        return Finding(place, State.SKIP, f"about {gib(needed)}: {named}; not compared with anything", "give --ram")
+        found = f"{where}about {gib(needed)}: {named}; not compared with anything"
+        return Finding(check, State.SKIP, found, "give --ram")
     if gpu is not None and not has:
         missing = f"this machine has no such GPU; about {gib(needed)}: {named}"
         is_trainers = gpu < config.trainer.num_ranks and uses_gpu(config.trainer.device, machine)
         fewer = "trainer.num_ranks" if is_trainers else "engine.num_servers, or engine.first_gpu (--base-gpu-id)"
-        return Finding(place, State.FAIL, missing, f"lower {fewer}, or add GPUs")
+        return Finding(check, State.FAIL, missing, f"lower {fewer}, or add GPUs")
     if needed > has:
-        return Finding(place, State.FAIL, found, advice(gpu, shape, config, machine))
+        return Finding(check, State.FAIL, found, advice(gpu, shape, config, machine))
     if needed > TIGHT * has:
-        return Finding(place, State.WARN, f"{found}; that is tight", advice(gpu, shape, config, machine))
+        return Finding(check, State.WARN, f"{found}; that is tight", advice(gpu, shape, config, machine))
     if free is not None and needed > free:
-        return Finding(place, State.WARN, f"{found}; {gib(free)} are free now", "end other programs that use memory")
-    return Finding(place, State.OK, found)
+        return Finding(check, State.WARN, f"{found}; {gib(free)} are free now", "end other programs that use memory")
+    return Finding(check, State.OK, found)
 
 
 def _size_of(gpu: int | None, machine: Machine) -> int | None:
@@ -472,6 +393,7 @@ def _changes(config: Config, machine: Machine) -> Sequence[Sequence[Mapping[str,
     """Return what could be set to save memory, by kind; in each kind the least change first."""
     trainer, engine = config.trainer, config.engine
     budget, longest = trainer.tokens_per_micro_batch, engine.max_context_tokens
+    num_gpus = machine.num_gpus * machine.num_nodes
     shorter = [
         ({"trainer.tokens_per_micro_batch": number} if budget > number else {})
         | ({"engine.max_context_tokens": number} if longest > number else {})
@@ -480,7 +402,7 @@ def _changes(config: Config, machine: Machine) -> Sequence[Sequence[Mapping[str,
     return (
         [] if trainer.gradient_checkpointing else [{"trainer.gradient_checkpointing": True}],
         [{"engine.kv_tokens": number} for number in _halves(engine.kv_tokens or 2**20, longest)],
-        [{"trainer.num_ranks": number} for number in range(trainer.num_ranks + 1, machine.num_gpus + 1)],
+        [{"trainer.num_ranks": number} for number in range(trainer.num_ranks + 1, num_gpus + 1)],
         [] if trainer.lora else [{"trainer.lora": LoraConfig()}],
         shorter,
     )
@@ -501,11 +423,12 @@ def _told(value: object) -> str:
     return "{} (adapters, docs/lora.md)" if isinstance(value, LoraConfig) else str(value).lower()
 
 
-def _too_small(shape: ModelShape, config: Config, machine: Machine) -> set[int | None]:
-    """Return the places where a config is tight, or does not fit."""
-    needs = estimate(shape, config, machine).items()
-    return {
+def _too_small(shape: ModelShape, config: Config, machine: Machine) -> set[int | str | None]:
+    """Return the places where a config is tight, or does not fit, and what finds no room on a cluster."""
+    places: set[int | str | None] = {
         place
-        for place, parts in needs
+        for share in {*shares_of(config, machine)}
+        for place, parts in estimate(shape, config, machine, share).items()
         if (size := _size_of(place, machine)) is not None and parts.total() > TIGHT * size
     }
+    return places | ({left} if (left := without_room(config, machine)) else set())

@@ -18,7 +18,8 @@ import orjson
 from areal_agent.cluster.local import describe_model
 from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, Report, State, attempt, gib, output_of
-from areal_agent.doctor.memory import NUM_SLOTS, Machine, TrainerMemory, uses_gpu
+from areal_agent.doctor.machines import Machine, uses_gpu
+from areal_agent.doctor.memory import NUM_SLOTS, TrainerMemory
 from areal_agent.doctor.model import ModelShape
 from areal_agent.errors import ConfigError, SandboxError
 from areal_agent.observe.trackers import require_installed

@@ -4,6 +4,7 @@ A bad row is an error that names its file and line. The order of rows depends on
 resumed fine-tuning goes on with the batches that it would have had.
 """
 
+import json
 import math
 import random
 from codecs import BOM_UTF8
@@ -92,13 +93,15 @@ def load_data(config: SftConfig, folder: Path, context: int | None) -> Data:
     Raises ConfigError for the first row that cannot be learnt, and when none is left.
     """
     data, renderer = config.data, Renderer.load(folder, history_thinking=config.history_thinking)
+    longest = data.max_tokens or context or math.inf
+    if context and longest > context:
+        raise ConfigError(f"data.max_tokens is {longest:,}, and the model was made for {context:,} tokens; lower it")
     chats = ChatRenderer(renderer)
     rows = [row_of(chat, chats) for file in data.files for chat in read_chats(Path(file))]
     if data.from_run is not None:
         assert data.min_reward is not None  # checked by DataConfig
-        rows += read_rollouts(Path(data.from_run), data.min_reward, folder)
+        rows += read_rollouts(Path(data.from_run), data.min_reward, folder, renderer.chat_template)
     held_out = [row_of(chat, chats) for chat in read_chats(Path(config.held_out.file))] if config.held_out.file else []
-    longest = data.max_tokens or context
     fitting, fitting_held_out = ([row for row in part if _fits(row, longest, data)] for part in (rows, held_out))
     num_too_long = len(rows) + len(held_out) - len(fitting) - len(fitting_held_out)
     if config.trainer.oversized == "refuse":
@@ -136,8 +139,9 @@ def read_chats(path: Path) -> list[Chat]:
 
 def _chat(line: bytes, origin: str) -> Chat:
     try:
-        row: Any = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
+        orjson.loads(line)  # which is strict, but makes floats of large integers
+        row: Any = json.loads(line)
+    except ValueError as error:
         raise ConfigError(f"{origin}: not JSON: {error}; write one object in each line") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{origin}: a row is an object with 'messages', not {str(row)[:40]!r}")
@@ -164,13 +168,17 @@ def _message(value: object, index: int) -> JsonObject:
         return message
     calls: Sequence[JsonObject] = message.get("tool_calls") or ()
     for number, call in enumerate(calls):
-        if isinstance(arguments := call["function"]["arguments"], str):  # it could not be read
-            where = f"messages[{index}].tool_calls[{number}].function.arguments"
-            raise RequestError(f"{where} is {arguments!r:.60}, and no JSON object; write the call's arguments as one")
+        where, function = f"messages[{index}].tool_calls[{number}].function", call["function"]
+        if not function["name"]:
+            raise RequestError(f"{where}.name is ''; name the tool that is called")
+        if isinstance(arguments := function["arguments"], str):  # it could not be read
+            raise RequestError(
+                f"{where}.arguments is {arguments!r:.60}, and no JSON object; write the call's arguments as one"
+            )
     fields = cast("JsonObject", value)
     if unknown := [name for name in fields if name not in OF_ANSWERS and fields[name] not in EMPTY]:
         raise RequestError(f"messages[{index}] has the unknown key {unknown[0]!r}; {nearest(unknown[0], OF_ANSWERS)}")
-    if fields.get("content") is None and not message.keys() & {"tool_calls", "reasoning_content"}:
+    if not any(str(message.get(name) or "").strip() for name in ("content", "reasoning_content", "tool_calls")):
         raise RequestError(f"messages[{index}] says nothing: it has neither content nor tool_calls; give one of them")
     weight = fields.get("weight", 1)
     if weight not in (0, 1):
@@ -189,15 +197,21 @@ def row_of(chat: Chat, chats: ChatRenderer) -> Row:
     return Row(origin=chat.origin, examples=examples)
 
 
-def read_rollouts(run_dir: Path, min_reward: float, folder: Path) -> list[Row]:
+def read_rollouts(run_dir: Path, min_reward: float, folder: Path, chat_template: str) -> list[Row]:
     """Return the completed rollouts of a run with at least this reward in total, by the tokens that were sampled.
 
     In the loss are the answers that the agent received, whatever their recorded probability. Raises ConfigError when
-    there are none, or when the run's tokenizer is not that of the model in `folder`.
+    there are none, or when the run's tokenizer or chat template is not that of the model in `folder`.
     """
     with reading(ledger_in(run_dir)) as snapshot:
         transcript = Transcript.of_ledger(questions.note(snapshot, TRANSCRIPT_NOTE), run_dir, None)
         _require_same_tokenizer(transcript.tokenizer, run_dir, folder)
+        if transcript.chat_template != chat_template:
+            raise ConfigError(
+                f"data.from_run {str(run_dir)!r}: its prompts are of another chat template than the model in "
+                f"{str(folder)!r} will be served with; set history_thinking as that run's rollout.history_thinking, or "
+                "put its chat_template.jinja beside the model"
+            )
         rule = LossRule(trains_altered=True, trains_greedy=True, roots=transcript.loss_rule.roots)
         rows = [
             Row(origin=f"session {session_id}", examples=examples)
@@ -231,10 +245,10 @@ def _require_same_tokenizer(tokenizer: Path | None, run_dir: Path, folder: Path)
         )
 
 
-def _fits(row: Row, longest: int | None, data: DataConfig) -> bool:
+def _fits(row: Row, longest: float, data: DataConfig) -> bool:
     """Return whether no sequence of a row is too long. Raises ConfigError if that is to be refused."""
     num_tokens = max(len(one.token_ids) for one in row.examples)
-    if longest is None or num_tokens <= longest:
+    if num_tokens <= longest:
         return True
     if data.too_long == "refuse":
         limit = "data.max_tokens allows" if data.max_tokens else "the model was made for"

@@ -80,6 +80,11 @@ class Transcript:
         """Return whether there is a tokenizer, so that what was sampled can be read."""
         return self._renderer is not None
 
+    @property
+    def chat_template(self) -> str | None:
+        """The template of the prompts; None without a tokenizer."""
+        return self._renderer and self._renderer.chat_template
+
     def text_of(self, token_ids: Sequence[int]) -> str | None:
         """Return the text of ids, special tokens included."""
         return self._renderer and self._renderer.detokenizer.text_of(token_ids)

@@ -117,11 +117,15 @@ class _Rank:
         self.number = number
         self._callback = Callback()
         read_end, self._lifeline = os.pipe()
+        files = (one.stream for one in logging.getLogger().handlers if isinstance(one, logging.FileHandler))
+        log = next(files, None)  # None: where this process writes
         argv = [sys.executable, "-m", "areal_agent.trainer", *self._callback.options, "--rank", str(number)]
         try:
             self.process = subprocess.Popen(
                 argv,
                 env={**os.environ, **self._callback.variables, LIFELINE_VARIABLE: str(read_end)},
+                stdout=log,
+                stderr=log,
                 pass_fds=(read_end,),
                 start_new_session=True,  # signals to the group of rank 0 are for rank 0 alone
             )

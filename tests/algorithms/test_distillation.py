@@ -91,6 +91,7 @@ def test_the_metric_is_the_divergence_of_the_student_from_the_teacher():
     ("values", "reason"),
     [
         ({"teacher": {}}, "neither model nor url"),
+        ({"teacher": {"url": "10.0.0.7:30000"}}, "teacher.url"),
         ({"teacher": {**LOADED, "wait_s": 5}}, "wait_s only applies"),
         ({"teacher": LOADED, "dynamic_sampling": True}, "dynamic_sampling drops groups from which a teacher"),
         ({"teacher": LOADED, "preset": "rloo"}, "advantage has no effect without rewards"),

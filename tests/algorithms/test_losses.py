@@ -193,7 +193,10 @@ def test_the_importance_weight_of_a_sequence_is_the_product_or_the_geometric_mea
 def test_importance_weights_outside_their_bounds_are_truncated_or_masked(bounds, by_hand):
     config = AlgorithmConfig.model_validate({f"behavior_weight_{name}": value for name, value in bounds.items()})
     tokens = make_tokens([1.0] * 4, [1.0] * 4, importance=[0.1, 1.0, 4.0, 6.0], sequences=[0, 0, 1, 1], weight=1.0)
-    assert bounded(importance_weights(tokens, config.behavior_weight_level), config).tolist() == pytest.approx(by_hand)
+    unbounded = importance_weights(tokens, config.behavior_weight_level)
+    low, high = config.behavior_weight_low, config.behavior_weight_high
+    masks = bounds.get("mode") == "mask"
+    assert bounded(unbounded, low=low, high=high, masks=masks).tolist() == pytest.approx(by_hand)
     assert gradient(tokens, config) == pytest.approx([-one for one in by_hand])  # the other weights stay as they are
 
 

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 
 from areal_agent.config import Config
 from areal_agent.doctor.findings import GIB
-from areal_agent.doctor.memory import Machine, TrainerMemory, estimate
+from areal_agent.doctor.machines import Machine
+from areal_agent.doctor.memory import TrainerMemory, estimate
 from areal_agent.doctor.model import ModelShape
 from areal_agent.doctor.settings import checkpoints_bytes, num_copies
 

@@ -22,7 +22,7 @@ from areal_agent.config import Config
 from areal_agent.doctor.__main__ import main
 from areal_agent.doctor.examination import Examination
 from areal_agent.doctor.findings import GIB, Finding, Report, State
-from areal_agent.doctor.memory import Machine, described
+from areal_agent.doctor.machines import Machine, described
 from tests.commands import run
 from tests.doctor.shapes import table
 
@@ -122,7 +122,7 @@ async def test_each_fault_is_told(small_model: Path, tmp_path: Path) -> None:
         rollout={"gateway_port": 1},
     )
     found = await examine(wrong, elsewhere=Machine(memory_bytes=GIB, num_gpus=1, gpu_bytes=GIB))
-    for check in ("workflow", "tasks", "algorithm", "model", "GPU 4"):
+    for check in ("workflow", "tasks", "algorithm", "model", "GPU 1-4"):
         assert State.FAIL in found[check], check
     assert found["tokenizer"] == [State.OK]
     assert found["engine"] == [State.SKIP]
@@ -218,6 +218,8 @@ async def test_the_other_machine_may_be_too_small(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--ram", "64"], "--ram describes a machine elsewhere: give its --gpus as well"),
+        (["--nodes", "4"], "--nodes describes a machine elsewhere: give its --gpus as well"),
+        (["--gpus", "0", "--nodes", "0"], "--gpus 0 --nodes 0: there is no such machine"),
         (["--gpus", "2"], "--memory is that of each GPU"),
         (["--gpus", "0", "--memory", "80"], "--memory is that of each GPU"),
         (["--gpus", "1", "--memory", "80", "--shm", "0"], "--gpus 1 --memory 80 --shm 0: there is no such machine"),

@@ -8,6 +8,8 @@
 - An engine's keys and values: what was asked for, what its share leaves, what the embedded engine takes by itself; one
   that lends them has them while the trainer does not train.
 - Servers with shards stand on their GPUs, several embedded engines each on one; one that runs already takes nothing.
+- A cluster holds the ranks on its first machines, then each server whole; every kind of machine is reported once, and
+  what finds no room with a remedy.
 - New weights take as many copies as are on their way at once.
 - A config that does not fit is reported with what suffices, alone or together; so is any missing GPU.
 - The configs for GPUs are valid, fit by this estimate, and have their tasks and workflows.
@@ -20,10 +22,10 @@ import pytest
 
 from areal_agent.config import Config
 from areal_agent.doctor.findings import GIB, State
+from areal_agent.doctor.machines import Machine, shares_of
 from areal_agent.doctor.memory import (
     CUDA_CONTEXT_BYTES,
     SERVER_BYTES,
-    Machine,
     TrainerMemory,
     estimate,
     memory_findings,
@@ -35,7 +37,7 @@ from areal_agent.rollout.tasks import load_tasks, require_json
 from areal_agent.rollout.workflow import load_workflow
 from areal_agent.run.preflight import load_eval_tasks
 from tests.commands import run
-from tests.doctor.shapes import QWEN3_06B, QWEN3_4B, QWEN3_17B
+from tests.doctor.shapes import QWEN3_06B, QWEN3_4B, QWEN3_17B, SHAPES
 
 ONE_GPU = Machine(memory_bytes=128 * GIB, num_gpus=1, gpu_bytes=80 * GIB)
 EIGHT_GPUS = Machine(memory_bytes=512 * GIB, num_gpus=8, gpu_bytes=80 * GIB)
@@ -242,6 +244,49 @@ def test_servers_that_run_already_are_not_counted() -> None:
     assert not [what for what in parts_of(asked, ONE_GPU, None) if what.startswith("engine")]
 
 
+def on_ray(num_ranks: int, num_servers: int) -> Config:
+    trainer, engine = {"device": "cuda", "num_ranks": num_ranks}, {"device": "cuda", "num_servers": num_servers}
+    return config(cluster={"kind": "ray"}, trainer=trainer, engine=engine, rollout={"workers": 4})
+
+
+async def test_a_cluster_holds_ranks_then_servers() -> None:
+    cluster = replace(EIGHT_GPUS, num_nodes=3)
+    shares = shares_of(on_ray(10, 7), cluster)
+    assert [(one.num_ranks, len(one.servers), one.num_workers, one.has_main) for one in shares] == [
+        (8, 0, 2, True),
+        (2, 6, 1, False),
+        (0, 1, 1, False),
+    ]
+    findings = await memory_findings(QWEN3_06B, on_ray(10, 7), cluster)
+    assert [(one.check, one.state) for one in findings] == [
+        (check, State.OK)
+        for check in ("placement", "memory", "GPU 0-7", "memory", "GPU 0-1", "GPU 2-7", "memory", "GPU 0")
+    ]
+    told = "trainer ranks: 10 on machines 0, 1; engines: 7 of 1 GPU on machines 1, 2; GPUs left over: 7"
+    assert findings[0].found == told
+    assert findings[-1].found.startswith("machine 2: about ")
+
+
+async def test_machines_of_one_kind_are_one_finding() -> None:
+    findings = await memory_findings(QWEN3_06B, on_ray(8, 24), replace(EIGHT_GPUS, num_nodes=4))
+    assert [one.found.partition(":")[0] for one in findings[1:]] == ["machine 0"] * 2 + ["machines 1, 2, 3"] * 2
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "change"),
+    [
+        (on_ray(8, 10), "no room for 2 of 10 engines", "or take 3 machines"),
+        (on_ray(20, 1), "no room for 4 of 20 trainer ranks, 1 of 1 engines", "or take 3 machines"),
+        (config(), "cluster.kind is local, which uses one machine of 2", "set cluster.kind=ray"),
+    ],
+    ids=["engines", "ranks", "local"],
+)
+async def test_what_finds_no_room_is_told_with_a_remedy(asked: Config, found: str, change: str) -> None:
+    [placement, *_] = await memory_findings(QWEN3_06B, asked, replace(EIGHT_GPUS, num_nodes=2))
+    assert (placement.check, placement.state, placement.found) == ("placement", State.FAIL, found)
+    assert change in placement.change
+
+
 @pytest.mark.parametrize(
     ("values", "copies"),
     [
@@ -314,7 +359,7 @@ async def test_missing_gpus_of_servers_are_listed() -> None:
     machine = Machine(memory_bytes=256 * GIB, num_gpus=4, gpu_bytes=80 * GIB)
     findings = await memory_findings(QWEN3_4B, Config.load(CONFIGS / "qwen3_4b_8gpu.yaml"), machine)
     missing = [finding for finding in findings if finding.state is State.FAIL]
-    assert [finding.check for finding in missing] == [f"GPU {number}" for number in range(4, 8)]
+    assert [finding.check for finding in missing] == ["GPU 4-7"]
     assert all(finding.change.startswith("lower engine.num_servers") for finding in missing)
 
 
@@ -327,14 +372,25 @@ async def test_missing_gpus_of_servers_are_listed() -> None:
         ("qwen3_0.6b_1gpu_vllm", QWEN3_06B, 1, 24),
         ("qwen3_4b_8gpu", QWEN3_4B, 8, 80),
         ("qwen3_4b_8gpu_vllm", QWEN3_4B, 8, 80),
+        ("qwen3_8b_1node", SHAPES["Qwen3-8B"], 8, 80),
     ],
 )
 async def test_it_fits(name: str, shape: ModelShape, num_gpus: int, gib: int) -> None:
     config = Config.load(CONFIGS / f"{name}.yaml")
     machine = Machine(memory_bytes=256 * GIB, num_gpus=num_gpus, gpu_bytes=gib * GIB)
     findings = await memory_findings(shape, config, machine)
-    assert [finding.check for finding in findings] == ["memory", *(f"GPU {number}" for number in range(num_gpus))]
+    assert [finding.check for finding in findings] == [
+        "memory",
+        *(["GPU 0"] if num_gpus == 1 else ["GPU 0-3", "GPU 4-7"]),
+    ]
     assert [finding for finding in findings if finding.state is not State.OK] == []
+
+
+async def test_it_fits_four_machines() -> None:
+    cluster = replace(EIGHT_GPUS, num_nodes=4)
+    findings = await memory_findings(SHAPES["Qwen3-32B"], Config.load(CONFIGS / "qwen3_32b_4nodes.yaml"), cluster)
+    assert [one.state for one in findings] == [State.OK] * 7
+    assert findings[0].found.startswith("trainer ranks: 16 on machines 0, 1; engines: 4 of 4 GPUs on machines 2, 3;")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("qwen3_*.yaml")), ids=lambda path: path.stem)

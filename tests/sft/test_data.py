@@ -8,6 +8,7 @@ enough reward alone, also greedy ones, but for answers that the agent never got.
 
 import asyncio
 import json
+import shutil
 from codecs import BOM_UTF8
 from dataclasses import replace
 from itertools import islice
@@ -21,6 +22,7 @@ from areal_agent.errors import ConfigError
 from areal_agent.sft.config import SftConfig
 from areal_agent.sft.data import Data, Row, load_data, read_chats, read_rollouts, split
 from areal_agent.sft.sequences import Example
+from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, TranscriptSettings
 from areal_agent.types import SamplingParams, SessionPurpose
 from tests.histories import begin_rollout, completion, end_rollout, open_ledger, session, trajectory, turn
@@ -30,8 +32,8 @@ SAID = {"role": "assistant", "content": "The answer is 2."}
 CHAT = {"messages": [ASKED, SAID]}
 
 
-def calling(arguments: object) -> dict[str, Any]:
-    call = {"id": "c", "type": "function", "function": {"name": "python", "arguments": arguments}}
+def calling(arguments: object, name: str = "python") -> dict[str, Any]:
+    call = {"id": "c", "type": "function", "function": {"name": name, "arguments": arguments}}
     return {"messages": [ASKED, {"role": "assistant", "content": "", "tool_calls": [call]}]}
 
 
@@ -62,10 +64,12 @@ def written(path: Path, *rows: object) -> Path:
             r"messages\[1\] has the unknown key 'wieght'; did you mean 'weight'\?",
         ),
         ({"messages": [ASKED, {"role": "assistant", "content": None}]}, r"messages\[1\] says nothing"),
+        ({"messages": [ASKED, {"role": "assistant", "content": "\n", "reasoning_content": ""}]}, "says nothing"),
         ({"messages": [ASKED, SAID], "tools": False}, "tools"),
         ({"messages": [ASKED, SAID], "tools": [{"type": "x"}]}, r"tools\[0\]"),
         (calling("{'code'"), r"messages\[1\].tool_calls\[0\].function.arguments is \"\{'code'\", and no JSON object"),
         (calling([1]), r"messages\[1\].tool_calls\[0\].function.arguments"),
+        (calling({}, name=""), r"messages\[1\].tool_calls\[0\].function.name is ''; name the tool"),
         ({"messages": [ASKED, SAID | {"reasoning_content": "Hm."}]}, r"does not write messages\[1\].reasoning_content"),
     ],
 )
@@ -82,6 +86,12 @@ def test_files_of_other_systems_are_read(tmp_path: Path) -> None:
     first, second = read_chats(file)
     assert (first.origin, second.origin) == (f"{file}:1", f"{file}:3")
     assert list(first.messages) == list(second.messages) == [ASKED, SAID | {"weight": 1}]
+
+
+@pytest.mark.parametrize("arguments", [{"n": 2**80}, json.dumps({"n": 2**80})], ids=["an object", "text"])
+def test_arguments_are_read_exactly(tmp_path: Path, arguments: object) -> None:
+    (chat,) = read_chats(written(tmp_path / "chats.jsonl", calling(arguments)))
+    assert chat.messages[1]["tool_calls"][0]["function"]["arguments"] == {"n": 2**80}
 
 
 @pytest.mark.parametrize("text", ["", "\n\n"])
@@ -111,6 +121,8 @@ def test_a_row_that_is_too_long_is_refused_or_left_out(small_model: Path, tmp_pa
     assert data.rows[0].examples[0].token_ids.tolist() == whole.rows[0].examples[0].token_ids.tolist()
     with pytest.raises(ConfigError, match="no row is left to learn after 2 rows that are too long"):
         load_data(config(small_model, data=values | {"max_tokens": 2}), small_model, 512)
+    with pytest.raises(ConfigError, match=r"data\.max_tokens is 513, and the model was made for 512 tokens; lower it"):
+        load_data(config(small_model, data=values | {"max_tokens": 513}), small_model, 512)
 
 
 def test_a_sequence_larger_than_a_micro_batch_is_refused_where_that_is_asked(small_model: Path, tmp_path: Path) -> None:
@@ -158,6 +170,10 @@ def rollout(session_id: str, reward: float, **changes: Any) -> Any:
     return trajectory(session_id, [0], reward, turns=(only,))
 
 
+def template_of(model: Path) -> str:
+    return Renderer.load(model).chat_template
+
+
 @pytest.fixture
 def run_dir(small_model: Path, tmp_path: Path) -> Path:
     """A ledger with rollouts of rewards 0, 1 and 2; the last is greedy, and one with 2 is an evaluation."""
@@ -181,7 +197,7 @@ def run_dir(small_model: Path, tmp_path: Path) -> Path:
 def test_rollouts_are_learnt_by_their_sampled_tokens(
     small_model: Path, run_dir: Path, min_reward: float, sessions: list[str]
 ) -> None:
-    found = read_rollouts(run_dir, min_reward, small_model)
+    found = read_rollouts(run_dir, min_reward, small_model, template_of(small_model))
     assert [row.origin for row in found] == [f"session {one}" for one in sessions]
     (record,) = found[0].records()
     assert record.token_ids.tolist() == [1, 2, 0, 1, 2, 3]
@@ -193,9 +209,17 @@ def test_rollouts_that_are_too_bad_or_of_another_tokenizer_are_refused(
     small_model: Path, run_dir: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"no rollout of .* has a reward of 3 or more; lower data.min_reward"):
-        read_rollouts(run_dir, 3.0, small_model)
+        read_rollouts(run_dir, 3.0, small_model, template_of(small_model))
     other = tmp_path / "other"
     other.mkdir()
     (other / "tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"and the model in .* has another; give a model with that tokenizer"):
-        read_rollouts(run_dir, 1.0, other)
+        read_rollouts(run_dir, 1.0, other, template_of(small_model))
+
+
+def test_rollouts_of_another_chat_template_are_refused(small_model: Path, run_dir: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(small_model, tmp_path / "other")
+    (other / "chat_template.jinja").write_text(template_of(small_model).replace("<|im_end|>", "<|im_end|>\n"))
+    values = {"from_run": str(run_dir), "min_reward": 1.0}
+    with pytest.raises(ConfigError, match=r"another chat template than the model .*; set history_thinking as that"):
+        load_data(config(other, data=values), other, None)

@@ -5,7 +5,7 @@ leaves model, picture, metrics and summary; 3. resumed, it makes the same steps 
 left its model; 4. with adapters the exported model has them merged in; 5. it ends when the loss is flat; 6. a signal
 ends it after the step under way, with a checkpoint, and changes nothing after the last step; 7. faults are one line,
 and nothing is left behind; `--dry-run` starts nothing; 8. a run folder has
-one writer; 9. two ranks learn the same, interrupted and resumed (slow).
+one writer; 9. two ranks learn the same, interrupted and resumed, and write to the log alone (slow).
 """
 
 import json
@@ -258,6 +258,8 @@ def test_two_ranks_learn_what_one_does(done: Path, small_model: Path, chats: Pat
     (tmp_path / "run" / "config.yaml").write_text(two.to_yaml())
     ended = run("areal_agent.sft", "--resume", str(tmp_path / "run"))
     assert ended.returncode == 0, ended.stderr
+    assert "rank 1" not in ended.stdout + ended.stderr
+    assert "rank 1: loaded" in (tmp_path / "run" / "logs" / "main.log").read_text()
     ours, theirs = (load_file(one / "model" / "model.safetensors") for one in (tmp_path / "run", done))
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, atol=0.01 * LEARNING_RATE, rtol=0.0)
