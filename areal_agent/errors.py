@@ -17,6 +17,7 @@
     ├── GatewayError           a gateway that stands alone refused a trainer's call, or is gone
     ├── ProcessDied            a process of the run ended by itself
     ├── LedgerError            the ledger of a run folder is damaged, locked or contradicts itself
+    ├── TakenOver              a later incarnation of the run holds its checkpoints: this one may publish nothing
     ├── RolloutsFailing        group after group fails or teaches nothing: the run would train nothing
     ├── SandboxError           a sandbox failed; never the verdict on the program that ran in it
     └── Reject                 raised by a workflow: do not train this rollout
@@ -107,6 +108,10 @@ class ProcessDied(ArealAgentError):
 
 class LedgerError(ArealAgentError):
     """The ledger of a run folder is damaged, locked by another run, or contradicts itself."""
+
+
+class TakenOver(ArealAgentError):
+    """A later incarnation of the run has claimed its checkpoints. This one may publish nothing any more, and ends."""
 
 
 class RolloutsFailing(ArealAgentError):

@@ -1,4 +1,4 @@
-"""Files on disk: manifests that prove a folder whole, the folder of a run, and files that only their owner may read.
+"""Files on disk: manifests that prove a folder whole, claims to a folder, the folder of a run, and private files.
 
 A manifest has the size and SHA-256 of every file beside it. It is written last, so a folder without one is not
 complete; a folder is synced to disk before it gets the name by which readers find it::
@@ -11,12 +11,22 @@ The folder of a run::
     token_records/ (what the trainer saw of single tokens, for a share of the trajectories)
     model/         (the tiny model that it began with; a resume needs no other copy)
     engines_url  admin_key     (only while the run goes on)
+
+With `cluster.shared_dir`, what other machines read or write is in a folder of the run's name there, to which the run's
+own folder has links; beside it lies what has to survive the machine of the run's own folder::
+
+    checkpoints/  token_records/  model/      (links lead here)
+    config.yaml  metrics.jsonl  progress.json  ledger/ (snapshots)
+
+Only one incarnation of a run may publish checkpoints and snapshots: the one whose number is the highest in a file
+`checkpoints/incarnation_NNNNNN`, which it has made when it began. It looks there right before each rename.
 """
 
 import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,10 +35,11 @@ from typing import Any, Self, cast
 
 import orjson
 
-from areal_agent.errors import ConfigError
+from areal_agent.errors import ConfigError, TakenOver
 from areal_agent.types import JsonObject
 
 MANIFEST = "manifest.json"
+CLAIM = "incarnation_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +81,18 @@ def read_manifest(folder: Path) -> tuple[Mapping[str, FileDigest], JsonObject]:
     return digests, fields
 
 
+def read_intact(folder: Path) -> JsonObject:
+    """Return the manifest of a folder that agrees with it byte for byte. Raises ValueError that says what is wrong."""
+    files, facts = read_manifest(folder)
+    for name, digest in files.items():
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"{file} is missing")
+        if not digest.is_of_file(file):
+            raise ValueError(f"{file} is not what was written: its size or SHA-256 differs from {MANIFEST}")
+    return facts
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file's bytes, hexadecimal."""
     with path.open("rb") as file:
@@ -91,35 +114,87 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def newest_claim(directory: Path) -> int:
+    """Return the incarnation that may publish in a directory; -1 when none has claimed it."""
+    return max(map(_number_of, directory.glob(f"{CLAIM}*")), default=-1)
+
+
+def claim(directory: Path, incarnation: int) -> None:
+    """Let this incarnation alone publish in a directory. Raises TakenOver when it, or a later one, holds that."""
+    directory.mkdir(parents=True, exist_ok=True)
+    require_claim(directory, incarnation)
+    try:
+        create_private(directory / f"{CLAIM}{incarnation:06d}", f"{socket.gethostname()}, process {os.getpid()}")
+    except FileExistsError:
+        require_claim(directory, incarnation - 1)
+    for path in directory.glob(f"{CLAIM}*"):
+        if _number_of(path) < incarnation:
+            path.unlink(missing_ok=True)
+    sync(directory)
+
+
+def require_claim(directory: Path, incarnation: int) -> None:
+    """Raise TakenOver when a later incarnation may publish in a directory."""
+    if (newest := newest_claim(directory)) <= incarnation:
+        return
+    path = directory / f"{CLAIM}{newest:06d}"
+    raise TakenOver(
+        f"incarnation {newest} of this run ({path.read_text().strip()}) has claimed {directory}, so this process may "
+        f"publish nothing there; go on with that one, or delete {path} if it is gone for good and this folder is newer"
+    )
+
+
+def _number_of(claim: Path) -> int:
+    return int(claim.name.removeprefix(CLAIM))
+
+
 class RunFolder:
     """The paths of one run. The folder is private to its owner: it holds prompts, answers and key hashes."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, shared: Path | None = None) -> None:
+        """`shared` is its part of `cluster.shared_dir`; by default what its links say, or `path` itself."""
+        if shared is None:
+            link = path / "checkpoints"
+            shared = link.readlink().parent if link.is_symlink() else path
         self.path = path
+        self.shared = shared
         self.config = path / "config.yaml"
         self.ledger = path / "ledger.sqlite"
         self.metrics = path / "metrics.jsonl"
-        self.model = path / "model"
-        self.checkpoints = path / "checkpoints"
+        self.model = shared / "model"
+        self.checkpoints = shared / "checkpoints"
+        self.token_records = shared / "token_records"
+        self.snapshots = shared / "ledger"  # with `cluster.shared_dir`, as the next
+        self.progress = shared / "progress.json"
         self.logs = path / "logs"
         self.curve = path / "curve.png"
         self.summary = path / "summary.json"
         self.engines_url = path / "engines_url"  # of `/rl/engines`, while the run goes on
         self.admin_key = path / "admin_key"  # for `/rl/engines`, while the run goes on
 
+    @property
+    def is_divided(self) -> bool:
+        """Return whether a part of it is in `cluster.shared_dir`."""
+        return self.shared != self.path
+
     @classmethod
-    def choose(cls, run_dir: str | None, name: str) -> Self:
+    def choose(cls, run_dir: str | None, name: str, shared_dir: Path | None = None) -> Self:
         """Return the folder of a new run: `run_dir`, or the first free one of `runs/<name>`, `runs/<name>-2`, ...
 
-        Raises ConfigError when `run_dir` is taken or cannot be made. Leaves nothing on disk.
+        Raises ConfigError when `run_dir`, or its name in `shared_dir`, is taken or cannot be made. Leaves nothing on
+        disk.
         """
+
+        def shared(path: Path) -> Path | None:
+            return None if shared_dir is None else shared_dir / path.absolute().name
+
         if run_dir is None:
             number = 1
             path = Path("runs") / name
-            while not is_free(path):
+            while not (is_free(path) and is_free(shared(path) or path)):
                 number += 1
                 path = Path("runs") / f"{name}-{number}"
-            return cls(path)
+            return cls(path, shared(path))
         path = Path(run_dir)
         if not run_dir or (path.exists() and not path.is_dir()):
             raise ConfigError(f"run_dir {run_dir!r} is not a folder; name one that does not exist yet")
@@ -128,15 +203,35 @@ class RunFolder:
                 f"run_dir {run_dir!r} exists and is not empty; resume it with --resume {run_dir}, or name another"
             )
         require_room(path)
-        return cls(path)
+        if (there := shared(path)) is not None:
+            if there == path.absolute():
+                raise ConfigError(f"run_dir {run_dir!r} lies in cluster.shared_dir; name another, or leave that out")
+            if not is_free(there):
+                raise ConfigError(f"{str(there)!r} is of an earlier run; resume it with --resume {there}, or delete it")
+            require_room(there)
+        return cls(path, there)
 
     @classmethod
-    def reopen(cls, run_dir: str) -> Self:
-        """Return the folder of a run to resume. Raises ConfigError when it is no run folder."""
-        folder = cls(Path(run_dir))
+    def reopen(cls, given: str, run_dir: str | None = None) -> Self:
+        """Return the folder of a run to resume, or of one to restore, whose ledger is not there yet.
+
+        What is `given` is the run's folder, or its part of `cluster.shared_dir`, which is restored into `run_dir`.
+        Raises ConfigError when it is neither, or when the folder to be restored exists.
+        """
+        folder = cls(Path(given))
+        if folder.snapshots.is_dir() and not folder.is_divided:
+            shared = Path(os.path.abspath(given))
+            path = Path(run_dir or f"runs/{shared.name}")
+            if path.exists():
+                raise ConfigError(
+                    f"--resume {given!r}: the run's own folder {str(path)!r} exists on this machine and may be newer; "
+                    f"resume it with --resume {path}, or name another with run_dir=DIR"
+                )
+            require_room(path)
+            return cls(path, shared)
         for needed in (folder.config, folder.ledger):
             if not needed.is_file():
-                raise ConfigError(f"--resume {run_dir!r} is not a run folder: it has no {needed.name}")
+                raise ConfigError(f"--resume {given!r} is not a run folder: it has no {needed.name}")
         return folder
 
     def give_up(self, *, keep_logs: bool) -> None:
@@ -144,22 +239,36 @@ class RunFolder:
 
         Its logs may be kept: they have the cause, and a folder with nothing else counts as free.
         """
+        if self.is_divided:
+            shutil.rmtree(self.shared, ignore_errors=True)
         if not keep_logs:
             shutil.rmtree(self.path, ignore_errors=True)
         for path in self.path.glob("*"):
-            if path.is_dir() and path != self.logs:
+            if path.is_dir() and not path.is_symlink() and path != self.logs:
                 shutil.rmtree(path, ignore_errors=True)
             elif path != self.logs:
                 path.unlink(missing_ok=True)
 
     def make(self) -> None:
         try:
-            self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self.path.chmod(0o700)
+            for path in (self.path, self.shared):
+                path.mkdir(parents=True, exist_ok=True, mode=0o700)
+                path.chmod(0o700)
             self.checkpoints.mkdir(exist_ok=True)
             self.logs.mkdir(exist_ok=True)
+            if self.is_divided:
+                self.snapshots.mkdir(exist_ok=True)
+                for there in (self.model, self.checkpoints, self.token_records):
+                    link = self.path / there.name
+                    link.unlink(missing_ok=True)
+                    link.symlink_to(there)
         except OSError as error:
-            raise ConfigError(f"run_dir {str(self.path)!r} cannot be made: {error.strerror}") from None
+            raise ConfigError(f"run_dir {str(self.path)!r} cannot be made: {error}") from None
+
+    def keep_config(self, text: str) -> None:
+        """Write the run's config, also where a run is restored from."""
+        for path in {self.path, self.shared}:
+            (path / self.config.name).write_text(text)
 
     @property
     def is_completed(self) -> bool:

@@ -30,7 +30,9 @@ def _parse() -> argparse.Namespace:
         action="store_true",
         help="check the config, what it names and a model's folder; start nothing (areal_agent.doctor tries the rest)",
     )
-    parser.add_argument("--resume", metavar="RUN_DIR", help="go on with an interrupted or crashed run")
+    parser.add_argument(
+        "--resume", metavar="RUN_DIR", help="go on with an interrupted or crashed run, or cluster.shared_dir/NAME"
+    )
     args = parser.parse_args()
     if not args.config and not args.resume:
         file = next((word for word in args.overrides if word.endswith((".yaml", ".yml"))), None)

@@ -1,12 +1,14 @@
 """The folder of a run: 1. one that cannot be made is refused before anything is started, and nothing stays behind;
-2. whether a run is completed is in its summary; 3. a run that did not start leaves its name free, and its logs."""
+2. whether a run is completed is in its summary; 3. a run that did not start leaves its name free, and its logs; 4. a
+folder with a part in a shared directory has links to it, and both have to be free; 5. of two that claim a directory one
+gets it, and an earlier incarnation has lost it."""
 
 from pathlib import Path
 
 import pytest
 
-from areal_agent.errors import ConfigError
-from areal_agent.files import RunFolder
+from areal_agent.errors import ConfigError, TakenOver
+from areal_agent.files import RunFolder, claim, newest_claim, require_claim
 
 
 @pytest.mark.parametrize("run_dir", ["/proc/areal_agent_run", "/dev/null/run"])
@@ -51,3 +53,36 @@ def test_a_summary_says_whether_the_run_is_completed(tmp_path: Path, summary: st
     if summary is not None:
         folder.summary.write_text(summary)
     assert folder.is_completed is is_completed
+
+
+def test_a_part_of_it_may_be_shared(tmp_path: Path) -> None:
+    own, shared = tmp_path / "own" / "run", tmp_path / "shared"
+    folder = RunFolder.choose(str(own), "c", shared)
+    folder.make()
+    folder.keep_config("seed: 1")
+    (folder.checkpoints / "step_000001").mkdir()
+    assert (own / "checkpoints" / "step_000001").is_dir()
+    assert RunFolder(own).shared == shared / "run"
+    assert (shared / "run" / "config.yaml").read_text() == "seed: 1"
+    with pytest.raises(ConfigError, match="of an earlier run; resume it"):
+        RunFolder.choose(str(tmp_path / "other" / "run"), "c", shared)
+    with pytest.raises(ConfigError, match=r"lies in cluster\.shared_dir"):
+        RunFolder.choose(str(shared / "x"), "c", shared)
+    with pytest.raises(ConfigError, match=f"own folder '{own}' exists on this machine"):
+        RunFolder.reopen(str(shared / "run"), str(own))
+    assert RunFolder.reopen(str(shared / "run"), str(tmp_path / "new")).shared == shared / "run"
+    folder.give_up(keep_logs=True)
+    assert RunFolder.choose(str(own), "c", shared).path == own
+
+
+def test_one_incarnation_has_a_directory(tmp_path: Path) -> None:
+    assert newest_claim(tmp_path) == -1
+    claim(tmp_path, 0)
+    with pytest.raises(TakenOver):
+        claim(tmp_path, 0)
+    claim(tmp_path, 2)
+    require_claim(tmp_path, 2)
+    for stale in (0, 1):
+        with pytest.raises(TakenOver, match="incarnation 2 of this run"):
+            require_claim(tmp_path, stale)
+    assert [path.name for path in tmp_path.iterdir()] == ["incarnation_000002"]

@@ -1,6 +1,7 @@
 """The config section of the machines that a run uses. Imports no Ray."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, IPvAnyNetwork, model_validator
@@ -29,6 +30,10 @@ class ClusterConfig(Section):
     network: IPvAnyNetwork | None = None
     """With `address`: processes listen at their machine's address in this network, as in `10.0.0.0/16`; by default at
     the one that Ray uses. Whoever can listen in on it can read keys, texts and weights."""
+    shared_dir: Path | None = None
+    """With `kind: ray`: a folder that all machines have at this path. A folder of the run's name in it has what they
+    read and write, checkpoints and new weights above all, and snapshots of the ledger, from which `--resume` goes on
+    after the loss of the machine with `run_dir`. Without it all machines need `run_dir` at the same path."""
     worker_resources: Annotated[Mapping[str, Amount], Field(min_length=1)] = Field(default_factory=lambda: {"CPU": 1})
     """With `kind: ray`: what Ray reserves for each rollout worker, as in `{CPU: 4, sandbox: 1}`. `sandbox` is a
     resource of your own, with which `ray start --resources` marks the nodes that may run sandboxes."""
@@ -43,6 +48,8 @@ class ClusterConfig(Section):
         given = [name for name in type(self).model_fields if getattr(self, name) != getattr(default, name)]
         if self.kind == "local" and given:
             raise ValueError(f"cluster.{given[0]} only applies to cluster.kind ray; leave it out")
+        if self.shared_dir is not None and not self.shared_dir.is_absolute():
+            raise ValueError(f"cluster.shared_dir is {str(self.shared_dir)!r}; give a whole path, as on all machines")
         if self.network is not None and self.address is None:
             raise ValueError("cluster.network only applies with cluster.address; leave it out")
         return self

@@ -6,7 +6,7 @@
 Ray restarts nothing: whoever started a process asks for a host anew, and gets one wherever Ray has put the bundle by
 then. A process ends with its starter, whose end Ray sees to when this process is gone. A node is given up when Ray says
 so, or when a starter has not answered for `cluster.lost_after_s`. Processes share no memory, but all machines have the
-same Python, working folder, model and run folder at the same paths: each is looked for before anything starts there.
+same Python, working folder, model and shared folder at the same paths: each is looked for before anything starts there.
 """
 
 import asyncio
@@ -357,8 +357,8 @@ class RayHosts:
             starter.release()
             raise ConfigError(
                 f"cluster: machine {address}, where Ray has put the {name}, is not like this one: {fault}; every "
-                "machine needs the same Python, working folder, model and run_dir at the same paths, and where engines "
-                "run engine.python"
+                "machine needs the same Python, working folder, model and cluster.shared_dir, or else run_dir, at the "
+                "same paths, and where engines run engine.python"
             )
         raise ProcessDied(f"there is no node for the {name} with {dict(self._groups[name][2].resources)}: {why}")
 

@@ -254,7 +254,7 @@ def num_copies(config: Config) -> int:
 
 def _checkpoints(memory: TrainerMemory, config: Config, machine: Machine) -> Finding:
     needed = checkpoints_bytes(memory, config)
-    path = Path(config.run_dir or "runs").absolute()
+    path = Path(config.cluster.shared_dir or config.run_dir or "runs").absolute()
     place = str(next(one for one in (path, *path.parents) if one.is_dir()))
     free = machine.disk_bytes if machine.is_elsewhere else shutil.disk_usage(place).free
     found = (

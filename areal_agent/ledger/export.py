@@ -4,7 +4,7 @@ Needs the extra `parquet`. A Parquet file is written completely or not at all.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,7 +66,7 @@ class Reader(Protocol):
 
     def text_of(self, token_ids: Sequence[int]) -> str | None: ...
 
-    def conversations(self, turns: Iterable[Turn]) -> Mapping[str, Sequence[JsonObject]]: ...
+    def conversations(self, turns: Iterable[Turn]) -> Callable[[Turn], Sequence[JsonObject]]: ...
 
 
 def completions(snapshot: Snapshot, reader: Reader) -> Iterator[Row]:
@@ -89,7 +89,7 @@ def _completions_of(turns: tuple[Turn, ...], ending: Trajectory | None, reader: 
     paths: dict[str | None, NDArray[np.int32]] = {None: np.empty(0, dtype=np.int32)}  # by completion id: all tokens
     for turn_index, turn in enumerate(turns):
         prompt = np.concatenate([paths[turn.parent][: turn.fork_at], np.asarray(turn.new_prompt_ids, dtype=np.int32)])
-        of_turn = _of_turn(turn_index, turn, prompt) | {"messages": orjson.dumps(messages[turn.id]).decode()}
+        of_turn = _of_turn(turn_index, turn, prompt) | {"messages": orjson.dumps(messages(turn)).decode()}
         for completion in turn.completions:
             row = of_ending | of_turn | _of_completion(completion, ending)
             row["text"] = reader.text_of(completion.token_ids)

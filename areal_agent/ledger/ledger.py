@@ -104,13 +104,14 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------ starts and ends
 
-    async def begin_incarnation(self, checkpoint_step: int | None) -> Incarnation:
+    async def begin_incarnation(self, checkpoint_step: int | None, *, at_least: int = 0) -> Incarnation:
         """Record that a process of the run starts from the checkpoint of `checkpoint_step` (0: the initial weights).
 
         Call it first, before any worker writes; it raises LedgerError, with nothing changed, if one still does.
         Sessions that dead processes left open, in any shard, end as orphans. What was leased up to the checkpoint
         becomes trained, since the checkpoint may have been published but not committed here; what was leased later
-        waits again. With None (the trainer runs elsewhere), all leases stay.
+        waits again. With None (the trainer runs elsewhere), all leases stay. Its number is the next one, and `at_least`
+        that.
         """
         orphans = await asyncio.to_thread(end_orphans_of, shard_paths(self.path).values())
         return await self.own.writer.run(
@@ -118,6 +119,7 @@ class Ledger:
             checkpoint_step=checkpoint_step,
             num_orphans_of_shards=len(orphans),
             now_s=time.time(),
+            at_least=at_least,
         )
 
     def shard_path(self, shard_name: str) -> Path:

@@ -92,9 +92,13 @@ def condition_of(filters: Mapping[str, str]) -> tuple[str, list[object]]:
     for name, text in filters.items():
         kind = CONDITIONS[name][0]
         try:
-            values.append(kind(text))
+            value = kind(text)
+            if not (isinstance(value, str) or abs(value) < 2**63):  # an integer of SQLite's, or a number at all
+                raise ValueError
         except ValueError:
-            raise ConfigError(f"{name} is {text!r:.80}; give a number") from None
+            what = "a whole number" if kind is int else "a number"
+            raise ConfigError(f"{name} is {text!r:.80}; give {what}") from None
+        values.append(value)
     return " AND ".join(["TRUE", *(CONDITIONS[name][1] for name in filters)]), values
 
 

@@ -187,6 +187,22 @@ def note(snapshot: Snapshot, key: str) -> Any:
     return None if found is None else decode_note(key, found[0])
 
 
+CLAIM_NOTE = "claimed_incarnation"
+"""The note that holds the incarnation that this process, or one that the ledger was restored after, has claimed."""
+
+
+def newest_incarnation(snapshot: Snapshot) -> int:
+    """The newest incarnation that the ledger knows to have begun or to be about to; -1 when there is none."""
+    begun = number_in(snapshot[0], "coalesce(max(number), -1) FROM incarnations")
+    claimed: int | None = note(snapshot, CLAIM_NOTE)
+    return begun if claimed is None else max(begun, claimed)
+
+
+def num_ended(snapshot: Snapshot) -> int:
+    """The number of rollouts that have ended, those for evaluation included."""
+    return sum(number_in(connection, "coalesce(max(number), 0) FROM main.endings") for connection in snapshot)
+
+
 def count_tokens(snapshot: Snapshot) -> tuple[int, int]:
     """The numbers of tokens sampled in training sessions, and of loss tokens in trained trajectories."""
     num_bytes = sum(

@@ -187,14 +187,19 @@ class Incarnation:
 
 
 def begin_incarnation(
-    connection: sqlite3.Connection, checkpoint_step: int | None, num_orphans_of_shards: int, now_s: float
+    connection: sqlite3.Connection,
+    checkpoint_step: int | None,
+    num_orphans_of_shards: int,
+    now_s: float,
+    at_least: int,
 ) -> Incarnation:
     """Settle what the previous process left behind, and count a new incarnation. Without a step, all leases stay."""
     num_orphans = num_orphans_of_shards + len(end_orphans(connection))
     num_returned = 0 if checkpoint_step is None else return_leases(connection, checkpoint_step)
     if checkpoint_step is None:
         checkpoint_step = connection.execute("SELECT coalesce(max(step), 0) FROM checkpoints").fetchone()[0]
-    number = connection.execute("SELECT coalesce(max(number) + 1, 0) FROM incarnations").fetchone()[0]
+    next_one = connection.execute("SELECT coalesce(max(number) + 1, 0) FROM incarnations").fetchone()[0]
+    number = max(next_one, at_least)
     connection.execute(
         "INSERT INTO incarnations (number, checkpoint_step, started_s, num_orphans, num_returned) "
         "VALUES (?, ?, ?, ?, ?)",

@@ -12,6 +12,7 @@ import logging
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import BadZipFile
@@ -46,7 +47,8 @@ class TokenRecorder:
 
     def keeps(self, session_id: str) -> bool:
         """Return whether the trajectory is one of those that are kept."""
-        return zlib.crc32(session_id.encode()) < self._share * 2**32
+        digest = blake2b(session_id.encode(), digest_size=4).digest()  # names that are alike do not fall together
+        return int.from_bytes(digest) < self._share * 2**32
 
     def add(self, session_id: str, branch: int, seen: SeenTokens) -> None:
         self._kept[session_id, branch] = seen

@@ -16,6 +16,7 @@ import itertools
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from areal_agent.cluster.local import obtain_model
 from areal_agent.cluster.ray_hosts import open_hosts
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError, RolloutsFailing
+from areal_agent.files import RunFolder
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.questions import STATUS_NOTE
 from areal_agent.observe.progress import Progress
@@ -123,6 +125,7 @@ def evaluate(file: str, overrides: Sequence[str]) -> int:
     """Evaluate as a config says and return the exit code. Raises ArealAgentError."""
     config = Config.load(file, overrides)
     preflight = Preflight.check(config, name=f"{Path(file).stem}-eval")
+    preflight = replace(preflight, folder=RunFolder(preflight.folder.path))  # of its files, no machine reads others
     if not preflight.eval_tasks:
         raise ConfigError("eval.num_tasks is 0: there is nothing to evaluate")
     report = asyncio.run(_evaluate(preflight))
@@ -161,7 +164,7 @@ async def _evaluate(preflight: Preflight) -> EvalReport:
             progress.phase("starting the engine")
             try:
                 async with (
-                    open_hosts(config.cluster, config.engine, config.rollout, shared=[folder.path, model]) as hosts,
+                    open_hosts(config.cluster, config.engine, config.rollout, shared=[model]) as hosts,
                     open_serving(
                         config,
                         preflight.workflow,

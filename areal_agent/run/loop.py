@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from areal_agent.config import Config
-from areal_agent.errors import ArealAgentError, RolloutsFailing
+from areal_agent.errors import ArealAgentError, RolloutsFailing, TakenOver
 from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
@@ -150,7 +150,7 @@ def report_failure(folder: RunFolder, outcome: Outcome, error: ArealAgentError, 
         write_report(folder, outcome)
     except OSError as fault:
         error.add_note(f"and the run's report could not be written: {fault}")
-    hint = f"python -m areal_agent.train --resume {folder.path}"
+    hint = "" if isinstance(error, TakenOver) else f"python -m areal_agent.train --resume {folder.path}"
     if isinstance(error, RolloutsFailing):
         error.add_note(f"every failure, with its traceback, is in {folder.logs / '*.log'}")
         hint = f"once the cause is mended, {hint}" if num_steps else ""  # without a step a new run loses nothing

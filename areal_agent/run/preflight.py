@@ -148,8 +148,14 @@ def require_gateway(config: Config) -> None:
 
 def choose_folder(config: Config, name: str, resume: str | None) -> RunFolder:
     if resume is None:
-        return RunFolder.choose(config.run_dir, name)
-    folder = RunFolder.reopen(resume)
+        return RunFolder.choose(config.run_dir, name, config.cluster.shared_dir)
+    folder = RunFolder.reopen(resume, config.run_dir)
+    shared_dir = folder.shared.parent if folder.is_divided else None
+    if shared_dir != config.cluster.shared_dir:
+        raise ConfigError(
+            f"cluster.shared_dir is {config.cluster.shared_dir}, and the run of --resume {resume!r} has {shared_dir}; "
+            "leave it as it was"
+        )
     require_steps_left(folder, config.steps)
     return folder
 

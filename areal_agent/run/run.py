@@ -51,7 +51,6 @@ from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.models.recipe import demonstrations_of
 from areal_agent.observe.progress import Progress
-from areal_agent.observe.token_records import FOLDER as TOKEN_RECORDS
 from areal_agent.observe.trackers import TrackedRun, Trackers, require_installed, start_trackers
 from areal_agent.process import uninterrupted
 from areal_agent.run.evaluation import Evaluation
@@ -66,6 +65,7 @@ from areal_agent.run.preflight import (
 from areal_agent.run.results import RunMetrics, RunStatus
 from areal_agent.run.serving import EvalReport
 from areal_agent.run.sources import Beginning, Source, begin, open_online_rollouts, open_own_rollouts
+from areal_agent.run.survival import Survival, restore
 from areal_agent.run.teacher import obtain_teacher, open_teacher
 from areal_agent.tokens.renderer import exported_template
 from areal_agent.trainer.config import TrainerSetup
@@ -201,6 +201,7 @@ class Run:
         return report
 
     async def _swap(self, version: WeightVersion) -> PushReport:
+        await self._survival.pushing(version.step)
         weights = await self._trainer.publish()
         report = await push_under(
             self.config.engine.on_push, [self.source.engine], weights, version, drained=self.source.drained
@@ -232,6 +233,7 @@ class Run:
     async def _save(self) -> Path:
         with self._metrics.during("saving"):
             state = await self.source.state(self.step)
+            await self._survival.saving(self.step)
             path = await self._trainer.save(
                 self.folder.checkpoints, step=self.step, incarnation=self.version.incarnation, run_state=state
             )
@@ -257,11 +259,13 @@ class Run:
 
     async def _start(self) -> None:
         config, folder = self.config, self.folder
+        if self.preflight.is_resumed and not folder.ledger.exists():
+            self.progress.note(await asyncio.to_thread(restore, folder))
         folder.make()
         self.ledger = await Ledger.open(folder.ledger, create=not self.preflight.is_resumed)
         self._stack.push_async_callback(self.ledger.aclose)  # the lock is ours: now the folder may be changed
         if not self.preflight.is_resumed:
-            folder.config.write_text(config.to_yaml())
+            folder.keep_config(config.to_yaml())
         model = await model_of_run(config.model, config.seed, folder, self.progress)
         check_model_folder(model, config.engine)
         check_context(config, model)
@@ -273,6 +277,7 @@ class Run:
         if beginning.checkpoint is not None:
             require_same_tokenizer(model, beginning.checkpoint.path)
         self.version, self.step = beginning.version, beginning.version.step
+        self._survival = Survival(folder, self.ledger, self.version.incarnation)
         self._metrics.open(folder.metrics, await self._open_trackers())
         self._stack.push_async_callback(self._metrics.aclose)
         if idle := idle_clip(config):
@@ -289,7 +294,7 @@ class Run:
         if config.is_online:  # replace whatever weights its engine has served until now
             await self._swap(await self._unused_version())
         if self.preflight.is_resumed:  # only now: settings that cannot be resumed with must not replace those that can
-            folder.config.write_text(config.to_yaml())
+            folder.keep_config(config.to_yaml())
         await self._start_watching()
 
     async def _note_failure(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
@@ -331,14 +336,14 @@ class Run:
         config, folder, checkpoint = self.config, self.folder, beginning.checkpoint
         self.progress.phase("starting the trainer" if config.is_online else "starting engine and trainer")
         weights = checkpoint.path if checkpoint else model
-        shared = [folder.path, model] if teacher is None else [folder.path, model, teacher]
+        shared = [folder.shared, model] if teacher is None else [folder.shared, model, teacher]
         hosts = await self._stack.enter_async_context(
             open_hosts(config.cluster, config.engine, config.rollout, config.trainer, shared=shared)
         )
         shared_memory = self._stack.enter_context(
             weights_folder(in_memory=config.trainer.transfer == "shared_memory")
             if config.cluster.kind == "local"
-            else folder_in(folder.path.absolute())
+            else folder_in(folder.shared.absolute())
         )
         begun_with = checkpoint.path if checkpoint else None
         served = await asyncio.to_thread(engine_weights, config.trainer, model, begun_with, shared_memory)
@@ -367,7 +372,7 @@ class Run:
                     resume=checkpoint is not None,
                     chat_template=template,
                     num_steps=config.steps,
-                    token_records=folder.path / TOKEN_RECORDS,
+                    token_records=folder.token_records,
                     token_records_share=config.observe.token_records,
                     shares_gpu=config.cluster.kind == "local" and may_be_on(config.engine, config.trainer.num_ranks),
                 )
@@ -426,6 +431,6 @@ async def model_of_run(model: str, seed: int, folder: RunFolder, progress: Progr
     found = await obtain_model(model, seed, folder.logs, progress)
     if not is_tiny:
         return found
-    half = folder.path / ".model"
+    half = folder.shared / ".model"
     await asyncio.to_thread(shutil.copytree, found, half, dirs_exist_ok=True)
     return half.rename(folder.model)

@@ -12,7 +12,7 @@ leases. The gateway may be gone for a while: every call is repeated.
 After a crash a run goes on where the commits of its train steps have come to: the checkpoint first, then the ledger::
 
     lease ─▶ train ─▶ push ─▶ checkpoint published, with the leases behind it ─▶ committed in the ledger
-    start ─▶ folder recovered ─▶ the newest checkpoint that the ledger knows ─▶ a new incarnation, later leases returned
+    start ─▶ folder claimed ─▶ recovered ─▶ the newest checkpoint that the ledger knows ─▶ later leases returned
 
 A run has a name at the gateway, kept in its own ledger. A new run takes the gateway over from the one before: what that
 one trained stays trained, and waiting answers go to the new one.
@@ -37,6 +37,7 @@ from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.fleet.member import ServedEngine
 from areal_agent.errors import ArealAgentError, ConfigError, EngineError, GatewayError
+from areal_agent.files import claim, require_claim
 from areal_agent.gateway.auth import find_admin_key
 from areal_agent.gateway.metrics import add_up
 from areal_agent.gateway.online.wire import GatewayStatus, State
@@ -162,12 +163,17 @@ async def begin(ledger: Ledger, directory: Path, passing: Passing = pass_by) -> 
     """Find the checkpoint to go on from, and begin an incarnation there. The caller holds the ledger's lock.
 
     Leases in the checkpoint are trained, even when the crash came before the ledger was told; later leases wait again.
+    The incarnation claims the directory first. Raises TakenOver when one that the ledger does not know of has done so.
     """
+    known = await ledger.ask(questions.newest_incarnation)
+    require_claim(directory, known)
+    await ledger.set_note(questions.CLAIM_NOTE, known + 1)  # first, so that a process that dies in between may resume
+    await asyncio.to_thread(claim, directory, known + 1)
     await asyncio.to_thread(recover, directory)
     passing(CommitPoint.RECOVERED)
     checkpoint = await _living(ledger, directory)
     step = checkpoint.step if checkpoint else 0
-    incarnation = await ledger.begin_incarnation(step)
+    incarnation = await ledger.begin_incarnation(step, at_least=known + 1)
     passing(CommitPoint.RESTARTED)
     return Beginning(checkpoint=checkpoint, version=WeightVersion(incarnation=incarnation.number, step=step))
 

@@ -5,8 +5,9 @@ A gateway's owner keeps these as a note in the ledger (`TranscriptSettings`), so
 run.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Self
 
@@ -115,12 +116,19 @@ class Transcript:
         parsed = self._renderer.answer_format.parse(begun + text if before else text)
         return answer_message(parsed, parsed.content, completion.id)
 
-    def conversations(self, turns: Iterable[Turn]) -> Mapping[str, Sequence[JsonObject]]:
-        """Return the whole messages of each request, by turn: its own after those of the answer that it continues."""
-        after: dict[str | None, tuple[JsonObject, ...]] = {None: ()}  # by completion: the conversation up to it
-        whole: dict[str, tuple[JsonObject, ...]] = {}
-        for turn in turns:
-            whole[turn.id] = (*after[turn.parent], *turn.request_delta)
-            for completion in turn.completions:
-                after[completion.id] = (*whole[turn.id], self.message(turn, completion))
+    def conversations(self, turns: Iterable[Turn]) -> Callable[[Turn], Sequence[JsonObject]]:
+        """Return a function that gives the whole messages of a request: its own after those of what it continues."""
+        answered = {answer.id: (turn, answer) for turn in turns for answer in turn.completions}
+
+        @cache
+        def message(answer_id: str) -> JsonObject:
+            return self.message(*answered[answer_id])
+
+        def whole(turn: Turn) -> Sequence[JsonObject]:
+            parts = [turn.request_delta]
+            while (parent := turn.parent) is not None:
+                turn = answered[parent][0]
+                parts += [(message(parent),), turn.request_delta]
+            return [one for part in reversed(parts) for one in part]
+
         return whole

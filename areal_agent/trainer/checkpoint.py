@@ -7,8 +7,9 @@
                 └─ manifest.json  step, incarnation, and size and SHA-256 of every file; written last
 
 A folder is written under a hidden name, synced to disk, then renamed, so a folder with a checkpoint's name is complete.
-A folder that is removed or replaced is first renamed to a hidden name as well. A directory has one writer, which calls
-`recover` after a crash.
+A folder that is removed or replaced is first renamed to a hidden name as well. A directory has one writer, the
+incarnation that has claimed it (files.py), which calls `recover` after a crash. Between its last look at the claim and
+the rename is one system call; a checkpoint that came so late would be passed over at a resume, as of another lineage.
 
 A train step becomes final in these stages, and a crash may fall between any two of them:
 
@@ -28,7 +29,7 @@ from pathlib import Path
 
 import orjson
 
-from areal_agent.files import MANIFEST, bring_to_disk, encode_manifest, read_manifest, sync
+from areal_agent.files import MANIFEST, bring_to_disk, encode_manifest, read_intact, require_claim, sync
 from areal_agent.types import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -94,11 +95,13 @@ def publish_checkpoint(
     """Write `directory/step_NNNNNN` with `write(folder)`, publish it in one rename, then remove all but `keep_last`.
 
     `begun_with` is kept as well, because engines are restarted from it and tokenizers are copied from it.
-    An existing checkpoint of the same step is replaced.
+    An existing checkpoint of the same step is replaced. Raises TakenOver when a later incarnation has claimed
+    `directory`, whose folders are then left alone.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    require_claim(directory, incarnation)
     recover(directory)
-    folder = hidden_folder(directory, step)
+    folder = hidden_folder(directory, step, incarnation)
     folder.mkdir()
     try:
         write(folder)
@@ -107,6 +110,7 @@ def publish_checkpoint(
         passing(CommitPoint.WRITTEN)
         bring_to_disk(folder)
         passing(CommitPoint.DURABLE)
+        require_claim(directory, incarnation)
         target = directory / f"step_{step:06d}"
         if target.exists():  # a full folder cannot be renamed over
             target.rename(target.with_name(f"{ASIDE}{target.name}"))
@@ -115,6 +119,7 @@ def publish_checkpoint(
         sync(directory)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
+        require_claim(directory, incarnation)  # the later one may have removed our files: then this is the cause
         recover(directory)
         raise
     passing(CommitPoint.PUBLISHED)
@@ -124,9 +129,12 @@ def publish_checkpoint(
     return Checkpoint(path=target, step=step, incarnation=incarnation)
 
 
-def hidden_folder(directory: Path, step: int) -> Path:
-    """Return the folder that a checkpoint is written to before it is renamed. Every rank gets the same one."""
-    return directory / f"{WRITING}step_{step:06d}"
+def hidden_folder(directory: Path, step: int, incarnation: int) -> Path:
+    """Return the folder that a checkpoint is written to before it is renamed. Every rank gets the same one.
+
+    An incarnation that was taken over and does not know it yet writes to another one.
+    """
+    return directory / f"{WRITING}step_{step:06d}-{incarnation}"
 
 
 def recover(directory: Path) -> None:
@@ -143,17 +151,11 @@ def recover(directory: Path) -> None:
 
 def read_checkpoint(path: Path) -> Checkpoint:
     """Check a checkpoint folder against its manifest, byte for byte. Raises ValueError that says what is wrong."""
-    files, facts = read_manifest(path)
+    facts = read_intact(path)
     try:
         step, incarnation = int(facts["step"]), int(facts["incarnation"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} has no readable {MANIFEST} ({error!r})") from None
-    for name, digest in files.items():
-        file = path / name
-        if not file.is_file():
-            raise ValueError(f"{file} is missing")
-        if not digest.is_of_file(file):
-            raise ValueError(f"{file} is not what was written: its size or SHA-256 differs from {MANIFEST}")
     return Checkpoint(path=path, step=step, incarnation=incarnation)
 
 

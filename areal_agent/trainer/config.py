@@ -96,9 +96,10 @@ class TrainerConfig(Section):
     times slower on a GPU. It narrows the difference to engines that do the same."""
     transfer: Literal["shared_memory", "disk", "distributed"] = "shared_memory"
     """How new weights reach the engine. `shared_memory`: through /dev/shm. `disk`: through folders in the machine's
-    temporary directory, for machines whose /dev/shm is too small, as in many containers; on a Ray cluster in `run_dir`,
-    and the default there. `distributed`: by torch.distributed, in a process group of the trainer and a server: NCCL if
-    each has its own GPU, else gloo. Servers in `engine.urls` support it if areal_agent's launcher started them."""
+    temporary directory, for machines whose /dev/shm is too small, as in many containers; on a Ray cluster in the
+    shared folder, and the default there. `distributed`: by torch.distributed, in a process group of the trainer and a
+    server: NCCL if each has its own GPU, else gloo. Servers in `engine.urls` support it if areal_agent's launcher
+    started them."""
     transfer_host: str | None = None
     """With `transfer: distributed`: the address of this machine at which servers find the trainer. By default it is
     `127.0.0.1`, and on a Ray cluster that of each rank's machine in `cluster.network`."""

@@ -174,7 +174,7 @@ class Trainer:
                 f"a checkpoint of step {step} was requested, but the weights are those of step {self._step}"
             )
         if self._group.rank:
-            self._write(hidden_folder(directory, step))
+            self._write(hidden_folder(directory, step, incarnation))
             return None
         return publish_checkpoint(
             directory,

@@ -22,7 +22,7 @@ import orjson
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
-from areal_agent.errors import ConfigError
+from areal_agent.errors import ConfigError, TakenOver
 from areal_agent.types import JsonObject, TokenRecord
 
 HEADER_LENGTH = struct.Struct(">I")
@@ -171,8 +171,9 @@ def describe_error(error: Exception) -> JsonObject:
 
 
 def error_of(described: JsonObject, kind: type[Exception], what: str) -> Exception:
-    """Return what `describe_error` was given: a ConfigError as it was, another as a `kind`, which `what` introduces."""
-    if described["type"] == ConfigError.__name__:
-        return ConfigError(described["message"])
+    """Return what `describe_error` was given: these two as they were, another as a `kind`, which `what` introduces."""
+    for known in (ConfigError, TakenOver):
+        if described["type"] == known.__name__:
+            return known(described["message"])
     where = "".join(f"\n    {line}" for line in described["traceback"])
     return kind(f"{what}: {described['type']}: {described['message']}{where}")

@@ -7,14 +7,11 @@ modules from files only, so they are joined to one script: each stands at its to
 import re
 from collections.abc import Mapping
 from html import escape
-from pathlib import Path
 
 import orjson
 
-from areal_agent.ledger.files import Snapshot
-from areal_agent.tokens.transcript import Transcript
 from areal_agent.types import JsonObject
-from areal_agent.view.trajectory import describe, tokens_of
+from areal_agent.view.trajectory import RecordedRollout
 
 MODULES = ("parts.js", "trajectory.js", "tokens.js", "export.js")
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
@@ -37,17 +34,13 @@ _FORM = """<!doctype html>
 """
 
 
-def export(
-    snapshot: Snapshot, transcript: Transcript, run_dir: Path, session_id: str, page: Mapping[str, bytes]
-) -> str:
-    """Return the file of a rollout, made of the page's files by name. Raises LedgerError for an unknown session."""
-    rollout = describe(snapshot, transcript, run_dir, session_id)
-    answers: dict[str, JsonObject] = {"": rollout}  # by turn
-    for turn in rollout["turns"]:
-        answers[turn["id"]] = tokens_of(snapshot, transcript, run_dir, session_id, turn["id"])
+def export(rollout: RecordedRollout, page: Mapping[str, bytes]) -> str:
+    """Return the file of a rollout, made of the page's files by name. Its siblings stay at home."""
+    answers: dict[str, JsonObject] = {"": {**rollout.describe(), "siblings": []}}  # by turn
+    answers |= {turn.id: rollout.tokens(turn.id) for turn in rollout.turns}
     modules = (_EXPORT.sub("", _IMPORT.sub("", page[name].decode())) for name in MODULES)
     return _FORM.format(
-        title=escape(session_id),
+        title=escape(rollout.one.session_id),
         style=page["style.css"].decode(),
         answers=orjson.dumps(answers).decode().replace("<", "\\u003c"),  # no text of a stranger ends the script
         script="".join(modules),

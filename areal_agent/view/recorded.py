@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import orjson
 
-from areal_agent.errors import ConfigError
+from areal_agent.errors import ConfigError, LedgerError
 from areal_agent.ledger import pages, questions
 from areal_agent.ledger.files import LedgerFiles, Snapshot, ledger_in, naming
 from areal_agent.ledger.questions import STATUS_NOTE
@@ -41,6 +41,7 @@ class RecordedRun:
         self.path = path  # of the ledger
         self.transcript = transcript
         self._files = files
+        self._inode = path.stat().st_ino
         self._thread = thread
 
     @classmethod
@@ -63,10 +64,20 @@ class RecordedRun:
         """Call a function with a snapshot of the ledger, in the run's thread. Raises LedgerError."""
 
         def answer() -> Result:
+            self._require_same_file()
             with naming(self.path), self._files.snapshot() as snapshot:
                 return question(snapshot, *args, **kwargs)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, answer)
+
+    def _require_same_file(self) -> None:
+        """Raise LedgerError if the file that is open is no longer the run's: SQLite would not notice."""
+        try:
+            is_same = self.path.stat().st_ino == self._inode
+        except OSError:
+            is_same = False
+        if not is_same:
+            raise LedgerError(f"{self.path} was moved, deleted or replaced since this page was opened; open a new one")
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -169,8 +180,9 @@ def _rows(path: Path, offset: int) -> tuple[list[JsonObject], int, int, int]:
     num_damaged = 0
     for line in read[:end].splitlines():
         try:
-            rows.append(orjson.loads(line))
-        except orjson.JSONDecodeError:
+            row = orjson.loads(line)
+            rows.append(row | {"step": int(row["step"])})
+        except (ValueError, TypeError, KeyError):  # no JSON, no object, or of no step
             num_damaged += 1
     return rows, num_damaged, offset + end, size
 

@@ -13,6 +13,7 @@ reader has open can ask for anything. The page loads nothing from elsewhere, whi
 """
 
 import asyncio
+import logging
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -26,9 +27,13 @@ from areal_agent.errors import ArealAgentError, ConfigError, LedgerError, Reques
 from areal_agent.gateway.auth import HostCheck
 from areal_agent.view.export import export
 from areal_agent.view.recorded import RecordedRun
-from areal_agent.view.trajectory import describe, tokens_of
+from areal_agent.view.trajectory import RecordedRollout
+
+logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+MAX_ADDRESS_BYTES = 2**16
+"""A search for 2,000 characters, the longest that the page sends, fits any of them."""
 PAGE = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 HEADERS = {
@@ -41,6 +46,8 @@ HEADERS = {
 }
 WRONG_KEY = "This is not the address that `python -m areal_agent.view` printed: the key in it is missing or wrong."
 
+FROM_ELSEWHERE = "other names and web pages may not ask; open the address that was printed, or `ssh -L` to it."
+
 Reply = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -50,7 +57,7 @@ async def serve(runs: Sequence[RecordedRun], port: int, started: Callable[[str],
     Raises ConfigError when the port cannot be listened on.
     """
     key = secrets.token_urlsafe(24)
-    runner = web.AppRunner(make_app(runs, key), access_log=None, shutdown_timeout=0.5)
+    runner = web.AppRunner(make_app(runs, key), access_log=None, shutdown_timeout=0.5, max_line_size=MAX_ADDRESS_BYTES)
     await runner.setup()
     try:
         site = web.TCPSite(runner, HOST, port)
@@ -93,19 +100,27 @@ def make_app(runs: Sequence[RecordedRun], key: str) -> web.Application:
         return _json(await run.ask(run.rollouts, filters, cursor))
 
     async def rollout(request: web.Request) -> web.Response:
-        run = _run(runs, request)
-        return _json(await run.ask(describe, run.transcript, run.path.parent, request.query.get("session", "")))
-
-    async def exported(request: web.Request) -> web.Response:
-        run, session = _run(runs, request), request.query.get("session", "")
-        text = await run.ask(export, run.transcript, run.path.parent, session, page)
-        name = re.sub(r"[^\w.-]", "_", session, flags=re.ASCII)
-        headers = {"Content-Disposition": f'attachment; filename="rollout-{name}.html"'}
-        return web.Response(text=text, content_type="text/html", charset="utf-8", headers=headers)
+        return await about(request, lambda one: _json(one.describe()))
 
     async def tokens(request: web.Request) -> web.Response:
-        run, (session, turn) = _run(runs, request), (request.query.get(name, "") for name in ("session", "turn"))
-        return _json(await run.ask(tokens_of, run.transcript, run.path.parent, session, turn))
+        return await about(request, lambda one: _json(one.tokens(request.query.get("turn", ""))))
+
+    async def exported(request: web.Request) -> web.Response:
+        name = re.sub(r"[^\w.-]", "_", request.query.get("session", ""), flags=re.ASCII)
+        headers = {"Content-Disposition": f'attachment; filename="rollout-{name}.html"'}
+        return await about(
+            request,
+            lambda one: web.Response(
+                text=export(one, page), content_type="text/html", charset="utf-8", headers=headers
+            ),
+        )
+
+    async def about(request: web.Request, answer: Callable[[RecordedRollout], web.Response]) -> web.Response:
+        """Answer with what is known of a rollout, in the thread of its run."""
+        run, session = _run(runs, request), request.query.get("session", "")
+        return await run.ask(
+            lambda snapshot: answer(RecordedRollout.read(snapshot, run.transcript, run.path.parent, session))
+        )
 
     app = web.Application(middlewares=[guard])
     under = "/{key}"
@@ -125,9 +140,15 @@ def make_app(runs: Sequence[RecordedRun], key: str) -> web.Application:
 async def _answer(request: web.Request, handler: Reply, check: HostCheck, key: str) -> web.StreamResponse:
     """Answer a request that may be made; any other, and any failure, with one line."""
     try:
-        check.check(request)
-        if not secrets.compare_digest(request.path.split("/")[1].encode(), key.encode()):
+        try:
+            check.check(request)
+        except RequestError as error:
+            asked = ", ".join(f"{name} {request.headers.get(name)!r:.80}" for name in ("Host", "Origin"))
+            raise RequestError(f"{asked}: {FROM_ELSEWHERE}", status=error.status) from error
+        if not secrets.compare_digest(request.path.strip("/").partition("/")[0].encode(), key.encode()):
             raise RequestError(WRONG_KEY, status=403)
+        if request.path == f"/{key}":
+            return web.Response(status=308, headers={"Location": f"/{key}/"})
         return await handler(request)
     except RequestError as error:
         return web.Response(status=error.status, text=error.message)
@@ -137,6 +158,9 @@ async def _answer(request: web.Request, handler: Reply, check: HostCheck, key: s
         return web.Response(status=422, text=str(error))
     except ArealAgentError as error:
         return web.Response(status=400, text=str(error))
+    except Exception as error:  # a record that nobody thought of: the page says so, and goes on
+        logger.exception("%s %s", request.method, request.rel_url.query_string)
+        return web.Response(status=500, text=f"This could not be read: {type(error).__name__}: {error!s:.200}")
 
 
 def _run(runs: Sequence[RecordedRun], request: web.Request) -> RecordedRun:

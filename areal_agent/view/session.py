@@ -6,7 +6,7 @@ continue the answer before it is a branch, with the reason that the gateway reco
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -44,14 +44,12 @@ class SessionView:
         self._show_heading(one)
         self._show_loss(one, masks)
         whole = self.transcript.conversations(self.turns)
-        number_of = {answer.id: number for number, turn in enumerate(self.turns, 1) for answer in turn.completions}
-        newest: str | None = None
-        for number, turn in enumerate(self.turns, start=1):
+        for number, (turn, place) in enumerate(zip(self.turns, places_of(self.turns), strict=True), start=1):
             self.screen.line()
-            self.screen.line((f"turn {number}", "bold"), (_place(turn, newest, number_of), "yellow"))
+            self.screen.line((f"turn {number}", "bold"), (place and f"  {place}", "yellow"))
             num_known = 0
             if turn.parent is None and number > 1:
-                known, num_known = most_alike(whole[turn.id], [whole[one.id] for one in self.turns[: number - 1]])
+                known, num_known = most_alike(turn, self.turns[: number - 1], whole)
                 if num_known:
                     self.screen.line((f"its first {num_known} messages are those of turn {known + 1}", "dim"))
             if not turn.request_delta and self.transcript.has_text:  # a plain completion
@@ -61,7 +59,6 @@ class SessionView:
             for index, completion in enumerate(turn.completions, start=1):
                 self._show_answer(turn, completion, f"answer {index}" if len(turn.completions) > 1 else "answer")
                 self._show_facts(turn, completion, one, masks)
-                newest = completion.id
 
     def _show_heading(self, one: RolloutSummary) -> None:
         line, rewards = self.screen.line, one.rewards
@@ -159,19 +156,31 @@ def loss_of(completion: Completion, one: RolloutSummary, masks: Mapping[str, Mas
     return ("not yet in a loss", "dim") if one.leased_step is None else ("in the loss", "green")
 
 
-def _place(turn: Turn, newest: str | None, number_of: Mapping[str, int]) -> str:
-    """Return what a turn branches from, and why; nothing where it continues the newest answer."""
-    if turn.parent == newest and not turn.fork_reason:
-        return ""
-    kept = f"; it keeps {turn.fork_at:,} tokens up to turn {number_of[turn.parent]}" if turn.parent else ""
-    return f"  branch: {turn.fork_reason or 'no reason was recorded'}{kept}"
+def places_of(turns: Sequence[Turn]) -> Sequence[str]:
+    """Return for each turn of which answer it is a branch, and why, or which it continues; of the one before: ""."""
+    places: list[str] = []
+    names: dict[str | None, str] = {None: ""}  # by answer
+    before: str | None = None
+    for number, turn in enumerate(turns, start=1):
+        if turn.fork_reason or (turn.parent is None and number > 1):
+            kept = f"; it keeps {turn.fork_at:,} tokens up to {names[turn.parent]}" if turn.parent else ""
+            places.append(f"branch: {turn.fork_reason or 'no reason was recorded'}{kept}")
+        else:
+            places.append("" if turn.parent == before else f"continues {names[turn.parent]}")
+        answers = [answer.id for answer in turn.completions]
+        names |= {one: f"turn {number}" for one in answers}
+        if len(answers) > 1:
+            names |= {one: f"answer {index} of turn {number}" for index, one in enumerate(answers, start=1)}
+        before = answers[0] if len(answers) == 1 else None
+    return places
 
 
-def most_alike(messages: Sequence[JsonObject], earlier: Sequence[Sequence[JsonObject]]) -> tuple[int, int]:
-    """Return the index of the earlier conversation with the longest common beginning, and the length of that."""
+def most_alike(turn: Turn, earlier: Sequence[Turn], whole: Callable[[Turn], Sequence[JsonObject]]) -> tuple[int, int]:
+    """Return the index of the earlier request with the longest common beginning, and the length of that."""
+    messages = turn.request_delta
     lengths = [
         next((i for i, (a, b) in enumerate(zip(messages, one, strict=False)) if a != b), min(len(messages), len(one)))
-        for one in earlier[-NUM_COMPARED:]
+        for one in map(whole, earlier[-NUM_COMPARED:])
     ]
     best = max(range(len(lengths)), key=lengths.__getitem__)
     return len(earlier) - len(lengths) + best, lengths[best]

@@ -1,15 +1,15 @@
 """How fast the page of a large run opens and scrolls, and what looking at a run costs it.
 
     python benchmarks/view [--turns 1000000] [--folder DIR]     makes such a run (once) and opens it in Chromium
-    python benchmarks/view --beside [--steps 15]                the quickstart alone, recording tokens, and looked at
+    python benchmarks/view --beside [--steps 130]               the quickstart, looked at in every other block of steps
 
-A run of a million turns has 250,000 rollouts of four turns and 3,906 train steps. `--beside` runs the quickstart three
-times: without token records, with those of its default share, and with them while a browser has its page open. It
-compares the median time of a train step and the CPU-seconds of the server. It needs Chromium, and Linux.
+A run of a million turns has 250,000 rollouts of four turns and 3,906 train steps. `--beside` trains once, so that both
+sides of the comparison are neighbours in time; the token records of its default share are replayed afterwards, and
+their time is compared with that of a step. It needs Chromium, and Linux.
 """
 
 import argparse
-import json
+import itertools
 import os
 import statistics
 import subprocess
@@ -21,16 +21,21 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from playwright.sync_api import Browser, sync_playwright
 
+from areal_agent.ledger import questions
 from areal_agent.ledger.encoding import encode_completion, encode_turn
-from areal_agent.ledger.files import FILE_NAME, FileKind, open_for_writing
+from areal_agent.ledger.files import FILE_NAME, FileKind, open_for_writing, reading
 from areal_agent.observe.metrics import MetricsLog, read_metrics, step_rows
+from areal_agent.observe.token_records import SeenTokens, TokenRecorder, read_seen
 from areal_agent.types import Completion, Distribution, FinishReason, SamplingParams, Turn, VersionSpan, WeightVersion
 
 ROOT = Path(__file__).parents[2]
 TURNS_OF_SESSION, SESSIONS_OF_STEP, SIBLINGS = 4, 64, 8
 ANSWER_TOKENS, PROMPT_TOKENS, NUM_METRICS = 60, 30, 90
+WARM_UP, BLOCK = 6, 4
+"""Steps that are not counted, and those of a block."""
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 FRAMES = """async () => {
   const box = document.querySelector(".rows"), gaps = [];
@@ -50,14 +55,14 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=1_000_000)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "areal_agent_view")
     parser.add_argument("--beside", action="store_true")
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=130)
     parser.add_argument("--chromium", default="/usr/bin/chromium")
     args = parser.parse_args()
     with sync_playwright() as playwright, closing(playwright.chromium.launch(
         executable_path=args.chromium, args=FLAGS
     )) as browser:  # fmt: skip
         if args.beside:
-            compare(browser, args.folder, args.steps)
+            beside(browser, args.steps)
         else:
             run = args.folder / f"turns_{args.turns}"
             if not (run / "metrics.jsonl").exists():
@@ -191,35 +196,84 @@ def measure(browser: Browser, run: Path) -> None:
 # ------------------------------------------------------------------------------------------ beside a run
 
 
-def compare(browser: Browser, folder: Path, num_steps: int) -> None:
-    """Run the quickstart three times and print the time of its train steps."""
-    for name, share, is_watched in (("alone", 0.0, False), ("recording", 0.05, False), ("watched", 0.05, True)):
-        run = Path(tempfile.mkdtemp(prefix=f"{name}_", dir=folder if folder.exists() else None)) / "run"
-        command = [sys.executable, "-m", "areal_agent.train", "--config", "configs/quickstart.yaml"]
-        options = [f"run_dir={run}", f"steps={num_steps}", f"observe.token_records={share}", "eval.num_tasks=0"]
-        with subprocess.Popen([*command, *options], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-            cpu_s = watch(browser, run, process) if is_watched else 0.0
-        times = median_times(read_metrics(run / "metrics.jsonl"))
-        print(json.dumps({"run": name, "exit": process.returncode, "server_cpu_s": round(cpu_s, 2), **times}))
+def beside(browser: Browser, num_steps: int) -> None:
+    """Train, look at it in every other block of steps, and print what a block costs, and what keeping tokens costs."""
+    run = Path(tempfile.mkdtemp(prefix="areal_agent_beside_")) / "run"
+    command = [sys.executable, "-m", "areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={run}"]
+    with subprocess.Popen(
+        [*command, f"steps={num_steps}", "eval.num_tasks=0"], cwd=ROOT, stdout=subprocess.DEVNULL
+    ) as process:
+        blocks = list(look(browser, run, process))
+    assert process.returncode == 0, f"the run ended with {process.returncode}; see {run / 'logs'}"
+    alone, watched = blocks[0::2], blocks[1::2]
+    print(f"{len(alone)} blocks alone, {len(watched)} looked at; medians, and quartiles")
+    for what in blocks[0]:
+        sides = [statistics.quantiles([block[what] for block in side], n=4) for side in (alone, watched)]
+        print(
+            f"{what}: " + ", looked at ".join(f"{middle:.4f} ({low:.4f} to {high:.4f})" for low, middle, high in sides)
+        )
+    print_recorder(run, statistics.median(block["seconds a step"] for block in blocks))
 
 
-def watch(browser: Browser, run: Path, process: subprocess.Popen[bytes]) -> float:
-    """Keep the page of a run open, on its curves and its rollouts in turn; return the server's CPU-seconds."""
-    while not (run / "metrics.jsonl").exists() and process.poll() is None:
-        time.sleep(0.5)
-    with page_of(run) as (address, server):
-        page = browser.new_page()
+def look(browser: Browser, run: Path, process: subprocess.Popen[bytes]) -> Iterator[Mapping[str, float]]:
+    """Yield what each block of steps took; in every second one a browser has the page open, which asks for news."""
+
+    def steps_to(count: int) -> list[dict[str, Any]]:
         while process.poll() is None:
-            for place in ("#/", "#/rollouts/0"):
-                page.goto(address + place)
-                page.wait_for_timeout(5000)
-        return cpu_s(server)
+            if (run / "metrics.jsonl").exists() and len(
+                rows := step_rows(read_metrics(run / "metrics.jsonl"))
+            ) >= count:
+                return rows[count - BLOCK : count]
+            time.sleep(0.02)
+        return []
+
+    count = WARM_UP
+    steps_to(count)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    trainer = next(int(one) for one in children if "areal_agent.trainer" in Path(f"/proc/{one}/cmdline").read_text())
+    with page_of(run) as (address, server), closing(browser.new_page()) as page:
+        for place in itertools.cycle(["", f"{address}#/", "", f"{address}#/rollouts/0"]):
+            trainer_s, server_s, begun_s = cpu_s(trainer), cpu_s(server), time.perf_counter()
+            page.goto(place or "about:blank")
+            count += BLOCK
+            if not (rows := steps_to(count)):
+                return
+            tokens, updates_s, wall_s = (
+                sum(row[name] for row in rows) for name in ("tokens/trained", "trainer/seconds_update", "seconds/wall")
+            )
+            yield {
+                "CPU-seconds of the trainer, 1,000 tokens": (cpu_s(trainer) - trainer_s) / tokens * 1000,
+                "seconds of updates, 1,000 tokens": updates_s / tokens * 1000,
+                "seconds a step": wall_s / BLOCK,
+                "CPU-seconds of the page's server, a second": (cpu_s(server) - server_s)
+                / (time.perf_counter() - begun_s),
+            }
 
 
-def median_times(rows: list[dict[str, Any]]) -> Mapping[str, float]:
-    steps = step_rows(rows)[2:]  # without those that warm up
-    names = {"step_s": "seconds/wall", "update_s": "trainer/seconds_update"}
-    return {short: round(statistics.median(row[name] for row in steps), 4) for short, name in names.items()}
+def print_recorder(run: Path, step_s: float) -> None:
+    """Replay what the run kept through a recorder, and then what a step of a million tokens would."""
+    with reading(run / FILE_NAME) as snapshot:
+        leased = [(step, session) for session, step in questions.leases(snapshot, 0, 10**9).items()]
+    steps = {step: [name for one, name in leased if one == step] for step, _ in leased}
+    kept = {step: {name: read_seen(run, step, name) for name in names} for step, names in steps.items()}
+    times = [replayed(0.05, branches, run.parent, step) for step, branches in kept.items()]
+    print(f"keeping tokens, a step of this run: {statistics.median(times) * 1000:.1f} ms of {step_s * 1000:.0f} ms, "
+          f"{statistics.median(times) / step_s:.2%}")  # fmt: skip
+    columns = (np.arange(2000, dtype=np.int32), *np.random.default_rng(0).normal(size=(3, 2000)).astype(np.float32))
+    large = {f"g{number // 8}-{number % 8}": {0: SeenTokens(*columns)} for number in range(512)}
+    times = [replayed(0.05, large, run.parent, step) for step in range(9)]
+    print(f"keeping tokens, a step of 512 rollouts of 2,000 tokens: {statistics.median(times) * 1000:.1f} ms")
+
+
+def replayed(share: float, seen: Mapping[str, Mapping[int, SeenTokens]], folder: Path, step: int) -> float:
+    """Return the seconds that a recorder takes to choose, keep and write a step."""
+    recorder, begun_s = TokenRecorder(folder / "replayed", share), time.perf_counter()
+    for session_id, branches in seen.items():
+        if recorder.keeps(session_id):
+            for branch, one in branches.items():
+                recorder.add(session_id, branch, one)
+    recorder.write(step)
+    return time.perf_counter() - begun_s
 
 
 if __name__ == "__main__":

@@ -27,6 +27,11 @@ def test_a_share_is_chosen_by_name(tmp_path: Path) -> None:
     chosen = {name for name in names if TokenRecorder(tmp_path, 0.05).keeps(name)}
     assert chosen == {name for name in names if TokenRecorder(tmp_path, 0.05, rank=1).keeps(name)}
     assert 60 < len(chosen) < 140  # of 2,000
+    steps = [
+        {f"g{group:06d}-{sibling}" for group in range(first, first + 8) for sibling in range(8)}
+        for first in range(0, 480, 8)
+    ]
+    assert sum(not any(map(TokenRecorder(tmp_path, 0.05).keeps, step)) for step in steps) < 8  # of 60
     assert all(TokenRecorder(tmp_path, 1.0).keeps(name) for name in names)
     assert not any(TokenRecorder(tmp_path, 0.0).keeps(name) for name in names)
 

@@ -7,6 +7,7 @@
 - A writer that fails or is killed leaves no checkpoint; what it left is removed by the next.
 - The newest intact one is found: damaged ones are passed over with a warning.
 - Only the last ones are kept, and none of an abandoned lineage; one of the same step is replaced.
+- An incarnation that was taken over publishes none, whenever it happened, and leaves the other's files alone.
 """
 
 import logging
@@ -21,8 +22,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.errors import ConfigError
-from areal_agent.trainer.checkpoint import latest_checkpoint, publish_checkpoint, read_checkpoint
+from areal_agent.errors import ConfigError, TakenOver
+from areal_agent.files import claim
+from areal_agent.trainer.checkpoint import CommitPoint, latest_checkpoint, publish_checkpoint, read_checkpoint
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.trainer import Trainer
 from tests.trainer.lab import train_alike
@@ -216,3 +218,23 @@ def test_one_of_the_same_step_is_replaced(tmp_path):
     replaced = publish_checkpoint(tmp_path, step=1, incarnation=3, run_state={}, write=write_small, keep_last=2)
     assert names(tmp_path) == ["step_000001"]
     assert read_checkpoint(replaced.path).incarnation == 3
+
+
+@pytest.mark.parametrize("moment", [None, CommitPoint.WRITTEN, CommitPoint.DURABLE])
+def test_who_was_taken_over_publishes_none(tmp_path, moment):
+    claim(tmp_path, 0)
+    publish(tmp_path, 1)
+    other = tmp_path / ".writing-step_000002-1"
+
+    def take_over(point=None):
+        if point is moment:
+            claim(tmp_path, 1)
+            other.mkdir()
+
+    if moment is None:
+        take_over()
+    with pytest.raises(TakenOver, match="incarnation 1 of this run"):
+        publish_checkpoint(
+            tmp_path, step=2, incarnation=0, run_state={}, write=write_small, keep_last=1, passing=take_over
+        )
+    assert names(tmp_path) == [other.name, "incarnation_000001", "step_000001"]

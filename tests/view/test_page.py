@@ -9,9 +9,11 @@ gets one line, one of the schema before is shown; 9. what the trainer kept stand
 rollout is one file that needs no server; 11. nothing is fetched elsewhere.
 """
 
+import asyncio
 import re
 import shutil
 import sqlite3
+import subprocess
 from collections.abc import AsyncIterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -41,7 +43,7 @@ pytestmark = [
 ]
 
 VERSIONS = Path(__file__).parents[1] / "ledger" / "versions"
-MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script>\u202eright to left\x1b[2J"
+MARKUP = "<img src=x onerror=alert(1)><script>alert(2)</script>\u202eright to left\x1b[2J\U000e0041"
 THOUGHT = {"role": "assistant", "reasoning_content": "Is it?", "content": "No."}
 PARTS = {"seconds/wall": 4.0, "seconds/engine/generating": 3.0, "seconds/engine/waiting_for_agents": 1.0}
 SIDE = {"seconds/trainer/training": 2.0, "seconds/trainer/waiting_for_rollouts": 2.0, "push/stall_s": 0.5}
@@ -76,6 +78,12 @@ def write_rows(run: Path, *rows: Mapping[str, Any]) -> None:
     with closing(MetricsLog(run / "metrics.jsonl")) as log:
         for one in rows:
             log.append(one)
+
+
+async def asked(page: Page, path: str) -> None:
+    """Wait until the page has asked the server for this."""
+    async with page.expect_response(lambda reply: path in reply.url):
+        pass
 
 
 async def rows_of(page: Page) -> list[str]:
@@ -155,6 +163,7 @@ FILTERS = {
     "most_reward=0.5": ["g0-1"],
     "least_tokens=100": ["g0-0"],
     "version=7": [],
+    "version=1&fate=stale": ["g0-1"],
     "group=g0": ["g0-1", "g0-0"],
     "tool=python": ["g0-0"],
     "text=really?": ["g0-0"],
@@ -179,6 +188,9 @@ async def test_a_search_shows_the_place(run: Path, reader: Reader) -> None:
     await page.keyboard.type("answer is 4")
     await page.keyboard.press("Enter")
     await expect(page.locator(".filters .dim")).to_have_text("1 of 7 rollouts; 7 read")
+    await expect(page.locator(".rows .row em")).to_contain_text("The answer is 4.")
+    async with page.expect_response(lambda reply: "text=answer" in reply.url):
+        await page.get_by_role("button", name="find").click()  # asks again
     await expect(page.locator(".rows .row em")).to_contain_text("The answer is 4.")
 
 
@@ -267,6 +279,12 @@ async def test_the_keyboard_suffices(run: Path, reader: Reader) -> None:
     await expect(page.locator(".turn.selected h3")).to_contain_text("turn 3")
     await page.keyboard.press("?")
     await expect(page.locator("dialog")).to_contain_text("next and previous")
+    await page.keyboard.press("Escape")
+    await expect(page.locator("dialog")).to_have_count(0)
+    await expect(page.locator(".turn.selected h3")).to_contain_text("turn 3")
+    await page.keyboard.press("Escape")
+    await expect(page).to_have_url(f"{reader.address}#/rollouts/0?group=g0")
+    await expect(page.locator(".row.selected")).to_contain_text("g0-0")
 
 
 async def test_narrow_windows_and_both_schemes(run: Path, reader: Reader) -> None:
@@ -288,6 +306,20 @@ async def test_narrow_windows_and_both_schemes(run: Path, reader: Reader) -> Non
     assert len(papers) == 2
 
 
+async def test_a_long_prompt_does_not_hide_the_answer(run: Path, reader: Reader) -> None:
+    ids = np.arange(9000, dtype="<i4") % 200
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
+        connection.execute("UPDATE turns SET new_prompt_ids = ? WHERE id = 't5'", (ids.tobytes(),))
+    page = await reader.open(run, at="#/tokens/0/g0-1/t5?by=weight version")
+    await expect(page.locator(".token.version1")).to_be_in_viewport()
+    await expect(page.locator(".token")).to_have_count(1002)
+    await expect(page.locator(".rows .row").last.locator("> span").first).to_have_text("9001")
+    await page.keyboard.press("j")
+    await expect(page.locator(".token.selected")).to_have_text("5")
+    await page.get_by_role("button", name="show all 9,002 tokens").click()
+    await expect(page.locator(".token")).to_have_count(9002)
+
+
 async def test_hostile_text_harms_nothing(run: Path, reader: Reader) -> None:
     with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
         big = orjson.dumps(
@@ -297,7 +329,7 @@ async def test_hostile_text_harms_nothing(run: Path, reader: Reader) -> None:
         connection.execute("UPDATE sessions SET task_id = ? WHERE id = 'e-0'", (MARKUP,))
     page = await reader.open(run, at="#/rollouts/0")
     await expect(page.locator(".rows .row", has_text="e-0").locator(".task")).to_have_text(
-        MARKUP.replace("\u202e", "\\u202e").replace("\x1b", "\\u001b")
+        MARKUP.replace("\u202e", "\\u202e").replace("\x1b", "\\u001b").replace("\U000e0041", "\\u{e0041}")
     )
     await page.goto(f"{reader.address}#/rollout/0/e-0")
     await expect(page.locator(".turn")).to_contain_text("<script>alert(2)</script>\\u202eright to left\\u001b[2J")
@@ -327,23 +359,45 @@ async def test_a_long_list_has_a_handful_of_rows(tmp_path: Path, reader: Reader)
         await page.locator(".rows").evaluate("(one) => one.scrollTo(0, one.scrollHeight)")
         await page.wait_for_function("(before) => document.querySelector('.space').clientHeight > before", arg=height)
     assert await page.locator(".rows .row").count() < 80
+    place = await page.locator(".rows").evaluate("(one) => (one.scrollTop -= 900)")
+    await page.locator(".rows .row").nth(20).click()
+    await expect(page.locator("main .empty")).to_have_text("The model was not called yet.")
+    await page.keyboard.press("Escape")  # back to the list, as it was left
+    await page.wait_for_function("(place) => document.querySelector('.rows')?.scrollTop === place", arg=place)
     await page.goto(f"{reader.address}#/rollouts/0?purpose=eval")
     await expect(page.locator(".rows .rollout").last).to_have_text("s0")
 
 
-async def test_a_run_that_is_damaged_later_gets_one_line(run: Path, reader: Reader) -> None:
+async def test_a_run_that_is_damaged_later_gets_one_line(run: Path, tmp_path: Path, reader: Reader) -> None:
     page = await reader.open(run, at="#/rollouts/0")
     await rows_of(page)
     with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
         connection.execute("UPDATE completions SET versions = 'torn' WHERE id = 't5-c'")
         connection.execute("UPDATE turns SET sampling = '{' WHERE id = 't1'")
     await page.goto(f"{reader.address}#/rollout/0/g0-0")
-    await expect(page.locator("#notice")).to_contain_text("turn 't1' is damaged")
+    await expect(page.locator("main .error")).to_contain_text("turn 't1' is damaged")
+    await asked(page, "api/0/state")  # news of the run do not take that away
+    await expect(page.locator("main .error")).to_contain_text("turn 't1' is damaged")
     await page.goto(f"{reader.address}#/rollouts/0?group=g0")
-    await expect(page.locator("#notice")).to_contain_text("an answer of session 'g0-1' is damaged")
-    (run / "metrics.jsonl").write_bytes(b'{"kind":"step"\n' + orjson.dumps(row(1, 0.5)) + b"\n{torn")
+    await expect(page.locator(".filters .error")).to_contain_text("an answer of session 'g0-1' is damaged")
+    odd = b'{"kind":"step"\n5\nnull\n[]\n{"kind":"step","step":1,"reward/mean":NaN}\n{"kind":"step"}\n'
+    (run / "metrics.jsonl").write_bytes(odd + orjson.dumps(row(1, 0.5)) + b"\n{torn")
     await page.goto(f"{reader.address}#/")
-    await expect(page.locator(".summary")).to_contain_text("1 rows of metrics.jsonl are damaged and left out")
+    await expect(page.locator(".summary")).to_contain_text("6 rows of metrics.jsonl are damaged and left out")
+    await expect(page.locator("figure").first).to_contain_text("0.5")
+    shutil.move(run, tmp_path / "moved")
+    await expect(page.locator("#notice.error")).to_contain_text("was moved, deleted or replaced")
+    shutil.move(tmp_path / "moved", run)
+    await expect(page.locator("#notice")).to_be_hidden()
+
+
+async def test_there_is_no_such_view(run: Path, reader: Reader) -> None:
+    page = await reader.open(run)
+    for place in ("none/0", "rollouts/7", "rollouts/length", "constructor", "rollout/0/%E0%A4%A"):
+        await page.goto(f"{reader.address}#/{place}")
+        await expect(page.locator("main .error")).to_be_visible()
+        await page.goto(f"{reader.address}#/")
+        await expect(page.locator("main .error")).to_have_count(0)
 
 
 async def test_a_run_of_the_schema_before_is_shown(tmp_path: Path, reader: Reader) -> None:
@@ -380,7 +434,7 @@ async def test_what_the_trainer_kept_stands_beside_each_token(run: Path, reader:
     seen = page.locator(".rows .row.selected > span")
     assert (await seen.all_inner_texts())[3:] == ["-0.5000", "-0.2500", "1.2840", "2.0000", "0:0", "in the loss"]
     await page.keyboard.press("j")
-    assert (await seen.all_inner_texts())[4:] == ["", "", "", "0:0", "not in the loss: too old"]
+    assert (await seen.all_inner_texts())[4:] == ["", "", "", "0:0", "not in the loss: left out by the step"]
     await page.locator("select").select_option("advantage")
     await expect(page.locator(".legend")).to_have_text("-1 to 2; full colour at 2")
     assert await page.locator(".token.high7, .token.low4").count() == 2
@@ -402,7 +456,33 @@ async def test_an_exported_rollout_is_one_file(run: Path, tmp_path: Path, reader
     await expect(page.locator("h2")).to_have_text("g0-0")
     await expect(page.locator(".turn").first).to_contain_text("</script><img src=x")
     assert await page.locator(".turn").count() == 4
+    await page.keyboard.press("n")
+    await page.keyboard.press("Escape")  # there is nothing else in the file
     await page.get_by_role("link", name="tokens").nth(1).click()
     await expect(page.locator("h2")).to_contain_text("turn 2 of 4")
     await expect(page.locator(".token").last).to_contain_text("<|im_end|>")
     assert all(one.startswith("file:") for one in reader.asked[num_asked:])
+
+
+async def test_a_copied_request_is_sent_by_a_shell(run: Path, tmp_path: Path, reader: Reader) -> None:
+    text = """it's "quoted" $HOME `id` \\n """ + "x" * 300_000  # more than a shell passes as an argument
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
+        delta = orjson.dumps([{"role": "user", "content": text}]).decode()
+        connection.execute("UPDATE turns SET request_delta = ? WHERE id = 't1'", (delta,))
+    page = await reader.open(run, at="#/rollout/0/g0-0", permissions=["clipboard-read", "clipboard-write"])
+    await page.locator(".turn").nth(1).get_by_role("button", name="curl").click()
+    await expect(page.locator("#notice")).to_have_text("curl is copied")
+    script = tmp_path / "copied"
+    script.write_text(await page.evaluate("navigator.clipboard.readText()"))
+    (tmp_path / "curl").write_text('#!/bin/sh\nprintf "%s\\n" "$1"; cat\n')  # it shows where it would send what
+    (tmp_path / "curl").chmod(0o755)
+    made = await asyncio.to_thread(
+        subprocess.run, ["bash", script], capture_output=True, check=True,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "OPENAI_BASE_URL": "http://here/v1", "OPENAI_API_KEY": "sk-key"},
+    )  # fmt: skip
+    address, sent = made.stdout.decode().split("\n", 1)
+    assert address == "http://here/v1/chat/completions"
+    body = orjson.loads(sent)
+    assert [one["role"] for one in body["messages"]] == ["user", "assistant", "tool"]
+    assert body["messages"][0]["content"] == text
+    assert (body["temperature"], body["max_tokens"]) == (1.0, 256)

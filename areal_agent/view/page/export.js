@@ -7,8 +7,9 @@ import { showTrajectory } from "./trajectory.js";
 let shownView = {};
 
 async function showExported() {
-  const [name, , session = exported[""].session_id, turn] = location.hash.slice(2).split("/").map(decodeURIComponent);
-  const place = { number: 0, run: {}, rest: [session, turn] };
+  const [path, search] = location.hash.slice(2).split("?");
+  const [name, , session = exported[""].session_id, turn] = path.split("/").map(decodeURIComponent);
+  const place = { number: 0, run: {}, rest: [session, turn], search: Object.fromEntries(new URLSearchParams(search)) };
   shownView = await (name === "tokens" ? showTokens(place) : showTrajectory(place));
   document.getElementById("main").replaceChildren(shownView.root);
   shownView.begin?.();

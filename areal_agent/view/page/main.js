@@ -12,31 +12,33 @@ import { showTrajectory } from "./trajectory.js";
 import { showTokens } from "./tokens.js";
 
 const POLL_MS = 2000;
-const VIEWS = { "": showRuns, rollouts: showRollouts, rollout: showTrajectory, tokens: showTokens };
+const VIEWS = { __proto__: null, "": showRuns, rollouts: showRollouts, rollout: showTrajectory, tokens: showTokens };
 const HELP = [
   ["j k", "next and previous"], ["Enter", "open"], ["Esc", "back"], ["/", "search"],
   ["n p", "next and previous sibling"], ["t", "tokens of a turn"], ["?", "these keys"],
 ];
 const main = document.getElementById("main");
-let runs = [], view = {}, shown = 0;
+let runs = [], view = {}, shown = 0, isDown = false;
 
 /** Read the address: the view's name, its run, further names, and what follows a question mark. */
 function placeOf(hash) {
   const [path, search = ""] = hash.replace(/^#\/?/, "").split("?");
   const [name, number = "0", ...rest] = path.split("/").map(decodeURIComponent);
-  return { name, number: Number(number), run: runs[number], rest, search: Object.fromEntries(new URLSearchParams(search)) };
+  return { name, number: Number(number), run: runs[Number(number)], rest, search: Object.fromEntries(new URLSearchParams(search)) };
 }
 
 async function show() {
-  const place = placeOf(location.hash), make = VIEWS[place.name], turn = ++shown;
+  const turn = ++shown;
   view.end?.();
   view = {};
   notify("");
-  drawHead(place);
-  if (!make || !place.run) return main.replaceChildren(el("p.empty", {}, "There is no such view; choose one above."));
   try {
+    const place = placeOf(location.hash), make = VIEWS[place.name];
+    drawHead(place);
+    if (!make || !place.run) throw new Error("There is no such view; choose one above.");
+    main.ariaBusy = "true"; // what was shown before is pale until this is here
     const made = await make(place, runs);
-    if (turn !== shown) return made.end?.();
+    if (turn !== shown) return;
     view = made;
     main.replaceChildren(view.root);
     main.focus({ preventScroll: true });
@@ -44,12 +46,10 @@ async function show() {
   } catch (error) {
     if (turn === shown) fail(error);
   }
+  if (turn === shown) main.ariaBusy = null;
 }
 
-function fail(error) {
-  notify(error.message, true);
-  if (!view.root) main.replaceChildren();
-}
+const fail = (error) => main.replaceChildren(el("p.empty.error", { role: "alert" }, error.message));
 
 function drawHead(place) {
   const links = runs.map((run, number) => {
@@ -76,7 +76,7 @@ function toggleHelp() {
 
 document.addEventListener("keydown", (event) => {
   const typing = event.target.matches("input, select, textarea");
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.ctrlKey || event.metaKey || event.altKey || (document.querySelector("dialog") && event.key !== "?")) return;
   if (event.key === "Escape" && typing) return event.target.blur();
   if (typing || (event.key === "Enter" && event.target.matches("button, a, summary"))) return;
   const act = event.key === "?" ? toggleHelp : view.keys?.[event.key];
@@ -86,24 +86,28 @@ document.addEventListener("keydown", (event) => {
   }
 });
 
-/** Ask every run for its news, then the view; a failure is said once and asked again. */
+/** Ask every run for its news, then the view, in a tenth of the time at most; a failure is said once and asked again. */
 async function poll() {
+  const begun = performance.now();
   if (!document.hidden) {
     try {
       const changed = (await Promise.all(runs.map((run) => run.update()))).some(Boolean);
-      if (document.getElementById("notice").className === "error") notify("");
       await view.refresh?.(changed);
+      if (isDown) notify("");
+      isDown = false;
     } catch (error) {
-      notify(error.message, true);
+      isDown = error.name !== "AbortError"; // else the view was left meanwhile
+      if (isDown) notify(error.message, true);
     }
   }
-  setTimeout(poll, POLL_MS);
+  setTimeout(poll, Math.max(POLL_MS, 9 * (performance.now() - begun)));
 }
 
 try {
   const folders = await ask("api/runs");
   runs = folders.map((folder, number) => new Run(number, folder));
   await Promise.all(runs.map((run) => run.update()));
+  for (const run of runs) run.isNamedAlike = runs.some((other) => other !== run && other.state.name === run.state.name);
   window.addEventListener("hashchange", show);
   await show();
   setTimeout(poll, POLL_MS);

@@ -3,13 +3,16 @@
 // Every text reaches the page through `el`, as a text node and with its control characters written out, so that none of
 // it is ever markup, moves other text, or hides.
 
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]/g;
-const MAX_CHARS = 4000, BLOCK_CHARS = 20000;
+const HIDDEN = /(?![\t\n\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}]/gu;
+const MAX_CHARS = 4000, BLOCK_CHARS = 20000, MAX_WORD = 300;
 export const exported = globalThis.EXPORTED; // the answers that an exported rollout carries
 
 /** Write control characters and those that reorder text as their escapes. */
 export const visible = (text) =>
-  String(text).replace(HIDDEN, (one) => "\\u" + one.charCodeAt(0).toString(16).padStart(4, "0"));
+  String(text).replace(HIDDEN, (one) => {
+    const code = one.codePointAt(0).toString(16);
+    return code.length > 4 ? `\\u{${code}}` : "\\u" + code.padStart(4, "0");
+  });
 
 /** Make an element. A name in `options` is an attribute, `on...` a listener; parts are elements or text. */
 export function el(kind, options = {}, ...parts) {
@@ -21,7 +24,7 @@ export function el(kind, options = {}, ...parts) {
     else if (value === true) made.setAttribute(name, "");
     else if (value !== false && value != null) made.setAttribute(name, visible(value));
   }
-  made.append(...parts.flat().filter((one) => one != null && one !== "").map((one) => (one instanceof Node ? one : visible(one))));
+  made.append(...parts.flat().filter((one) => one != null && one !== "" && one !== false).map((one) => (one instanceof Node ? one : visible(one))));
   return made;
 }
 
@@ -32,8 +35,11 @@ export function svg(tag, attributes = {}, ...parts) {
   return made;
 }
 
-/** A name or a short text of strangers within a line: whatever its direction, it stays in its place. */
-export const word = (text, kind = "bdi") => el(kind, { dir: "auto" }, text);
+/** A name or a short text of strangers within a line: whatever its direction and length, it stays in its place. */
+export function word(text, kind = "bdi") {
+  const whole = String(text ?? "");
+  return el(kind, { dir: "auto" }, whole.length > MAX_WORD ? whole.slice(0, MAX_WORD) + "…" : whole);
+}
 
 /** A text of any length: a long one is cut, and shown whole in blocks that cost nothing off the screen. */
 export function longText(text, kind = "div.text") {
@@ -60,7 +66,7 @@ export const count = (number) => Number(number).toLocaleString("en-US");
 
 /** A number in few characters: 0.0312, 1.25, 340, 12.5k. */
 export function short(value) {
-  if (value == null || !Number.isFinite(value)) return "–";
+  if (!Number.isFinite(value)) return "–";
   const size = Math.abs(value);
   if (size >= 1e9) return (value / 1e9).toPrecision(3) + "G";
   if (size >= 1e6) return (value / 1e6).toPrecision(3) + "M";
@@ -75,6 +81,10 @@ export function duration(seconds) {
   const minutes = Math.floor(seconds / 60);
   return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
+
+/** The lowest and the highest of any number of values; each other where there is none. */
+export const bounds = (values) =>
+  values.reduce(([low, high], one) => [Math.min(low, one), Math.max(high, one)], [Infinity, -Infinity]);
 
 /** Ask the server; an error is thrown with the line that it answered. */
 export async function ask(path, signal) {

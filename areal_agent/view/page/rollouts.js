@@ -1,6 +1,6 @@
 // The rollouts of a run, the newest first: filters, a search through what was said, and rows that load as one scrolls.
 
-import { VirtualList, ask, count, duration, el, notify, query, tone, word } from "./parts.js";
+import { VirtualList, ask, count, duration, el, query, tone, word } from "./parts.js";
 
 const MAX_SEARCHED = 10000;
 const ROW_HEIGHT = 30;
@@ -14,16 +14,15 @@ const FIELDS = [
   ["step", "number", "step"], ["version", "number", "weights of step"], ["task", "text", "task"], ["group", "text", "group"],
 ];
 
+/** The rollouts that an address asks for; those that were left last are shown as they were left. */
 export function showRollouts({ run, number, search }) {
-  const view = new Rollouts(run, number, search);
-  view.load();
-  return view;
+  if (run.listed?.place !== location.hash) run.listed = new Rollouts(run, number, search);
+  return run.listed;
 }
 
 class Rollouts {
   constructor(run, number, filters) {
-    Object.assign(this, { run, number, filters, rows: [], cursor: "", numRead: 0, isDone: false, loading: null });
-    this.stop = new AbortController();
+    Object.assign(this, { run, number, filters, place: location.hash, rows: [], cursor: "", numRead: 0, numPages: 0, isDone: false, loading: null, top: 0 });
     this.note = el("span.dim");
     this.box = el("div.rows", { tabindex: 0, "aria-label": "rollouts" });
     this.root = el("section.rollout-list", {}, this.form(), this.heading(), this.box);
@@ -42,14 +41,18 @@ class Rollouts {
       Array.isArray(kind)
         ? el("select", { name, "aria-label": name }, el("option", { value: "" }, `any ${name}`),
             ...kind.map((one) => el("option", { value: one, selected: this.filters[name] === one }, one)))
-        : el("input", { name, type: kind === "search" ? kind : "text", placeholder: hint, "aria-label": hint, value: this.filters[name], inputmode: kind === "number" ? "decimal" : null }));
+        : el("input", { name, type: kind === "search" ? kind : "text", placeholder: hint, "aria-label": hint, value: this.filters[name], maxlength: 2000, inputmode: kind === "number" ? "decimal" : null }));
     const apply = () => {
       const given = query(Object.fromEntries(inputs.map((one) => [one.name, one.value.trim()])));
-      location.hash = `#/rollouts/${this.number}${given && "?" + given}`;
+      const place = `#/rollouts/${this.number}${given && "?" + given}`;
+      if (place !== location.hash) return void (location.hash = place);
+      this.run.listed = null; // look again
+      window.dispatchEvent(new HashChangeEvent("hashchange"));
     };
     const submit = (event) => { event.preventDefault(); apply(); };
+    const changed = (event) => event.target.matches("select") && apply();
     const clear = el("a.button", { href: `#/rollouts/${this.number}` }, "clear");
-    return el("form.filters", { onsubmit: submit, onchange: apply }, ...inputs,
+    return el("form.filters", { onsubmit: submit, onchange: changed }, ...inputs,
       el("button", {}, "find"), Object.keys(this.filters).length ? clear : null, this.note);
   }
 
@@ -77,7 +80,7 @@ class Rollouts {
       el("span.turns", {}, one.num_turns),
       el("span.tokens", {}, count(one.num_sampled_tokens)),
       el("span.time", {}, one.ended_s ? duration(one.ended_s - one.started_s) : "open"),
-      el("span.task", {}, word(one.task_id), said && el("em", { dir: "auto" }, said)));
+      el("span.task", {}, word(one.task_id), said && word(said, "em")));
   }
 
   /** Load the next page, and those after it while they hold nothing that was asked for. */
@@ -94,10 +97,13 @@ class Rollouts {
       try {
         page = await ask(`api/${this.number}/rollouts?${query({ ...this.filters, cursor: this.cursor })}`, this.stop.signal);
       } catch (error) {
-        if (error.name !== "AbortError") notify(error.message, true);
+        if (error.name === "AbortError") return;
         this.isDone = true;
+        this.note.className = "error";
+        this.note.textContent = error.message;
         return;
       }
+      this.numPages++;
       this.rows.push(...page.rollouts);
       this.numRead += page.num_read;
       this.cursor = page.cursor.join(",");
@@ -113,13 +119,19 @@ class Rollouts {
     this.note.textContent = isSearch ? `${found}; ${count(this.numRead)} read` : found;
   }
 
-  /** While the newest rollouts are in sight, show those that have come, and how the others went on. */
+  /**
+   * While the newest rollouts are in sight, show those that have come, and how the others went on. A search, and a
+   * filter that leaves too little of one page, are asked again by "find" only.
+   */
   async refresh() {
-    if (this.box.scrollTop > ROW_HEIGHT || this.filters.text || this.filters.tool || this.loading) return;
-    if (this.run.isOver && this.seen === this.run.state.num_rollouts) return;
-    this.seen = this.run.state.num_rollouts;
+    const isDear = this.filters.text || this.filters.tool || (this.numPages > 1 && Object.keys(this.filters).length);
+    if (this.box.scrollTop > ROW_HEIGHT || isDear || this.loading) return;
+    const { status, num_rollouts } = this.run.state, stand = `${status} ${num_rollouts}`;
+    if (this.run.isOver && this.seen === stand) return;
+    this.seen = stand;
     const page = await ask(`api/${this.number}/rollouts?${query(this.filters)}`, this.stop.signal);
     const selected = this.rows[this.list.selected]?.session_id;
+    this.numPages = 1;
     this.rows = page.rollouts;
     this.cursor = page.cursor.join(",");
     this.isDone = page.cursor.every((one) => one === 0);
@@ -128,7 +140,14 @@ class Rollouts {
     this.list.resize(this.rows.length, true);
   }
 
+  begin() {
+    this.stop = new AbortController();
+    this.box.scrollTop = this.top;
+    this.list.draw(); // which loads, where it comes to the end
+  }
+
   end() {
+    this.top = this.box.scrollTop;
     this.stop.abort();
   }
 }

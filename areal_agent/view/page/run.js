@@ -1,6 +1,6 @@
 // Runs side by side: how each stands, curves by train step, where the time of both sides went, and what happened when.
 
-import { ask, count, duration, el, short, svg, word } from "./parts.js";
+import { ask, bounds, count, duration, el, short, svg, word } from "./parts.js";
 
 const HEIGHT = 150, LEFT = 54, RIGHT = 8, TOP = 8, BOTTOM = 20, MAX_POINTS = 600;
 const CURVES = [ // title, unit, then the metrics: name, how it is drawn
@@ -20,7 +20,7 @@ export class Run {
   }
 
   get name() {
-    return this.state.name ?? this.folder;
+    return this.isNamedAlike ? this.state.folder.split("/").slice(-2).join("/") : this.state.name ?? this.folder;
   }
 
   get isOver() {
@@ -125,7 +125,7 @@ function curve(title, metrics, runs, scale) {
     ? runs.flatMap((run) => run.evaluations.filter((row) => row["eval/success"] != null).map((row) => [run, row.step, row["eval/success"]]))
     : [];
   const values = [...lines.flatMap((line) => line.points.map(([, y]) => y)), ...dots.map(([, , y]) => y)];
-  const high = Math.max(...values, 0), low = Math.min(...values, 0), top = high === low ? low + 1 : high;
+  const [low, high] = bounds([0, ...values]), top = high === low ? low + 1 : high;
   const y = (value) => HEIGHT - BOTTOM - ((value - low) / (top - low)) * (HEIGHT - TOP - BOTTOM);
   const picture = frame(scale, [low, (low + top) / 2, top].map((value) => [y(value), short(value)]));
   for (const { run, style, points } of lines) {
@@ -169,7 +169,7 @@ function times(run, side, title, scale) {
 
 /** Pushes, saves, evaluations and faults by step; the taller a push, the longer it stalled the engine. */
 function timeLine(run, title, scale) {
-  const longest = Math.max(...run.steps.map((row) => row["push/stall_s"] ?? 0), 1e-9);
+  const longest = bounds([1e-9, ...run.steps.map((row) => row["push/stall_s"] ?? 0)])[1];
   const faults = (row) => Object.entries(row).filter(([name, value]) => FAULTS.test(name) && value > 0)
     .map(([name, value]) => `${name.split("/").slice(1).join(" ").replaceAll("_", " ")}: ${value}`);
   const lanes = [

@@ -19,15 +19,16 @@ class Trajectory {
     this.keys = {
       j: () => this.go(this.at + 1), k: () => this.go(this.at - 1),
       n: () => this.sibling(1), p: () => this.sibling(-1),
-      t: () => this.openTokens(), Enter: () => this.openTokens(), Escape: () => history.back(),
+      t: () => this.openTokens(), Enter: () => this.openTokens(),
+      Escape: () => exported || (location.hash = run.listed?.place ?? `#/rollouts/${number}`),
     };
     this.draw();
   }
 
   draw() {
     const { data } = this, lanes = lanesOf(data.turns);
-    this.cards = data.turns.map((turn, index) => this.turn(turn, index, lanes[index]));
-    this.root.replaceChildren(this.heading(), this.outline(lanes), el("div.turns", {}, ...this.cards));
+    this.cards = data.turns.map((turn, index) => this.turn(turn, index, Math.min(lanes[index], MAX_INDENT)));
+    this.root.replaceChildren(this.heading(), this.outline(), el("div.turns", {}, ...this.cards));
     if (!data.turns.length) this.root.append(el("p.empty", {}, "The model was not called yet."));
   }
 
@@ -58,23 +59,24 @@ class Trajectory {
         copier("curl", () => `curl '${new URL(this.path, document.baseURI).href}'`, "a command that fetches this rollout as JSON")));
   }
 
-  outline(lanes) {
-    if (this.data.turns.length < 3) return "";
-    return el("nav.outline", { "aria-label": "turns" }, ...this.data.turns.map((turn, index) =>
-      el("button.quiet", { onclick: () => this.go(index), class: `quiet lane${Math.min(lanes[index].depth, MAX_INDENT)}`, title: turn.fork_reason ?? "" },
-        `${turn.fork_reason ? "⑂ " : ""}${index + 1}`)));
+  /** The numbers of the turns; of very many, branches and every fiftieth. */
+  outline() {
+    const { turns } = this.data, isNamed = (turn, index) => turns.length < 200 || isBranch(turn) || index % 50 === 49;
+    if (turns.length < 3) return "";
+    return el("nav.outline", { "aria-label": "turns" }, ...turns.map((turn, index) => isNamed(turn, index) &&
+      el("button.quiet", { onclick: () => this.go(index), title: turn.place }, `${isBranch(turn) ? "↳ " : ""}${index + 1}`)));
   }
 
   turn(turn, index, lane) {
-    const heading = el("h3", {}, `turn ${index + 1}`, lane.branch ? el("span.branch", {}, lane.branch) : null,
+    const heading = el("h3", {}, `turn ${index + 1}`, turn.place ? el(isBranch(turn) ? "span.branch" : "span.dim", {}, turn.place) : null,
       el("span.dim", {}, `${count(turn.num_prompt_tokens)} new prompt tokens · ${duration(turn.ended_s - turn.started_s)}`),
       el("span.actions", {},
         el("a.button.quiet", { href: `#/tokens/${this.number}/${encodeURIComponent(this.session)}/${encodeURIComponent(turn.id)}` }, "tokens"),
         exported ? null : copier("link", () => new URL(`#/rollout/${this.number}/${encodeURIComponent(this.session)}/${encodeURIComponent(turn.id)}`, location.href).href),
         copier("JSON", () => JSON.stringify(turn, null, 2)),
-        copier("curl", () => this.request(turn), "a command that sends this turn's request to $OPENAI_BASE_URL")));
+        turn.answers.some((one) => one.message) ? copier("curl", () => this.request(turn), "a command that sends this turn's request to $OPENAI_BASE_URL, without its tool definitions: they are not recorded") : null));
     const [known, numKnown] = turn.known;
-    const card = el("article.turn", { class: `turn lane${Math.min(lane.depth, MAX_INDENT)}`, id: `turn-${index}` }, heading,
+    const card = el("article.turn", { class: `turn lane${lane}`, id: `turn-${index}` }, heading,
       numKnown ? el("p.dim", {}, `its first ${numKnown} messages are those of turn ${known + 1}`) : null,
       ...turn.messages.slice(numKnown).flatMap((one) => message(one)));
     turn.answers.forEach((answer, number) => {
@@ -95,9 +97,12 @@ class Trajectory {
       if (answer) messages.unshift(answer.message);
       one = before;
     }
-    const { temperature, top_p, max_tokens } = turn.sampling;
-    const body = JSON.stringify({ model: "default", messages, temperature, top_p, max_tokens }).replaceAll("'", "'\\''");
-    return `curl "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" -H 'Content-Type: application/json' -d '${body}'`;
+    const { temperature, top_p, max_tokens, stop } = turn.sampling;
+    const isChat = messages[0]?.role !== "prompt", n = turn.answers.length > 1 ? turn.answers.length : undefined;
+    const asked = isChat ? { messages } : { prompt: messages[0].content };
+    const body = JSON.stringify({ model: "default", ...asked, temperature, top_p, max_tokens, n, stop: stop.length ? stop : undefined });
+    return `curl "$OPENAI_BASE_URL/${isChat ? "chat/" : ""}completions" -H "Authorization: Bearer $OPENAI_API_KEY" \\
+ -H "Content-Type: application/json" --data-binary @- <<'END'\n${body}\nEND\n`; // JSON has no line breaks of its own
   }
 
   go(index) {
@@ -121,7 +126,9 @@ class Trajectory {
 
   /** While the rollout goes on, show the turns that have come. */
   async refresh() {
-    if (this.data.fate.startsWith("trained") || this.data.fate.startsWith("dropped") || this.run.isOver) return;
+    const isOver = /^(trained|dropped)/.test(this.data.fate) || (this.data.ended_s && this.data.purpose === "eval");
+    if (isOver || this.wasOver) return;
+    this.wasOver = this.run.isOver;
     const data = await ask(this.path);
     if (JSON.stringify(data) === JSON.stringify(this.data)) return;
     this.data = data;
@@ -130,21 +137,16 @@ class Trajectory {
   }
 }
 
-/** How deep each turn is set in, and what its branch is: a turn that continues the newest answer of its line is none. */
+const isBranch = (turn) => turn.place.startsWith("branch");
+
+/** How deep each turn is set in: a branch more than what it branches from, unless only its template made it one. */
 function lanesOf(turns) {
-  const numbers = new Map(turns.flatMap((turn, index) => turn.answers.map((one) => [one.id, index])));
-  const lanes = [];
-  let newest = null;
-  turns.forEach((turn, index) => {
-    const parent = numbers.get(turn.parent), isBranch = index > 0 && (turn.fork_reason || turn.parent !== newest);
-    const kept = parent == null ? "" : `; it keeps ${count(turn.fork_at)} tokens up to turn ${parent + 1}`;
-    lanes.push({
-      depth: parent == null ? (index && turn.fork_reason ? 1 : 0) : lanes[parent].depth + (isBranch ? 1 : 0),
-      branch: isBranch ? `branch: ${turn.fork_reason ?? "no reason was recorded"}${kept}` : "",
-    });
-    newest = turn.answers.at(-1)?.id ?? newest;
+  const depths = new Map([[null, 0]]); // by answer
+  return turns.map((turn) => {
+    const depth = depths.get(turn.parent) + (isBranch(turn) && !turn.fork_reason?.startsWith("template_") ? 1 : 0);
+    turn.answers.forEach((one) => depths.set(one.id, depth));
+    return depth;
   });
-  return lanes;
 }
 
 /** The blocks of a message: its reasoning, its text, its calls. */
@@ -178,12 +180,11 @@ function textOf(content) {
 
 function facts(answer) {
   const versions = answer.versions.map(([version, start, end]) => `${count(end - start)} by ${version}`).join(", ");
-  const isIn = answer.loss === "in the loss";
   return el("p.facts", {},
     `${count(answer.num_tokens)} tokens (${versions || "of no version"})`, el("span", {}, answer.finish_reason), el("span", {}, answer.distribution),
     answer.versions.length > 1 ? el("span.warn", {}, `interrupted ${answer.versions.length - 1}×`) : null,
     answer.logprob == null ? null : el("span", {}, `mean logprob ${answer.logprob.toFixed(3)}`),
     answer.reward == null ? null : el("span", {}, `reward ${short(answer.reward)}`),
     answer.advantage == null ? null : el("span", {}, `credit ${short(answer.advantage)}`),
-    el(`span.${isIn ? "good" : "warn"}`, {}, answer.loss));
+    el(`span.${answer.loss === "in the loss" ? "good" : "warn"}`, {}, answer.loss));
 }
