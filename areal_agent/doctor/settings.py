@@ -252,10 +252,15 @@ def num_copies(config: Config) -> int:
     return (NUM_SLOTS if is_in_memory else FOLDERS_OF_DISK) + FOLDERS_OF_SERVERS * (may_load_folders and is_in_memory)
 
 
+def _folder_of_runs(config: Config) -> Path:
+    """Return the folder, or the nearest one that there is, in which a run keeps what other machines read, too."""
+    path = Path(config.cluster.shared_dir or config.run_dir or "runs").absolute()
+    return next(one for one in (path, *path.parents) if one.is_dir())
+
+
 def _checkpoints(memory: TrainerMemory, config: Config, machine: Machine) -> Finding:
     needed = checkpoints_bytes(memory, config)
-    path = Path(config.cluster.shared_dir or config.run_dir or "runs").absolute()
-    place = str(next(one for one in (path, *path.parents) if one.is_dir()))
+    place = _folder_of_runs(config)
     free = machine.disk_bytes if machine.is_elsewhere else shutil.disk_usage(place).free
     found = (
         f"{config.trainer.keep_last + 1} checkpoints of {gib(memory.checkpoint_bytes)} (trainer.keep_last "
@@ -271,7 +276,8 @@ def _weights(memory: TrainerMemory, config: Config, machine: Machine) -> Finding
         return Finding("transfer", State.OK, found)
     has_memory = machine.is_elsewhere or os.access(SHARED_MEMORY, os.W_OK)
     in_memory = config.trainer.transfer == "shared_memory" and has_memory
-    place = SHARED_MEMORY if in_memory else Path(tempfile.gettempdir())
+    on_disk = _folder_of_runs(config) if config.cluster.kind == "ray" else Path(tempfile.gettempdir())
+    place = SHARED_MEMORY if in_memory else on_disk
     needed = num_copies(config) * memory.published_bytes
     found = (
         f"new weights pass through {place}: {num_copies(config)} copies of {gib(memory.published_bytes)} need "
