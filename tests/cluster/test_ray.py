@@ -197,7 +197,7 @@ def test_a_killed_driver_leaves_nothing_and_is_resumed(
     config, folder = tmp_path / "config.yaml", tmp_path / "run"
     config.write_text(json.dumps(values))
     with started("areal_agent.train", "--config", str(config)) as driver:
-        while not list((folder / "checkpoints").glob("*")):
+        while not list((folder / "checkpoints").glob("step_*")):
             assert driver.poll() is None, driver.stdout and driver.stdout.read()
             time.sleep(0.1)
         raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()]
