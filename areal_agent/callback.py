@@ -5,7 +5,8 @@
 
 A child on another machine inherits no socket, so none does: there is one mechanism for all. The key travels in the
 child's environment, because everybody on a machine can read its command lines; the child removes it there when it
-calls. The end of either process closes the connection; TCP keep-alive notices a machine that is gone.
+calls. The end of either process closes the connection. TCP keep-alive breaks a silent one whose other machine is gone;
+with data on its way that takes TCP many minutes, so whoever knows of the loss closes the connection.
 """
 
 import contextlib

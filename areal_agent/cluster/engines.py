@@ -103,17 +103,24 @@ async def open_engine(
         else:
             fleet.pushes.begin_with(model, version)
         memory = await stack.enter_async_context(memory_of(fleet, address)) if config.release_kv else None
-        await stack.enter_async_context(beside(follow_moves(fleet, servers)))
+        await stack.enter_async_context(beside(follow_news(fleet, servers)))
         yield RunningEngine(client=fleet, address=address, servers=servers, memory=memory)
 
 
 RETRY_S = 1.0
 
 
-async def follow_moves(fleet: Fleet, servers: KeptServers) -> None:
-    """Replace each server that serves at another URL now, until cancelled. It gets the weights due before requests."""
+async def follow_news(fleet: Fleet, servers: KeptServers) -> None:
+    """Take requests away from a server that has died; replace one that serves at another URL now; until cancelled.
+
+    The new one gets the weights due before requests. The fleet itself would learn late of a machine that is cut off,
+    whose servers do not refuse but are silent.
+    """
     while True:
-        old, new = await servers.moves.get()
+        old, new = await servers.news.get()
+        if new is None:
+            fleet.lose(old, "its process has ended, or its machine is lost")
+            continue
         while new in servers.urls and new not in {report.url for report in fleet.report()}:
             try:
                 await fleet.add(new)

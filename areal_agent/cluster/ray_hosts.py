@@ -5,8 +5,9 @@
 
 Ray restarts nothing: whoever started a process asks for a host anew, and gets one wherever Ray has put the bundle by
 then. A process ends with its starter, whose end Ray sees to when this process is gone. A node is given up when Ray says
-so, or when a starter has not answered for `cluster.lost_after_s`. Processes share no memory, but all machines have the
-same Python, working folder, model and shared folder at the same paths: each is looked for before anything starts there.
+so, or when a starter has not answered for `cluster.lost_after_s`. On a node that is cut off, a starter ends its process
+once it has not been asked for three times as long. Processes share no memory, but all machines have the same Python,
+working folder, model and shared folder at the same paths: each is looked for before anything starts there.
 """
 
 import asyncio
@@ -46,6 +47,10 @@ ANSWERS_A_LIMIT = 4
 
 PIECE_BYTES = 64 * 1024
 """The most output in one answer: from 100 KiB on, Ray puts answers into its object store, which dies with its node."""
+
+LIMITS_A_LEASE = 3
+"""A starter that was not asked for this many times `cluster.lost_after_s` ends its process. This is more than one, so
+that a run whose own process was blocked for a while loses nothing."""
 
 MAX_TRIES = 3
 """The tries for a host: until Ray has noticed that a node is dead, it may put a starter there."""
@@ -133,6 +138,8 @@ class Starter:
     def __init__(self) -> None:
         self._address = ""
         self._process: ManagedProcess | None = None
+        self._is_asked = asyncio.Event()
+        self._lease: asyncio.Task[None] | None = None
 
     async def settle(self, network: str | None, folder: str, paths: Sequence[str]) -> tuple[str, str]:
         """Enter `folder`. Return the node's address, and what makes the node unfit, or an empty text."""
@@ -151,10 +158,11 @@ class Starter:
         with socket.create_server((self._address, 0)) as probe:
             return probe.getsockname()[1]
 
-    async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Start the process. Its output goes to a file of the node."""
+    async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], lease_s: float) -> None:
+        """Start the process, which is followed at least every `lease_s` or ended. Its output goes to a file here."""
         log_path = Path(tempfile.mkdtemp(prefix="areal_agent-log-")) / "log"
         self._process = await ManagedProcess.start(name, argv, log_path=log_path, env=env)
+        self._lease = asyncio.create_task(self._end_when_cut_off(lease_s), name=f"lease of {name}")
 
     async def follow(self, offset: int, wait_s: float) -> tuple[bytes, int | None]:
         """Return the output from `offset` on, and the exit status of a process that has ended.
@@ -163,6 +171,7 @@ class Starter:
         """
         process = self._process
         assert process is not None, "it was started"
+        self._is_asked.set()
         for _ in range(max(1, int(wait_s / FOLLOW_S))):
             status = process.exit_status  # before the output, which is then complete
             with process.log_path.open("rb") as log:
@@ -185,6 +194,16 @@ class Starter:
         """End the process like `ManagedProcess.aclose`."""
         if self._process is not None:
             await self._process.aclose(grace_s, with_session=with_session)
+
+    async def _end_when_cut_off(self, lease_s: float) -> None:
+        """End the process once nobody follows it: the run is gone, or has given up this node and started another."""
+        with contextlib.suppress(TimeoutError):
+            while True:
+                self._is_asked.clear()
+                async with awake_timeout(lease_s):
+                    await self._is_asked.wait()
+        if self._process is not None and self._process.is_running:
+            await self._process.aclose(with_session=True)
 
 
 def _missing(paths: Iterable[str]) -> Sequence[str]:
@@ -295,7 +314,8 @@ class RayHost:
         if PYTHON_PATH in os.environ:
             variables[PYTHON_PATH] = os.environ[PYTHON_PATH]
         try:
-            await self.starter.ask("start", name, list(argv), variables)
+            lease_s = LIMITS_A_LEASE * self.starter.limit_s
+            await self.starter.ask("start", name, list(argv), variables, lease_s)
         except OSError as error:
             self.starter.release()
             raise ProcessDied(f"the {name} process could not be started: {_in_one_line(error)}") from None
@@ -364,7 +384,7 @@ class RayHosts:
 
     def _new_starter(self, name: str) -> RemoteStarter:
         group, index, need = self._groups[name]
-        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        strategies = self._ray.util.scheduling_strategies
         amounts = dict(need.resources)
         actor_class = self._ray.remote(Starter).options(
             num_cpus=amounts.pop("CPU", 0),

@@ -3,8 +3,8 @@
     start ─▶ serves ─▶ (its process dies) ─▶ start ...      three deaths within a minute of service: it is given up
 
 Embedded engines run in this Python; SGLang and vLLM in the environment that has them (`engine.python`). Clients find
-out by themselves that a server is back. One that had to be started on another host has another URL: `moves` has both.
-When all servers are given up, the engine has failed.
+out by themselves that a server is back. One that had to be started on another host has another URL; `news` has deaths
+and new URLs. When all servers are given up, the engine has failed.
 """
 
 import asyncio
@@ -98,14 +98,15 @@ class KeptServer:
         self.url = await self._serves(self.process)
         self._deaths.begin()
 
-    async def keep(self, on_move: Callable[[str, str], None] = lambda old, new: None) -> ProcessDied:
+    async def keep(self, on_news: Callable[[str, str | None], None] = lambda old, new: None) -> ProcessDied:
         """Start it again whenever it dies. Return the last death when there are too many.
 
-        `on_move` is given its old and its new URL when it serves at another one.
+        `on_news` is given its URL and None when it dies, and its old and its new URL when it serves at another one.
         """
         while True:
             assert self.process is not None, "it was started"
             death: ArealAgentError = await self.process.died()
+            on_news(self.url, None)
             while True:
                 if self._deaths.end():
                     await self.aclose()  # it may still live and serve later, or have left processes of its own
@@ -116,7 +117,7 @@ class KeptServer:
                 try:
                     await self.start()
                     if self.url != old:
-                        on_move(old, self.url)
+                        on_news(old, self.url)
                     break
                 except (ProcessDied, EngineUnreachable) as error:
                     death = error
@@ -133,7 +134,7 @@ class KeptServers:
     def __init__(self, servers: Sequence[KeptServer]) -> None:
         self._servers = list(servers)
         self._keepers: dict[KeptServer, asyncio.Task[None]] = {}
-        self.moves: asyncio.Queue[tuple[str, str]] = asyncio.Queue()  # the old and the new URL
+        self.news: asyncio.Queue[tuple[str, str | None]] = asyncio.Queue()  # a URL, and the new one or None: it died
         self._given_up_urls: set[str] = set()
         self._given_up: asyncio.Future[ArealAgentError] = asyncio.get_running_loop().create_future()
 
@@ -180,7 +181,7 @@ class KeptServers:
 
     async def _keep(self, server: KeptServer) -> None:
         try:
-            death: ArealAgentError = await server.keep(on_move=lambda old, new: self.moves.put_nowait((old, new)))
+            death: ArealAgentError = await server.keep(on_news=lambda old, new: self.news.put_nowait((old, new)))
         except Exception as error:  # the boundary: a server that cannot be kept is given up, whatever the cause
             death = EngineUnreachable(f"the server at {server.url} could not be started again: {error!r}")
         logger.error("the server at %s is given up: %s", server.url, death)

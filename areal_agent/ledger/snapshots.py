@@ -10,13 +10,10 @@ rename; then those of earlier incarnations are removed. What a run has recorded 
 found by their numbers, while the bookkeeping of a part replaces the one before. `restore` puts the parts together.
 """
 
-import logging
-import re
 import shutil
 import sqlite3
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from itertools import takewhile
 from pathlib import Path
 
 from areal_agent.errors import LedgerError
@@ -26,12 +23,8 @@ from areal_agent.ledger.files import reading
 from areal_agent.ledger.questions import CLAIM_NOTE
 from areal_agent.ledger.writes import set_note
 
-logger = logging.getLogger(__name__)
-
 GROWING = ("sessions", "turns", "completions", "endings")
 """The tables whose rows are numbered as they come and stay as they are."""
-
-PART = re.compile(r"\d{6,}-\d{6,}")
 
 Ends = Mapping[str, int]
 """The number of the last row of each growing table."""
@@ -97,14 +90,16 @@ class SnapshotFolder:
 def restore(directory: Path, ledger: Path, *, claimed: int) -> int:
     """Make a ledger from its snapshot in `directory`; return the step of the checkpoint that it belongs to. Blocks.
 
-    The next incarnation will come after `claimed`. Raises LedgerError when there is no snapshot that is intact.
+    The next incarnation will come after `claimed`. Raises LedgerError when there is no snapshot, or a damaged one.
     """
-    parts = _intact(directory)
+    newest = max((path.name.partition("-")[0] for path in _parts(directory)), default="")
+    parts = [path for path in _parts(directory) if path.name.startswith(f"{newest}-")]
     if not parts:
-        raise LedgerError(
-            f"there is no intact snapshot of a ledger in {directory}: the run was lost before its first checkpoint; "
-            "start it anew, under another name"
-        )
+        raise LedgerError(f"{directory} has no snapshot: the run was lost before its first checkpoint; start it anew")
+    try:
+        step = [int(read_intact(part)["step"]) for part in parts][-1]
+    except ValueError as error:
+        raise LedgerError(f"{error}; delete that part and those after it, to restore the ones before") from None
     for part in parts:
         for source in part.glob("*.sqlite"):
             target = ledger.with_name(source.name)
@@ -115,7 +110,7 @@ def restore(directory: Path, ledger: Path, *, claimed: int) -> int:
                 target.chmod(0o600)
     with closing(sqlite3.connect(ledger)) as connection, connection:
         set_note(connection, CLAIM_NOTE, encode_note(CLAIM_NOTE, claimed))
-    return int(read_intact(parts[-1])["step"])
+    return step
 
 
 def _copy(source: sqlite3.Connection, copy: sqlite3.Connection, ends: Ends | None) -> None:
@@ -145,20 +140,4 @@ def _append(part: Path, target: Path) -> None:
 
 
 def _parts(directory: Path) -> Sequence[Path]:
-    return sorted(path for path in directory.iterdir() if PART.fullmatch(path.name))
-
-
-def _intact(directory: Path) -> Sequence[Path]:
-    """The parts of the newest incarnation, from its first up to one that is damaged."""
-    parts = _parts(directory)
-    newest = parts[-1].name.partition("-")[0] if parts else ""
-    return tuple(takewhile(_is_intact, (path for path in parts if path.name.startswith(f"{newest}-"))))
-
-
-def _is_intact(part: Path) -> bool:
-    try:
-        read_intact(part)
-    except ValueError as error:
-        logger.warning("passing over a damaged snapshot, and those after it: %s", error)
-        return False
-    return True
+    return sorted(directory.glob("[0-9]*-[0-9]*"))

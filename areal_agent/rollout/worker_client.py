@@ -199,6 +199,10 @@ class Channel:
         """Stop reading: `receive` raises EOFError."""
         self._reader.feed_eof()
 
+    def abort(self) -> None:
+        """Drop what is queued: closing would wait for minutes until a side that is cut off takes it."""
+        self._writer.transport.abort()
+
     async def aclose(self) -> None:
         """Close the channel. Harmless when done before."""
         self._writer.close()
@@ -276,6 +280,7 @@ class WorkerClient:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait({self._reading, *self._writes})
+        self._channel.abort()
         await self._channel.aclose()
 
     def _ask(self, call: RunCall | StatsCall) -> asyncio.Future[Answer]:

@@ -169,6 +169,7 @@ def transcript_settings(config: Config, tokenizer: Path) -> TranscriptSettings:
         reasoning_format=config.rollout.reasoning_format,
         trains_altered=config.rollout.train_altered,
         train_roots=config.rollout.train_roots,
+        masks_truncated=config.algorithm.truncated == "mask",
     )
 
 

@@ -37,13 +37,13 @@ class Survival:
 
     async def pushing(self, step: int) -> None:
         """Note that the weights of `step` are about to be pushed, which a later incarnation forbids."""
-        await asyncio.to_thread(require_claim, self._folder.checkpoints, self._incarnation)
-        if self._folder.is_divided:
-            progress = {"step": step, "num_ended": await self._ledger.ask(questions.num_ended)}
-            try:
+        try:
+            await asyncio.to_thread(require_claim, self._folder.checkpoints, self._incarnation)
+            if self._folder.is_divided:
+                progress = {"step": step, "num_ended": await self._ledger.ask(questions.num_ended)}
                 await asyncio.to_thread(replace_private, self._folder.progress, json.dumps(progress))
-            except OSError as error:
-                logger.warning("the run's progress could not be written to %s: %s", self._folder.progress, error)
+        except OSError as error:
+            logger.warning("step %d is not noted in %s, and training goes on: %s", step, self._folder.shared, error)
 
     async def saving(self, step: int) -> None:
         """Make a snapshot for the checkpoint of `step`. Raises LedgerError when it cannot be written."""

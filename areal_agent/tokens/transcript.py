@@ -5,7 +5,7 @@ A gateway's owner keeps these as a note in the ledger (`TranscriptSettings`), so
 run.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,9 +18,10 @@ from areal_agent.tokens.formats.answer_format import ToolFormat
 from areal_agent.tokens.formats.base import answer_message
 from areal_agent.tokens.formats.thinking import ReasoningFormat
 from areal_agent.tokens.loss_rule import LossRule, TrainRoots
+from areal_agent.tokens.records import sampled_spans
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import HistoryThinking
-from areal_agent.types import Completion, FinishReason, JsonObject, Turn
+from areal_agent.types import Completion, FinishReason, JsonObject, Trajectory, Turn
 
 TRANSCRIPT_NOTE = "transcript"
 """The note of a ledger with its `TranscriptSettings`."""
@@ -36,6 +37,7 @@ class TranscriptSettings:
     reasoning_format: ReasoningFormat | None = None
     trains_altered: bool = False
     train_roots: TrainRoots = TrainRoots.ALL
+    masks_truncated: bool = False
 
     def note(self) -> JsonObject:
         return asdict(self)
@@ -55,6 +57,7 @@ class Transcript:
 
     def __init__(self, settings: TranscriptSettings) -> None:
         self.loss_rule = LossRule(trains_altered=settings.trains_altered, roots=settings.train_roots)
+        self._masks_truncated = settings.masks_truncated
         self.tokenizer = Path(settings.tokenizer) if settings.tokenizer else None
         self._renderer = settings.load_renderer() if settings.tokenizer else None
 
@@ -75,6 +78,22 @@ class Transcript:
         folders = [Path(settings.tokenizer), *sorted(run_dir.glob("checkpoints/step_*"), reverse=True)]
         found = tokenizer or next((one for one in folders if (one / "tokenizer.json").is_file()), "")
         return cls(replace(settings, tokenizer=str(found)))
+
+    def masks(self, trajectory: Trajectory) -> Mapping[str, str]:
+        """Return the answers that are not in the loss, by id, each with the reason.
+
+        With `algorithm.truncated: mask` those are among them whose branch ends with an answer that was cut off.
+        """
+        masks: dict[str, str] = dict(self.loss_rule.masks(trajectory))
+        if self._masks_truncated:
+            ends = {answer.id: answer.finish_reason for turn in trajectory.turns for answer in turn.completions}
+            trained: set[str] = set()  # an answer of several branches is trained in the first one
+            for spans in sampled_spans(trajectory, self.loss_rule):
+                own = spans.keys() - trained
+                trained |= own
+                if ends[[*spans][-1]] is FinishReason.LENGTH:
+                    masks = dict.fromkeys(own, "cut_off") | masks
+        return masks
 
     @property
     def has_text(self) -> bool:

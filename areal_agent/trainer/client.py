@@ -92,7 +92,7 @@ class TrainerClient:
             self._reading.cancel()
             await asyncio.wait({self._reading})
         if self._writer is not None:
-            self._writer.close()
+            self._writer.transport.abort()  # no wait until a trainer that is cut off takes what is queued
             with contextlib.suppress(OSError):
                 await self._writer.wait_closed()
 

@@ -13,7 +13,6 @@ from typing import Any, cast
 import orjson
 
 from areal_agent.ledger.questions import RolloutSummary
-from areal_agent.tokens.loss_rule import Mask
 from areal_agent.tokens.transcript import Transcript
 from areal_agent.types import Completion, JsonObject, SessionPurpose, Trajectory, Turn
 from areal_agent.view.terminal import LABEL_WIDTH, Screen
@@ -40,9 +39,9 @@ class SessionView:
     def show(self) -> None:
         """Print the session."""
         (one,) = (one for one in self.siblings if one.session_id == self.session_id)
-        masks = self.transcript.loss_rule.masks(self.trajectory) if self.trajectory else {}
+        masks = self.transcript.masks(self.trajectory) if self.trajectory else {}
         self._show_heading(one)
-        self._show_loss(one, masks)
+        self._show_loss(one)
         whole = self.transcript.conversations(self.turns)
         for number, (turn, place) in enumerate(zip(self.turns, places_of(self.turns), strict=True), start=1):
             self.screen.line()
@@ -83,10 +82,11 @@ class SessionView:
                 *(part for other in self.siblings for part in (f"  {other.session_id} ", reward_of(other))),
             )
 
-    def _show_loss(self, one: RolloutSummary, masks: Mapping[str, Mask]) -> None:
-        """Print how many tokens are in the loss; what the masks do not explain was left out by the train step."""
-        if one.num_loss_tokens is None:
+    def _show_loss(self, one: RolloutSummary) -> None:
+        """Print how many tokens were leased for the loss; of the rest, those that no mask explains were too old."""
+        if one.num_loss_tokens is None or self.trajectory is None:
             return
+        masks = self.transcript.loss_rule.masks(self.trajectory)
         answers = [completion for turn in self.turns for completion in turn.completions]
         num_left_out = sum(len(answer.token_ids) for answer in answers if answer.id not in masks) - one.num_loss_tokens
         rest = f"; {num_left_out:,} were too old, or of another conversation" if num_left_out else ""
@@ -109,7 +109,7 @@ class SessionView:
             for name, value in _arguments(function.get("arguments")).items():
                 self.screen.block(f"  {name}", _text(value), CALL)
 
-    def _show_facts(self, turn: Turn, completion: Completion, one: RolloutSummary, masks: Mapping[str, Mask]) -> None:
+    def _show_facts(self, turn: Turn, completion: Completion, one: RolloutSummary, masks: Mapping[str, str]) -> None:
         versions = ", ".join(f"{span.end - span.start:,} by {span.version}" for span in completion.versions)
         logprob = statistics.fmean(completion.logprobs) if completion.logprobs else 0.0
         reward = one.rewards.by_completion.get(completion.id)
@@ -145,7 +145,7 @@ def fate_of(one: RolloutSummary) -> tuple[str, str]:
     return "" if one.status is None else "waiting", "dim"
 
 
-def loss_of(completion: Completion, one: RolloutSummary, masks: Mapping[str, Mask]) -> tuple[str, str]:
+def loss_of(completion: Completion, one: RolloutSummary, masks: Mapping[str, str]) -> tuple[str, str]:
     """Return whether an answer is in the loss, or why not, and the style of that."""
     if one.purpose == SessionPurpose.EVAL:
         return "not in the loss: for evaluation", "yellow"

@@ -10,7 +10,6 @@ from areal_agent.ledger import questions
 from areal_agent.ledger.files import Snapshot
 from areal_agent.ledger.questions import RolloutSummary
 from areal_agent.observe.token_records import read_seen
-from areal_agent.tokens.loss_rule import Mask
 from areal_agent.tokens.records import sampled_spans
 from areal_agent.tokens.transcript import Transcript
 from areal_agent.types import Completion, JsonObject, Trajectory, Turn
@@ -44,7 +43,7 @@ class RecordedRollout:
     siblings: Sequence[RolloutSummary]  # itself among them
     turns: Sequence[Turn]
     logged: Mapping[str, Any]
-    masks: Mapping[str, Mask]  # by answer
+    masks: Mapping[str, str]  # by answer: why it is not in the loss
     too_old: Mapping[str, int]  # by answer: so many of its first tokens were too old for the loss
     seen: Mapping[str, Seen]  # by answer
 
@@ -55,15 +54,15 @@ class RecordedRollout:
         group_id = questions.group_of(snapshot, session_id) or ""
         siblings = questions.rollouts_of(snapshot, [group_id])[group_id]
         one = next(one for one in siblings if one.session_id == session_id)
-        masks = transcript.loss_rule.masks(trajectory) if trajectory else {}
+        leased = transcript.loss_rule.masks(trajectory) if trajectory else {}
         return cls(
             transcript=transcript,
             one=one,
             siblings=siblings,
             turns=turns,
             logged=trajectory.logged if trajectory else {},
-            masks=masks,
-            too_old=_too_old([answer for turn in turns for answer in turn.completions if answer.id not in masks], one),
+            masks=transcript.masks(trajectory) if trajectory else {},
+            too_old=_too_old([answer for turn in turns for answer in turn.completions if answer.id not in leased], one),
             seen=_seen(run_dir, transcript, one, trajectory),
         )
 
@@ -136,8 +135,8 @@ class RecordedRollout:
         }
 
     def _facts(self, answer: Completion) -> JsonObject:
-        num_too_old, loss = self.too_old.get(answer.id, 0), loss_of(answer, self.one, self.masks)[0]
-        if num_too_old:
+        num_too_old, loss = 0, loss_of(answer, self.one, self.masks)[0]
+        if loss == "in the loss" and (num_too_old := self.too_old.get(answer.id, 0)):
             is_old = num_too_old == len(answer.token_ids)
             loss = "not in the loss: too old" if is_old else f"in the loss but for {num_too_old:,} too old"
         return {

@@ -1,14 +1,16 @@
 """Rollout workers over a real engine in this process, whose pause holds rollouts in mid-answer."""
 
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest_asyncio
 
+from areal_agent.cluster.hosts import LOCAL, LOOPBACK, Hosts
 from areal_agent.cluster.workers import WorkerPool, open_workers, shard_name
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.client import HttpEngine
@@ -44,19 +46,32 @@ class Crew:
     logs: Path
 
 
+def of_runs(process_ids: Iterable[int]) -> set[int]:
+    """Return those of our own commands, without Ray's processes and others."""
+    return {one for one in process_ids if any("areal_agent." in word for word in psutil.Process(one).cmdline())}
+
+
+def until_ended(process_ids: set[int]) -> None:
+    """Wait until none of the processes is left; only a hang is longer than the limit."""
+    psutil.wait_procs([psutil.Process(one) for one in process_ids if psutil.pid_exists(one)], timeout=120.0)
+    assert not any(map(psutil.pid_exists, process_ids))
+
+
 collect_ignore = ["agents.py"]  # what the workers import; no test
 
 
 @pytest_asyncio.fixture
 async def make_crew(tmp_path: Path, small_model: Path) -> AsyncGenerator:
-    """`await make_crew("solve", workers=2, max_concurrent=4)`."""
+    """`await make_crew("solve", workers=2, max_concurrent=4)`. The engine listens at the address `home`."""
     async with AsyncExitStack() as stack:
-        server = await stack.enter_async_context(serving(small_model))
-        engine = HttpEngine(server.base_url)
-        stack.push_async_callback(engine.aclose)
         ledger = await stack.enter_async_context(open_ledger(tmp_path))
 
-        async def make(workflow: str, *, is_elsewhere: bool = False, **values: object) -> Crew:
+        async def make(
+            workflow: str, *, is_elsewhere: bool = False, hosts: Hosts = LOCAL, home: str = LOOPBACK, **values: object
+        ) -> Crew:
+            server = await stack.enter_async_context(serving(small_model, host=home))
+            engine = HttpEngine(server.base_url)
+            stack.push_async_callback(engine.aclose)
             config = RolloutConfig.model_validate({"max_tokens": 8, "block_warn_s": 0.1, **values})
             settings = [
                 WorkerSettings(
@@ -77,7 +92,7 @@ async def make_crew(tmp_path: Path, small_model: Path) -> AsyncGenerator:
                 )
                 for number, num_slots in enumerate(config.slots)
             ]
-            pool = await stack.enter_async_context(open_workers(settings, ledger, tmp_path))
+            pool = await stack.enter_async_context(open_workers(settings, ledger, tmp_path, hosts))
             return Crew(pool=pool, ledger=ledger, engine=engine, logs=tmp_path)
 
         yield make

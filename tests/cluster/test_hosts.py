@@ -6,7 +6,7 @@ import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from areal_agent.cluster.engines import follow_moves
+from areal_agent.cluster.engines import follow_news
 from areal_agent.cluster.hosts import LOCAL, Process
 from areal_agent.cluster.servers import KeptServer, keep_servers
 from areal_agent.engine.address import EngineAddress
@@ -38,7 +38,7 @@ async def test_a_server_that_is_started_elsewhere_replaces_the_one_that_died(sma
         stack.push_async_callback(fleet.aclose)
         await fleet.info()
         fleet.pushes.begin_with(small_model, SERVED)
-        await stack.enter_async_context(beside(follow_moves(fleet, servers)))
+        await stack.enter_async_context(beside(follow_news(fleet, servers)))
         os.kill(servers.process_ids()["engine"], signal.SIGKILL)
         await first.aclose()
         async with asyncio.timeout(60.0):  # only a hang is longer

@@ -3,15 +3,19 @@
 - What finds no room is named, and so is what a machine lacks.
 - A run goes on when the node of an engine and a worker dies: both are started on another node, the engine with the
   newest weights, which the trainer sends it, and the ledger is proved. Its engines refuse who has no key.
+- A main process that is killed leaves no process on any node, and a resume goes on.
 - The quickstart runs without an address on a Ray of its own, and learns on three nodes by their address alone (full).
 """
 
 import asyncio
 import json
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from areal_agent.cluster.config import ClusterConfig
@@ -25,7 +29,9 @@ from areal_agent.errors import ConfigError, EngineRejected
 from areal_agent.ledger.verify import verify
 from areal_agent.rollout.config import RolloutConfig
 from areal_agent.run.run import Run
+from tests.cluster.conftest import of_runs, until_ended
 from tests.commands import run as run_command
+from tests.commands import started
 
 pytestmark = pytest.mark.slow  # a node takes seconds to start, a process more
 
@@ -67,24 +73,9 @@ async def test_a_run_survives_the_node_of_a_worker_and_an_engine(
     nodes = [cluster.add_node(num_cpus=1, resources={"sandbox": 1}) for _ in range(2)]
     cluster.wait_for_nodes()
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text("\n".join(json.dumps({"id": str(n), "question": f"What is {n}?"}) for n in range(50)))
-    config = Config.parse(
-        {
-            "model": str(small_model),
-            "workflow": "agents:count_digits",
-            "tasks": str(tasks),
-            "run_dir": str(tmp_path / "run"),
-            "steps": 100,
-            "batch_size": 1,
-            "group_size": 4,
-            "trainer": {"threads": 2, "transfer": "distributed"},  # only the head has room for it
-            "rollout": {"workers": 2, "max_concurrent": 4, "max_tokens": 8, "timeout_s": 300},
-            "engine": {"num_servers": 2, "max_context_tokens": 128, "startup_timeout_s": 300},
-            "eval": {"num_tasks": 0},
-            "cluster": config_of(cluster, worker_resources={"sandbox": 1}).model_dump(),
-        }
-    )
+    on_nodes = config_of(cluster, worker_resources={"sandbox": 1})
+    trainer = {"threads": 2, "transfer": "distributed"}  # only the head has room for it
+    config = Config.parse(run_values(tmp_path, small_model, on_nodes, trainer=trainer))
     async with asyncio.timeout(900), Run(config) as run:
         engines = run.source.serving.engine.client
         await train(run, 2)
@@ -108,6 +99,26 @@ async def test_a_run_survives_the_node_of_a_worker_and_an_engine(
     assert report.is_ok, report
 
 
+def run_values(tmp_path: Path, model: Path, cluster: ClusterConfig, **values: object) -> dict[str, Any]:
+    """Return the config of a run with two engines and two workers, for which there is room on all nodes together."""
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text("\n".join(json.dumps({"id": str(n), "question": f"What is {n}?"}) for n in range(50)))
+    return {
+        "model": str(model),
+        "workflow": "agents:count_digits",
+        "tasks": str(tasks),
+        "run_dir": str(tmp_path / "run"),
+        "steps": 100,
+        "batch_size": 1,
+        "group_size": 4,
+        "rollout": {"workers": 2, "max_concurrent": 4, "max_tokens": 8, "timeout_s": 300},
+        "engine": {"num_servers": 2, "max_context_tokens": 128, "startup_timeout_s": 300},
+        "eval": {"num_tasks": 0},
+        "cluster": cluster.model_dump(mode="json"),
+        **values,
+    }
+
+
 async def until_serving(engines: Fleet, number: int) -> None:
     while sum(one.state is MemberState.SERVING for one in engines.report()) != number:
         await engines.roster.changed()
@@ -117,6 +128,36 @@ async def train(run: Run, until_step: int) -> None:
     while run.step < until_step:
         await run.train_step(await run.prepare_batch())
         await run.push()
+
+
+def test_a_killed_driver_leaves_nothing_and_is_resumed(
+    cluster: Any, tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.add_node(num_cpus=1, resources={"sandbox": 1})
+    folders = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
+    values = run_values(tmp_path, small_model, config_of(cluster, worker_resources={"sandbox": 1}))
+    values |= {"steps": 4, "trainer": {"checkpoint_every": 1}, "engine": {"max_context_tokens": 128}}
+    values["rollout"] |= {"workers": 1}
+    config, folder = tmp_path / "config.yaml", tmp_path / "run"
+    config.write_text(json.dumps(values))
+    with started("areal_agent.train", "--config", str(config)) as driver:
+        while not list((folder / "checkpoints").glob("*")):
+            assert driver.poll() is None, driver.stdout and driver.stdout.read()
+            time.sleep(0.1)
+        raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()]
+        everywhere = [child.pid for raylet in raylets for child in psutil.Process(raylet).children(recursive=True)]
+        children = of_runs(everywhere)
+        assert len(children) == len({"trainer", "engine", "worker 0"})
+        driver.kill()
+        killed_s = time.monotonic()
+        until_ended(children)
+        print(f"its children ended {time.monotonic() - killed_s:.1f} s after it was killed")
+    done = run_command("areal_agent.train", "--resume", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
+    report = verify(folder / "ledger.sqlite")
+    assert report.is_ok, report
 
 
 QUICKSTART = ("areal_agent.train", "--config", "configs/quickstart.yaml", "cluster.kind=ray")

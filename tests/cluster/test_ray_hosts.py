@@ -120,7 +120,7 @@ async def node() -> AsyncIterator[Node]:
 
 
 async def run_on(node: Node, log_path: Path, *argv: str) -> RayProcess:
-    await node.ask("start", "engine", argv, {"WORD": "hello"})
+    await node.ask("start", "engine", argv, {"WORD": "hello"}, 60.0)
     return RayProcess("engine", log_path, node)
 
 

@@ -1,14 +1,15 @@
 """Snapshots of a ledger with shards, made while it is written, and what is restored from them.
 
-1. a restored ledger has what the last part had seen, of all files, and is proved; 2. the second part has what was added
-alone, and none stays of an incarnation before; 3. a shard that was made between two parts is there; 4. parts from a
-damaged one on are passed over, and none at all is an error; 5. an incarnation that was taken over publishes none, and
-the next one after a restore is later than every claim; 6. a full disk is an error that leaves the snapshot as it was.
+1. a restored ledger has what the last part had seen, of all files, and is proved; 2. the next part has what was added
+alone, and shards made since; none stays of an incarnation before; 3. damage is named, and what came before it is
+restored; 4. an incarnation that was taken over publishes none, and the next one after a restore is later than every
+claim; 5. a failed write leaves the snapshot as it was.
 """
 
 import asyncio
 import itertools
 import os
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -90,7 +91,9 @@ async def test_a_part_has_only_what_was_added(
     kept = snapshots(path, shared)
     first = kept.add(1)
     await make.closed(shards[0], "b")
-    await make.closed(ledger.own, "c")
+    later = await LedgerShard.open(shard_path(path, "w2"), create=True)
+    await make.closed(later, "c")
+    await later.aclose()
     second = kept.add(2)
     sizes = [(part / "ledger-w0.sqlite").stat().st_size for part in (first, second)]
     assert sizes[1] < sizes[0] / 3
@@ -100,30 +103,21 @@ async def test_a_part_has_only_what_was_added(
     assert counts(restored(shared, tmp_path / "again")).num_waiting == 202
 
 
-async def test_a_later_shard_is_in_the_next_part(
+async def test_damage_is_named_and_what_came_before_is_restored(
     ledger: Ledger, path: Path, shared: Path, tmp_path: Path, make
 ) -> None:
     kept = snapshots(path, shared)
+    await make.closed(ledger.own, "a")
     kept.add(1)
-    shard = await LedgerShard.open(shard_path(path, "w0"), create=True)
-    await make.closed(shard, "a")
-    kept.add(2)
-    await make.closed(shard, "b")
-    kept.add(3)
-    await shard.aclose()
-    assert counts(restored(shared, tmp_path / "restored")).num_waiting == 2
-
-
-async def test_damaged_parts_are_passed_over(ledger: Ledger, path: Path, shared: Path, tmp_path: Path, make) -> None:
-    kept = snapshots(path, shared)
-    parts: list[Path] = []
-    for id in "abc":
-        await make.closed(ledger.own, id)
-        parts.append(kept.add(1))
-    os.truncate(parts[1] / "ledger.sqlite", 100)
+    await make.closed(ledger.own, "b")
+    damaged = kept.add(2)
+    os.truncate(damaged / "ledger.sqlite", 100)
+    with pytest.raises(LedgerError, match=rf"{damaged}.*delete that part"):
+        restored(shared, tmp_path / "damaged")
+    shutil.rmtree(damaged)
     assert counts(restored(shared, tmp_path / "restored")).num_waiting == 1
-    os.truncate(parts[0] / "ledger.sqlite", 100)
-    with pytest.raises(LedgerError, match=r"no intact snapshot .* lost before its first checkpoint"):
+    shutil.rmtree(shared / "ledger" / "000000-000001")
+    with pytest.raises(LedgerError, match="lost before its first checkpoint"):
         restored(shared, tmp_path / "none")
 
 

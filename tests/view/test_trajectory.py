@@ -1,9 +1,11 @@
 """A rollout for the page, without a browser: 1. a turn that goes on from another than the newest answer says from
-which, and only a branch is called one; 2. the tokens that were too old for the loss are those of the oldest weights;
-3. the siblings that are named are those around it; 4. an export grows with its turns, not with their square.
+which, and only a branch is called one; 2. the tokens that were too old for the loss are those of the oldest weights,
+and with `truncated: mask` the answers of a branch that was cut off are not in it; 3. the siblings that are named are
+those around it; 4. an export grows with its turns, not with their square.
 """
 
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.files import reading
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.tokens.transcript import Transcript, TranscriptSettings
-from areal_agent.types import ForkReason, SessionPurpose, Turn
+from areal_agent.types import FinishReason, ForkReason, SessionPurpose, Turn
 from areal_agent.view.export import export
 from areal_agent.view.server import PAGE
 from areal_agent.view.session import places_of
@@ -28,9 +30,15 @@ async def record(ledger: Ledger, name: str, *turns: Turn, **changes: Any) -> Non
     await ledger.own.close_session(trajectory(name, (), 1.0))
 
 
-def read(folder: Path, name: str) -> RecordedRollout:
+def read(folder: Path, name: str, transcript: Transcript = UNREAD) -> RecordedRollout:
     with reading(folder / "ledger.sqlite") as snapshot:
-        return RecordedRollout.read(snapshot, UNREAD, folder, name)
+        return RecordedRollout.read(snapshot, transcript, folder, name)
+
+
+def renamed(one: Turn, prefix: str) -> Turn:
+    """Return the turn with other names: those of answers are unique in a ledger."""
+    answers = tuple(replace(answer, id=f"{prefix}/{answer.id}") for answer in one.completions)
+    return replace(one, completions=answers, parent=one.parent and f"{prefix}/{one.parent}")
 
 
 def test_where_a_turn_goes_on() -> None:
@@ -64,6 +72,24 @@ async def test_tokens_of_the_oldest_weights_were_too_old(tmp_path: Path) -> None
     told = [answer["loss"] for one in rollout.describe()["turns"] for answer in one["answers"]]
     assert told == ["not in the loss: too old", "in the loss but for 1 too old", "in the loss"]
     assert rollout.tokens("2")["answers"][0]["num_too_old"] == 1
+
+
+async def test_answers_of_a_branch_that_was_cut_off_are_not_in_the_loss(tmp_path: Path) -> None:
+    first, second = turn("1", completion("1a", [0, 0])), turn("2", completion("2a", [0, 0]), parent="1a", fork_at=4)
+    cut = completion("3a", [0, 0], finish_reason=FinishReason.LENGTH)
+    edited = turn("3", cut, parent="1a", fork_at=4, fork_reason=ForkReason.EDITED)
+    for turns, loss in (
+        ((first, second, edited), ["cut_off", "in the loss", "cut_off"]),  # the newest branch has the first answer
+        ((first, edited, second), ["in the loss", "cut_off", "in the loss"]),
+    ):
+        name = turns[1].id
+        async with open_ledger(tmp_path) as ledger:
+            await record(ledger, name, *(renamed(one, name) for one in turns))
+            await ledger.lease(5, [Lease.of(await ledger.trajectory(name), 6)])
+        masking = Transcript(TranscriptSettings(tokenizer="", masks_truncated=True))
+        described = read(tmp_path, name, masking).describe()["turns"]
+        told = [answer["loss"].removeprefix("not in the loss: ") for one in described for answer in one["answers"]]
+        assert told == loss
 
 
 async def test_siblings_are_those_around_it(tmp_path: Path) -> None:

@@ -235,6 +235,12 @@ class Fleet:
         self._require_another(member)
         await asyncio.shield(self._leave(member, drain_s))
 
+    def lose(self, url: str, why: str) -> None:
+        """Move the requests of a server that is known to be gone; it is probed like any other that failed."""
+        member = self.roster.find(url)
+        if member is not None and member.state is MemberState.SERVING:
+            self.roster.fall(member, why, is_lost=True)
+
     def view(self) -> FleetView:
         """Return what other processes with a fleet of the same servers need to know."""
         members = [member for member in self.roster.members if member.state is not MemberState.LEAVING]

@@ -3,6 +3,7 @@
 - one that is down is quarantined before a request fails there; the reason is logged once, and shown
 - silence is no failure while tokens come, or below the limit; then it is a hang, and its requests move; time in which
   this process slept, or the server loads weights, does not count
+- one that is known to be lost is not waited for
 - a server that comes back is verified: with the current label it serves; otherwise it gets the weights first
 - one that cannot get them, serves another model, or reports that it is not healthy, stays out, and the reason is shown
 - in a process that does not push, no server is touched: one that stays behind is asked last
@@ -156,6 +157,17 @@ async def test_the_requests_of_one_that_hangs_move(open_stage):
         assert stage.one.fake.aborted_ids  # the one that hangs was hung up on
         stage.one.answers.set()
         await stage.until_serving(stage.one)
+
+
+async def test_the_requests_of_one_that_is_known_to_be_lost_move_at_once(stage):
+    answer = stage.start(ask())
+    await stage.until(lambda: bool(stage.one.fake.num_in_flight))
+    stage.one.fake.step(3)
+    stage.one.answers.clear()  # silent, and by its patience this fleet would wait for it
+    stage.fleet.lose(stage.one.base_url, "its machine is lost")
+    await stage.two.finish()
+    assert (await answer).token_ids == tokens(ask(), 8)
+    assert stage.state(stage.one) is not MemberState.SERVING
 
 
 # --------------------------------------------------------------------------------------------- coming back
