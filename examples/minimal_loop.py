@@ -67,7 +67,8 @@ async def main(overrides: list[str]) -> None:
                 f"step {run.step}: reward {sum(rewards) / len(rewards):.3f} over {len(rewards)} answers, "
                 f"trained in {report.seconds:.1f} s, push stalled the engine for {pushed.stall_s * 1000:.0f} ms"
             )
-        print("checkpoint:", await run.save())
+        await run.save()
+        print("checkpoint:", await run.saved())
 
 
 def command() -> int:

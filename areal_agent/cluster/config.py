@@ -40,7 +40,8 @@ class ClusterConfig(Section):
     placement_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """With `kind: ray`: how long a process may wait for a node that has room for it, also when it is started again."""
     lost_after_s: Annotated[float, Field(ge=1)] = 10.0
-    """With `kind: ray`: a process whose node has not answered for this long is taken for dead."""
+    """With `kind: ray`: a process whose node has not answered for this long is taken for dead. On a
+    node that is cut off it ends by itself after three times as long."""
 
     @model_validator(mode="after")
     def _suits_its_kind(self) -> Self:

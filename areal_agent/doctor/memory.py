@@ -1,8 +1,9 @@
 """The memory of a machine, the estimated memory that a run needs of it and of each GPU, and what would make it fit.
 
 P parameters, V vocabulary, H hidden size, I intermediate size, L layers, Q D and K D sizes of queries and of keys
-(other letters: model.py). N trainer ranks. T tokens that go through the trainer's model at once: the budget of a
-micro-batch, or the longest context where that may go alone; with `trainer.context_parallel` a rank's share. Bytes:
+(other letters: model.py). N trainer ranks, or those of one replica (`trainer.replicas`). T tokens that go through the
+trainer's model at once: the budget of a micro-batch, or the longest context where that may go alone; with
+`trainer.context_parallel` a rank's share. Bytes:
 
     a rank of the trainer, always      12 P / N         weights and Adam's two moments, in float32
                                         4 P / N         a reference (algorithm.reference)
@@ -17,6 +18,8 @@ micro-batch, or the longest context where that may go alone; with `trainer.conte
       while it loads                    4 P             of each model
                            with N > 1   4 P / N         of each model; and what its attention is proved with:
                                         4 (P - (L - 1) layer)  one layer, and all that is no layer
+
+      while it saves beside training    a checkpoint over N, in the machine's memory (`trainer.async_save`)
 
       c bytes is a number that is computed with (`trainer.dtype`); of V H it is 4 with `trainer.fp32_lm_head`.
       a, of a token and a layer, in bfloat16 (norms inside in float32), counted on a CPU:
@@ -41,6 +44,7 @@ Where an engine lends the memory of its keys (`engine.release_kv`), they and a t
 constants below stand for what no formula covers: Python and its libraries, CUDA, an engine's graphs.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations, groupby, product
@@ -227,6 +231,8 @@ class TrainerMemory:
     def on_machine(self, num_ranks: int) -> Parts:
         """Return the use of the memory of a machine with so many ranks: on a CPU all, else what goes through it."""
         parts = Parts({"trainer: processes": num_ranks * TORCH_PROCESS_BYTES})
+        if self._trainer.async_save:
+            parts += Parts({"trainer: a checkpoint being written": num_ranks * self._share(self.checkpoint_bytes)})
         if self._is_gpu:
             # several ranks have a tensor at a time
             of_rank = (
@@ -285,7 +291,7 @@ class TrainerMemory:
         return CUDA_CONTEXT_BYTES if self._is_gpu else 0
 
     def _share(self, num_bytes: int) -> int:
-        return -(-num_bytes // self._trainer.num_ranks)
+        return -(-num_bytes * self._trainer.replicas // self._trainer.num_ranks)
 
 
 def estimate(
@@ -393,6 +399,7 @@ def _changes(config: Config, machine: Machine) -> Sequence[Sequence[Mapping[str,
     """Return what could be set to save memory, by kind; in each kind the least change first."""
     trainer, engine = config.trainer, config.engine
     budget, longest = trainer.tokens_per_micro_batch, engine.max_context_tokens
+    step = math.lcm(trainer.context_parallel, trainer.replicas)
     num_gpus = machine.num_gpus * machine.num_nodes
     shorter = [
         ({"trainer.tokens_per_micro_batch": number} if budget > number else {})
@@ -402,7 +409,8 @@ def _changes(config: Config, machine: Machine) -> Sequence[Sequence[Mapping[str,
     return (
         [] if trainer.gradient_checkpointing else [{"trainer.gradient_checkpointing": True}],
         [{"engine.kv_tokens": number} for number in _halves(engine.kv_tokens or 2**20, longest)],
-        [{"trainer.num_ranks": number} for number in range(trainer.num_ranks + 1, num_gpus + 1)],
+        [{"trainer.replicas": 1}] if trainer.replicas > 1 else [],
+        [{"trainer.num_ranks": number} for number in range(trainer.num_ranks + step, num_gpus + 1, step)],
         [] if trainer.lora else [{"trainer.lora": LoraConfig()}],
         shorter,
     )

@@ -138,7 +138,7 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
         return INTERRUPTED_CODE, f"interrupted; go on with: python -m areal_agent.train --resume {run.folder.path}"
     except ArealAgentError as error:
         if has_started:
-            outcome.error = str(error)
+            outcome.status, outcome.error, outcome.checkpoint = RunStatus.FAILED, str(error), run.checkpoint
             report_failure(run.folder, outcome, error, run.step)
         raise
     return 0 if outcome.status is RunStatus.COMPLETED else INTERRUPTED_CODE, closing_lines(run.folder, summary)
@@ -173,7 +173,7 @@ async def _learn(run: Run, outcome: Outcome) -> None:
         if is_evaluation_due(run):
             run.evaluate_beside()
         if run.step % run.config.trainer.checkpoint_every == 0:
-            outcome.checkpoint = await run.save()
+            await run.save()
     await run.stop_producing()
     await run.evaluation.finish()
     if run.preflight.eval_tasks:
@@ -213,7 +213,8 @@ async def _wind_up(run: Run, outcome: Outcome) -> None:
     await run.evaluation.cancel()
     if run.version.step < run.step:
         await run.push()  # interrupted between step and push: the step counts, and its row is written
-    outcome.checkpoint = await run.save()
+    await run.save()
+    outcome.checkpoint = await run.saved()
     await run.settle(is_completed=outcome.status is RunStatus.COMPLETED)
     outcome.tokens, outcome.ledger = await run.source.count_tokens(), run.source.ledger_elsewhere
     await run.ledger.set_note("wall_s", outcome.wall_s)

@@ -246,6 +246,7 @@ class RunMetrics:
         self._starting_s = 0.0
         self._paused_s = 0.0
         self._evaluated_tokens = 0
+        self._failed_saves = 0
         self._row: Row = {}
         self._uncounted = Uncounted()
 
@@ -355,6 +356,10 @@ class RunMetrics:
         self._log.append(row)
         self._trackers.log(version.step, numbers_of(row))
 
+    def save_failed(self) -> None:
+        """Count a checkpoint that could not be written."""
+        self._failed_saves += 1
+
     async def end_time(self, version: WeightVersion) -> None:
         """Write a row for the time that belongs to no step, and what was dropped in it."""
         since = await self._since_last()
@@ -402,6 +407,7 @@ class RunMetrics:
             counts={
                 "tokens/generated": gateway.generated_tokens,
                 "rollouts/loop_blocked_s": stats.loop_blocked_s,
+                "checkpoints/failed": self._failed_saves,
                 "gateway/turns": gateway.turns,
                 "gateway/forks": sum(gateway.forks.values()),
                 "gateway/altered_completions": gateway.altered_completions,

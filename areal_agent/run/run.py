@@ -68,12 +68,16 @@ from areal_agent.run.sources import Beginning, Source, begin, open_online_rollou
 from areal_agent.run.survival import Survival, restore
 from areal_agent.run.teacher import obtain_teacher, open_teacher
 from areal_agent.tokens.renderer import exported_template
+from areal_agent.trainer.checkpoint import FailedSaves
 from areal_agent.trainer.config import TrainerSetup
-from areal_agent.trainer.wire import StepReport
+from areal_agent.trainer.wire import SaveEnd, StepReport
 from areal_agent.types import RolloutBatch, Task, WeightVersion
 from areal_agent.weights.push import PushReport, push_under
 
 NOTHING: Mapping[str, float] = {}
+
+SAVE_POLL_S = 0.2
+"""The time between two questions whether a save has ended. The trainer answers them between its steps."""
 
 WATCHER_GRACE_S = 1.0
 """The longest wait of a failed call for the news that its process has died."""
@@ -120,6 +124,9 @@ class Run:
             algorithm=config.algorithm,
             rule=config.rollout.loss_rule,
         )
+        self.checkpoint: Path | None = None  # the last one that this process has published
+        self._failed_saves = FailedSaves(self.folder.checkpoints)
+        self._saving: asyncio.Task[None] | None = None
         self._producing: asyncio.Task[None] | None = None
         self._watchers: list[asyncio.Task[None]] = []
 
@@ -226,19 +233,57 @@ class Run:
         """
         return self.evaluation.begin(self.version, self._spawn)
 
-    async def save(self) -> Path:
-        """Publish a checkpoint of the steps done; only then are their trajectories `trained`. Rollouts go on."""
+    async def save(self) -> Path | None:
+        """Publish a checkpoint of the steps done; only then are their trajectories `trained`. Rollouts go on.
+
+        With `trainer.async_save` this returns None once the save before has ended and this one goes on by itself, which
+        `saved` waits for. A disk that fails is told, and None returned; raises TrainerError the third time in a row.
+        """
         return await uninterrupted(self._save())
 
-    async def _save(self) -> Path:
+    async def saved(self) -> Path | None:
+        """Wait until no save is under way, and return the last checkpoint. Raises TrainerError if that save failed."""
+        await uninterrupted(self._none_under_way())
+        self._failed_saves.check()
+        return self.checkpoint
+
+    async def _save(self) -> Path | None:
         with self._metrics.during("saving"):
+            await self._none_under_way()
             state = await self.source.state(self.step)
-            await self._survival.saving(self.step)
-            path = await self._trainer.save(
+            try:
+                await self._survival.saving(self.step)
+            except (OSError, LedgerError) as error:
+                return await self._commit(self.step, SaveEnd(fault=str(error)))
+            ended = await self._trainer.save(
                 self.folder.checkpoints, step=self.step, incarnation=self.version.incarnation, run_state=state
             )
-            await self.source.commit(self.step, path)
-        return path
+            if ended is not None:
+                return await self._commit(self.step, ended)
+        self._saving = self._spawn(self._follow_save(self.step), "asynchronous save")
+        return None
+
+    async def _none_under_way(self) -> None:
+        if self._saving is not None:
+            await self._saving
+            self._saving = None
+
+    async def _follow_save(self, step: int) -> None:
+        ended = None
+        while ended is None:
+            await asyncio.sleep(SAVE_POLL_S)
+            ended = await self._trainer.saved()
+        await self._commit(step, ended)
+
+    async def _commit(self, step: int, ended: SaveEnd) -> Path | None:
+        if ended.path is None:
+            self._metrics.save_failed()
+            self.progress.note(self._failed_saves.add(step, ended.fault or ""))
+            return None
+        await self.source.commit(step, ended.path)
+        self._failed_saves.clear()
+        self.checkpoint = ended.path
+        return ended.path
 
     async def stop_producing(self) -> None:
         """End the admit loop and every rollout under way; unfinished ones are recorded as `cancelled`."""
@@ -249,7 +294,11 @@ class Run:
         self._metrics.end_steps()
 
     async def settle(self, *, is_completed: bool) -> None:
-        """Give unfinished rollouts their fate; with `is_completed` finished ones too, since nobody will train them."""
+        """Give unfinished rollouts their fate; with `is_completed` finished ones too, since nobody will train them.
+
+        Raises TrainerError if the last save failed.
+        """
+        await self.saved()
         await self.source.settle(is_completed=is_completed)
         status = RunStatus.COMPLETED if is_completed else RunStatus.INTERRUPTED
         await self.ledger.set_note(questions.STATUS_NOTE, status)
@@ -390,8 +439,13 @@ class Run:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._children: list[asyncio.Task[None]] = []
         self._stack.callback(self._cancel_children)
+        self._stack.push_async_exit(self._finish_save)
         failures = {self._trainer_process.name: self._trainer_process.died(), **self.source.failures()}
         self._watchers = [self._spawn(_raise(failure), f"watcher of the {name}") for name, failure in failures.items()]
+
+    async def _finish_save(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if error is None:
+            await self.saved()
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = self._tasks.create_task(work, name=name)

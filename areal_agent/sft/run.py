@@ -41,12 +41,15 @@ from areal_agent.sft.config import SftConfig
 from areal_agent.sft.data import Data, load_data
 from areal_agent.sft.fitting import Check, Fitted, Fitting, loaded
 from areal_agent.tokens.renderer import exported_template
-from areal_agent.trainer.checkpoint import FOR_RESUMES, Checkpoint, latest_checkpoint, newest_step
+from areal_agent.trainer.checkpoint import FOR_RESUMES, Checkpoint, FailedSaves, latest_checkpoint, newest_step
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.worker import Worker
+from areal_agent.types import JsonObject
 
 logger = logging.getLogger(__name__)
 INTERRUPTED_CODE = 130
+SAVE_POLL_S = 0.1
+NOT_YET: JsonObject = {}
 
 
 def fine_tune(config: SftConfig, *, name: str, resume: str | None = None, is_dry: bool = False) -> int:
@@ -124,6 +127,8 @@ class SftRun:
         self._progress = progress
         self._saved = latest_checkpoint(folder.checkpoints)
         self._loss: float | None = None  # of the newest evaluation
+        self._saving: int | None = None  # the step of a save under way
+        self._failed_saves = FailedSaves(folder.checkpoints)
 
     def run(self) -> tuple[int, str]:
         """Make all steps that are left, and return the exit code and the last words."""
@@ -159,7 +164,7 @@ class SftRun:
             for fitted in self._steps(fitting):
                 is_last, is_asked = fitted.step >= fitting.num_steps, is_interrupted()
                 if fitted.step % self._config.trainer.checkpoint_every == 0 or is_asked or is_last:
-                    self._save(trainer, fitting)
+                    self._save(trainer, fitting, is_final=is_asked or is_last)
                 if is_asked and not is_last:
                     return False
         return True
@@ -240,10 +245,29 @@ class SftRun:
         self._log.append(row)
         self._trackers.log(step, numbers_of(row))
 
-    def _save(self, trainer: Worker, fitting: Fitting) -> None:
+    def _save(self, trainer: Worker, fitting: Fitting, *, is_final: bool) -> None:
+        """Save once the save before has ended. Wait for a final one, and raise TrainerError if that fails."""
+        self._finish_save(trainer)
         arguments = {"directory": str(self._folder.checkpoints), "step": fitting.step, "incarnation": 0}
-        path = Path(trainer.call("save", {**arguments, "run_state": fitting.state})["path"])
-        self._saved = Checkpoint(path=path, step=fitting.step, incarnation=0)
+        self._saving = fitting.step
+        ended = trainer.call("save", {**arguments, "run_state": fitting.state})
+        if ended or is_final:
+            self._finish_save(trainer, ended)
+        if is_final:
+            self._failed_saves.check()
+
+    def _finish_save(self, trainer: Worker, ended: JsonObject = NOT_YET) -> None:
+        """Wait until a save under way has ended, and note how."""
+        step, self._saving = self._saving, None
+        if step is None:
+            return
+        while not (ended := ended or trainer.call("saved", {})):
+            time.sleep(SAVE_POLL_S)
+        if "fault" in ended:
+            self._progress.note(self._failed_saves.add(step, ended["fault"]))
+        else:
+            self._failed_saves.clear()
+            self._saved = Checkpoint(path=Path(ended["path"]), step=step, incarnation=0)
 
     def _close(self) -> str:
         """Leave the model, the picture and the summary, and return the last words."""

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import orjson
 
+from areal_agent.errors import TrainerError
 from areal_agent.files import MANIFEST, bring_to_disk, encode_manifest, read_intact, require_claim, sync
 from areal_agent.types import JsonObject
 
@@ -42,6 +43,37 @@ NAME = re.compile(r"step_\d{6,}")
 WRITING = ".writing-"
 ASIDE = ".aside-"
 REMOVING = ".removing-"
+
+
+MAX_FAILED_SAVES = 3
+"""A run ends when so many saves in a row could not be written."""
+
+
+class FailedSaves:
+    """The saves to `directory` that have failed since one succeeded; training survives a few. `clear` empties it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._faults: list[str] = []
+        self.clear = self._faults.clear
+
+    def add(self, step: int, fault: str) -> str:
+        """Count one more, and return what to say about it. Raises TrainerError when there are MAX_FAILED_SAVES."""
+        self._faults.append(fault)
+        if len(self._faults) >= MAX_FAILED_SAVES:
+            self.check()
+        return (
+            f"step {step}: no checkpoint could be written to {self._directory} ({fault}); training goes on, and ends "
+            f"if {MAX_FAILED_SAVES} saves fail in a row (until now {len(self._faults)})"
+        )
+
+    def check(self) -> None:
+        """Raise TrainerError if the last save failed."""
+        if self._faults:
+            raise TrainerError(
+                f"{len(self._faults)} saves in a row could not be written to {self._directory}, the last because of "
+                f"{self._faults[-1]}; make room there or bring the folder back, and resume the run"
+            )
 
 
 class CommitPoint(StrEnum):

@@ -21,10 +21,20 @@ from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.credit import reward_parts
 from areal_agent.errors import ProcessDied, TrainerError
 from areal_agent.trainer.config import TrainerSetup
-from areal_agent.trainer.wire import TEACHER, Frame, StepReport, TrainerInfo, encode_records, error_of, receive_frame
+from areal_agent.trainer.wire import (
+    TEACHER,
+    Frame,
+    SaveEnd,
+    StepReport,
+    TrainerInfo,
+    encode_records,
+    error_of,
+    receive_frame,
+)
 from areal_agent.types import JsonObject, RolloutBatch, TokenRecord, Weights
 
 INFO = TypeAdapter(TrainerInfo)
+SAVE_END = TypeAdapter(SaveEnd)
 WEIGHTS: TypeAdapter[Weights] = TypeAdapter(Annotated[Weights, Field(union_mode="left_to_right")])
 
 
@@ -74,12 +84,20 @@ class TrainerClient:
         """Copy the weights to where engines read them. They stay intact at least until the next call."""
         return WEIGHTS.validate_python(await self._call("publish", {}))
 
-    async def save(self, directory: Path, *, step: int, incarnation: int, run_state: JsonObject) -> Path:
-        """Publish a checkpoint in `directory`, remove old ones (see checkpoint.py) and return its folder."""
+    async def save(self, directory: Path, *, step: int, incarnation: int, run_state: JsonObject) -> SaveEnd | None:
+        """Publish a checkpoint in `directory` and remove old ones (see checkpoint.py).
+
+        With `trainer.async_save` this returns None once the weights are copied, and `saved` has the end.
+        """
         answer = await self._call(
             "save", {"directory": str(directory), "step": step, "incarnation": incarnation, "run_state": run_state}
         )
-        return Path(answer["path"])
+        return SAVE_END.validate_python(answer) if answer else None
+
+    async def saved(self) -> SaveEnd | None:
+        """Return how the asynchronous save ended; None while it is under way."""
+        answer = await self._call("saved", {})
+        return SAVE_END.validate_python(answer) if answer else None
 
     async def shutdown(self) -> None:
         """Ask the process to exit."""

@@ -82,6 +82,10 @@ class TrainerConfig(Section):
     context_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     """Ranks that share the tokens of each packed row, for sequences whose activations one GPU cannot hold. It divides
     `num_ranks` and the model's attention heads; windowed attention longer than its window is refused."""
+    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Copies of the model, each sharded over `num_ranks / replicas` neighbouring ranks (HSDP). Weights are gathered
+    within a copy, and gradients alone are summed between copies, for machines that are slowly connected. It divides
+    `num_ranks`, and a rank holds so many times more."""
     threads: Annotated[int, Field(ge=1)] = 1
     """CPU threads of each trainer process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -112,6 +116,9 @@ class TrainerConfig(Section):
     the whole model is trained. See docs/lora.md."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     """Train steps between checkpoints."""
+    async_save: bool = False
+    """Train on while a checkpoint is written: every rank copies its shards to the machine's memory and writes the
+    copies. One save is under way at a time; the next one and the end of the run wait for it."""
     keep_last: Annotated[int, Field(ge=1)] = 2
     """Checkpoints that are kept, besides the one that the run was resumed from."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 120.0
@@ -131,11 +138,12 @@ class TrainerConfig(Section):
                 f"trainer.context_parallel is {self.context_parallel}, which divides packed rows, and trainer.packing "
                 "is 'padded'; set it to 1, or packing to 'balanced'"
             )
-        if self.num_ranks % self.context_parallel:
-            raise ValueError(
-                f"trainer.context_parallel is {self.context_parallel}, which does not divide trainer.num_ranks = "
-                f"{self.num_ranks}; choose a divisor of it"
-            )
+        for name in ("context_parallel", "replicas"):
+            if self.num_ranks % (number := getattr(self, name)):
+                raise ValueError(
+                    f"trainer.{name} is {number}, which does not divide trainer.num_ranks = {self.num_ranks}; choose a "
+                    "divisor of it"
+                )
         if self.schedule == "constant" and self.learning_rate_floor:
             raise ValueError("trainer.learning_rate_floor only applies to trainer.schedule linear and cosine")
         return self

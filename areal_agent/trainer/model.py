@@ -153,19 +153,24 @@ class Policy:
         return layout(chain(*saved, self._read_untrained()))
 
     def whole_parameters(
-        self, dtype: torch.dtype | None = None, *, on_all_ranks: bool = False
+        self,
+        dtype: torch.dtype | None = None,
+        parameters: Mapping[str, Tensor] | None = None,
+        *,
+        on_all_ranks: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield what is published tensor by tensor, merged with the adapters, by default in `publish_dtype`.
 
-        Collective: every rank has to iterate to the end. Without `on_all_ranks`, only rank 0 is given tensors.
+        `parameters`, by default the model's own, are this rank's shards of all of them and of the adapters. Collective:
+        every rank has to iterate to the end. Without `on_all_ranks`, only rank 0 is given tensors.
         """
         is_given = on_all_ranks or self._group.rank == 0
-        parameters = self.named_parameters()
+        parameters = dict(self.model.named_parameters()) if parameters is None else parameters
         for names in self._joined:
             tensors = {
                 name: self._buffers[name]
                 if name in self._buffers
-                else self._whole(name, parameters[name], dtype or self.publish_dtype)
+                else self._whole(name, parameters, dtype or self.publish_dtype)
                 for name in names
             }
             if is_given:
@@ -252,10 +257,10 @@ class Policy:
             )
         self._untrained = {name: path for name, path in files.items() if name not in ours}
 
-    def _whole(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    def _whole(self, name: str, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         if self.adapter is None:
-            return whole(parameter.detach().to(dtype))
-        return self.adapter.merged(name, parameter, dtype)
+            return whole(parameters[name].detach().to(dtype))
+        return self.adapter.merged(name, parameters, dtype)
 
     def _choose_attention(self, *, is_padded: bool) -> Kernel | None:
         """Give the model an attention that is proved with its weights, in float32 whatever it is to compute in."""
@@ -430,16 +435,17 @@ class Adapter:
             for layer in self._layers.values():
                 layer.is_on = True
 
-    def merged(self, name: str, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    def merged(self, name: str, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         """Return one whole parameter of the plain model, with its adapter, if any, merged in and cast to `dtype`.
 
-        Collective: every rank has to call it.
+        `parameters` are those of model and adapters. Collective: every rank has to call it.
         """
-        layer = self._layers.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        inner = name.removesuffix(".weight")
+        layer = self._layers.get(inner) if name.endswith(".weight") else None
         if layer is None:
-            return whole(parameter.detach().to(dtype))
-        a, b = whole(layer.lora_A.weight.detach()), whole(layer.lora_B.weight.detach())
-        return layer.merge(whole(parameter.detach()), a, b).to(dtype)
+            return whole(parameters[name].detach().to(dtype))
+        a, b = (whole(parameters[f"{inner}.{matrix}.weight"].detach()) for matrix in ("lora_A", "lora_B"))
+        return layer.merge(whole(parameters[name].detach()), a, b).to(dtype)
 
 
 def linear_layers(model: nn.Module, inside: Iterable[nn.Module]) -> dict[str, nn.Linear]:

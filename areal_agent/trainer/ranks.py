@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from areal_agent.callback import Callback
@@ -236,6 +236,7 @@ class Group:
     """The ranks that train together, as one of them sees them. `mesh` is None for one rank that needs no FSDP2.
 
     With a `context`, neighbouring ranks share their rows and are one data rank together; all shard the parameters.
+    A mesh of two dimensions has replicas of the model, each sharded over neighbouring ranks (HSDP).
     """
 
     rank: int = 0
@@ -243,6 +244,7 @@ class Group:
     mesh: DeviceMesh | None = None
     context: Context | None = None
     data: dist.ProcessGroup | None = None  # this rank and its likes of the other data ranks; None: all ranks
+    world: dist.ProcessGroup | None = None  # of all ranks; None: the default one
 
     @property
     def num_data_ranks(self) -> int:
@@ -253,13 +255,22 @@ class Group:
         return self.rank // (1 if self.context is None else self.context.size)
 
     @classmethod
-    def join(cls, rank: int, size: int, rendezvous: Path, device: torch.device, *, context_parallel: int = 1) -> Self:
+    def join(
+        cls,
+        rank: int,
+        size: int,
+        rendezvous: Path,
+        device: torch.device,
+        *,
+        context_parallel: int = 1,
+        replicas: int = 1,
+    ) -> Self:
         """Wait for the other ranks at the file `rendezvous`, whose path only they know. Undo it with `leave`.
 
-        Each `context_parallel` neighbours share their rows. All ranks are on one machine and talk over its loopback
-        interface, where no other machine listens.
+        Each `context_parallel` neighbours share their rows, and each `size / replicas` neighbours have one replica of
+        the model. All ranks are on one machine and talk over its loopback interface, where no other machine listens.
         """
-        group = cls._of(rank, size, dist.FileStore(str(rendezvous), size), device)  # pyright: ignore[reportPrivateImportUsage]
+        group = cls._of(rank, size, dist.FileStore(str(rendezvous), size), device, replicas)  # pyright: ignore[reportPrivateImportUsage]
         if context_parallel == 1:
             return group
         shape = (size // context_parallel, context_parallel)
@@ -273,12 +284,23 @@ class Group:
         return cls._of(0, 1, dist.HashStore(), device)  # pyright: ignore[reportPrivateImportUsage]
 
     @classmethod
-    def _of(cls, rank: int, size: int, store: dist.Store, device: torch.device) -> Self:  # pyright: ignore[reportPrivateImportUsage]
+    def _of(cls, rank: int, size: int, store: dist.Store, device: torch.device, replicas: int = 1) -> Self:  # pyright: ignore[reportPrivateImportUsage]
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-        return cls(rank=rank, size=size, mesh=init_device_mesh(device.type, (size,)))
+        shape, names = ((size,), ("shard",)) if replicas == 1 else ((replicas, size // replicas), ("replica", "shard"))
+        return cls(rank=rank, size=size, mesh=init_device_mesh(device.type, shape, mesh_dim_names=names))
+
+    def aside(self) -> Self:
+        """Return the same ranks on the CPU, in process groups that a thread may use beside training. Collective."""
+        if self.mesh is None:
+            return self
+        names = tuple(f"{name}_aside" for name in self.mesh.mesh_dim_names or ())
+        # with names and a backend of its own, or torch would share the groups of an equal mesh
+        own: Any = dict.fromkeys(names, "gloo")
+        mesh = init_device_mesh("cpu", self.mesh.shape, mesh_dim_names=names, backend_override=own)
+        return replace(self, mesh=mesh, world=dist.new_group(backend="gloo"))
 
     def leave(self) -> None:
         if self.mesh is not None and dist.is_initialized():
@@ -311,9 +333,17 @@ class Group:
     def rows(self, tensor: Tensor) -> DTensor:
         """Return this rank's rows of a tensor that every rank has, divided as FSDP2 divides it."""
         assert self.mesh is not None, "one rank alone has all rows"
-        seen = distribute_tensor(tensor, self.mesh, [Shard(0)], src_data_rank=None)
+        placements = (Replicate(), Shard(0))[-self.mesh.ndim :]
+        seen = distribute_tensor(tensor, self.mesh, placements, src_data_rank=None)
         own = seen.to_local().clone()  # a view would keep the whole tensor
-        return DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False, shape=seen.shape, stride=seen.stride())
+        return DTensor.from_local(own, self.mesh, placements, run_check=False, shape=seen.shape, stride=seen.stride())
+
+    def copied(self, tensor: Tensor) -> Tensor:
+        """Return a copy in the host's memory; of a sharded tensor this rank's rows, as rows in this group."""
+        if not isinstance(tensor, DTensor):
+            return tensor.detach().to("cpu", copy=True)
+        own, (shape, stride) = tensor.to_local().detach().to("cpu", copy=True), (tensor.shape, tensor.stride())
+        return DTensor.from_local(own, self.mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
     def shard(self, layers: Sequence[nn.Module], whole: nn.Module | None, precision: Precision = FLOAT32) -> None:
         """Shard the parameters of a model over the ranks (FSDP2): each layer is one unit, and the rest is another.
@@ -350,6 +380,13 @@ class Group:
         parts: list[Any] | None = None if self.rank else [None] * self.size
         dist.gather_object(part, parts, dst=0)
         return parts or []
+
+    def told(self, word: Any = None) -> Any:
+        """Return the word of rank 0. Collective."""
+        said = [word]
+        if self.size > 1:
+            dist.broadcast_object_list(said, src=0, group=self.world)
+        return said[0]
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every data rank, by rank. All ranks must give equally many."""

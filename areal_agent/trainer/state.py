@@ -10,23 +10,24 @@ ranks wrote. Nothing is pickled: numbers are JSON, and hyperparameters come from
     adapter/                         the trained adapters, for other programs to load
 
 If adapters are trained, the export has them merged in; the weights without them are only in the folder that the run
-began with.
+began with. What is written is a `Content`, which has the live tensors or copies of them.
 """
 
 import shutil
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import orjson
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -44,6 +45,8 @@ from areal_agent.trainer.checkpoint import ADAPTER, RUN_STATE, TRAINING
 from areal_agent.trainer.config import LoraConfig
 from areal_agent.trainer.model import Critic, Policy
 from areal_agent.trainer.optimizer import Optimizer
+from areal_agent.trainer.ranks import whole
+from areal_agent.types import JsonObject, TensorEntry
 from areal_agent.weights.channels import write_adapter, write_model
 
 PROGRESS = "progress.json"
@@ -58,16 +61,57 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 """Key an optimiser's state by parameter name, because parameter numbers differ between ranks."""
 
 
-def write_export(folder: Path, policy: Policy, source: Path, chat_template: str | None = None) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Content:
+    """What a checkpoint is written from: this rank's shards of all tensors by name."""
+
+    layout: tuple[TensorEntry, ...]  # of the exported weights
+    parameters: Mapping[str, Tensor]  # the policy's with its adapters, of which the export is made
+    training: Mapping[str, Tensor]
+    progress: JsonObject
+
+    @classmethod
+    def of(cls, training: "Training") -> Self:
+        """Return the live tensors. An optimiser that has made no update has no state to write."""
+        optimizers = {name: one for name, (_, one) in training.optimizers().items()}
+        parts = [*training.weights(), *(name for name, one in optimizers.items() if one.adamw.state)]
+        return cls(
+            layout=training.policy.published(torch.float32),
+            parameters=dict(training.policy.model.named_parameters()),
+            training=_tensors(training, parts),
+            progress={
+                "parts": parts,
+                "num_updates": {name: one.num_updates for name, one in optimizers.items()},
+                "norms": {name: list(one.norms) for name, one in optimizers.items()},
+                "lora": _lora(training),
+            },
+        )
+
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Self:
+        """Return the same with a copy of each tensor."""
+        both = ({name: copy(one) for name, one in of.items()} for of in (self.parameters, self.training))
+        return replace(self, parameters=next(both), training=next(both))
+
+
+def write_export(
+    folder: Path, policy: Policy, source: Path, chat_template: str | None = None, content: Content | None = None
+) -> None:
     """Write the weights in float32 with their config, and copy the tokenizer files of the folder `source`.
 
+    The weights are the policy's own, or those of `content`.
     `chat_template`, if given, becomes the tokenizer's template: transformers prefers this file to any other place.
     """
-    weights = policy.whole_parameters(torch.float32)
-    if not _is_first_rank():
-        deque(weights, maxlen=0)  # takes part in gathering
-        return
-    write_model(folder, policy.published(torch.float32), weights)
+    weights = policy.whole_parameters(torch.float32, content and content.parameters)
+    try:
+        if _is_first_rank():
+            write_model(folder, content.layout if content else policy.published(torch.float32), weights)
+            _write_description(folder, policy, source, chat_template)
+    finally:
+        deque(weights, maxlen=0)  # the other ranks take part in gathering, also when the first cannot write
+
+
+def _write_description(folder: Path, policy: Policy, source: Path, chat_template: str | None) -> None:
+    """Write what a Hugging Face folder has besides its weights."""
     if not policy.is_part:  # else the config that describes all of it is copied below
         config = policy.model.config
         config.architectures = [type(policy.model).__name__]
@@ -81,11 +125,11 @@ def write_export(folder: Path, policy: Policy, source: Path, chat_template: str 
         (folder / CHAT_TEMPLATE).write_text(chat_template)
 
 
-def export_adapter(folder: Path, training: "Training", base: Path) -> None:
+def export_adapter(folder: Path, training: "Training", base: Path, content: Content) -> None:
     """Write the adapters, if any are trained, to the subfolder `adapter`. `base` is the folder of the frozen model."""
     if training.lora is None:
         return
-    matrices = training.policy.whole_adapter()
+    matrices = {name: whole(content.parameters[name].detach()) for name in training.policy.trained_parameters()}
     if _is_first_rank():
         (folder / ADAPTER).mkdir()
         write_adapter(folder / ADAPTER, matrices, form_of(training.lora, base))
@@ -126,24 +170,17 @@ class Training:
         return found
 
 
-def write_training(folder: Path, training: Training) -> None:
-    """Write all of it. An optimiser that has made no update has no state to write."""
-    started = [name for name, (_, optimizer) in training.optimizers().items() if optimizer.adamw.state]
-    parts = [*training.weights(), *started]
-    with _alone_without_warning():
-        save(
-            _tensors(training, parts),
-            storage_writer=HuggingFaceStorageWriter(str(folder / TRAINING), save_distributed=True),
-        )
+def write_training(folder: Path, content: Content, world: dist.ProcessGroup | None) -> None:
+    """Write the rest of `content`, each rank of `world` its shards. Raises on all ranks what one of them raises."""
+    writer = HuggingFaceStorageWriter(str(folder / TRAINING), save_distributed=True)
+    try:
+        with _alone_without_warning():
+            save(dict(content.training), storage_writer=writer, process_group=world)
+    except CheckpointException as failed:  # a BaseException
+        faults = [fault for fault, _ in failed.failures.values()]
+        raise next((one for one in faults if not isinstance(one, OSError)), faults[0]) from None
     if _is_first_rank():
-        optimizers = {name: optimizer for name, (_, optimizer) in training.optimizers().items()}
-        progress = {
-            "parts": parts,
-            "num_updates": {name: one.num_updates for name, one in optimizers.items()},
-            "norms": {name: list(one.norms) for name, one in optimizers.items()},
-            "lora": _lora(training),
-        }
-        (folder / TRAINING / PROGRESS).write_bytes(orjson.dumps(progress))
+        (folder / TRAINING / PROGRESS).write_bytes(orjson.dumps(content.progress))
 
 
 def read_training(folder: Path, training: Training) -> None:

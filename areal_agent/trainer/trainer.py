@@ -6,6 +6,7 @@ worker.py calls it for every command; it can also be used alone, in one process.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,8 @@ from areal_agent.trainer.forward import vocab_size
 from areal_agent.trainer.model import Critic, Policy, choose_device
 from areal_agent.trainer.optimizer import Optimizer, Schedule
 from areal_agent.trainer.ranks import ALONE, FLOAT32, Group, Precision
-from areal_agent.trainer.state import Training, export_adapter, form_of, read_training, write_export, write_training
+from areal_agent.trainer.saving import Saver
+from areal_agent.trainer.state import Training, form_of, read_training
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.wire import StepInput, StepReport, TrainerInfo
 from areal_agent.types import DistributedWeights, JsonObject, TokenRecord, Weights
@@ -109,6 +111,8 @@ class Trainer:
             self._channel = _open_channel(config, policy, setup.shared_memory, self._source, host, group)
         if checkpoint is not None:
             read_training(setup.model, self._training)
+        template, is_beside = setup.chat_template, config.async_save
+        self.saver = Saver(self._training, group, source=self._source, chat_template=template, is_beside=is_beside)
 
     @property
     def info(self) -> TrainerInfo:
@@ -167,34 +171,29 @@ class Trainer:
     ) -> Checkpoint | None:
         """Publish a checkpoint that contains `run_state`. All ranks write; rank 0 publishes, the others get None.
 
-        Raises ValueError unless `step` was trained last.
+        With `trainer.async_save` it only begins, all get None, and `saver.ended` has the result. Raises ValueError
+        unless `step` was trained last, and OSError on rank 0 if files cannot be written.
         """
         if step != self._step:
             raise ValueError(
                 f"a checkpoint of step {step} was requested, but the weights are those of step {self._step}"
             )
-        if self._group.rank:
-            self._write(hidden_folder(directory, step, incarnation))
-            return None
-        return publish_checkpoint(
+        publish = partial(
+            publish_checkpoint,
             directory,
             step=step,
             incarnation=incarnation,
             run_state=run_state,
-            write=self._write,
             keep_last=self._setup.trainer.keep_last,
             begun_with=self._begun_with,
         )
+        return self.saver.save(hidden_folder(directory, step, incarnation), publish)
 
     def close(self) -> None:
+        self.saver.close()
         if self._channel is not None:
             self._channel.close()
         self._group.leave()
-
-    def _write(self, folder: Path) -> None:
-        write_export(folder, self._policy, self._source, self._setup.chat_template)
-        export_adapter(folder, self._training, self._source)
-        write_training(folder, self._training)
 
 
 def load_teacher(folder: Path, policy: Policy, *, is_padded: bool, group: Group) -> Policy:

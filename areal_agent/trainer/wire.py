@@ -15,6 +15,7 @@ import struct
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,6 +75,14 @@ class TrainerInfo:
     num_parameters: int
     device: str
     rank_process_ids: tuple[int, ...] = ()  # of ranks 1, 2, ... if there are several
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SaveEnd:
+    """How a save ended: with a checkpoint's folder, or with the reason why its files could not be written."""
+
+    path: Path | None = None
+    fault: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

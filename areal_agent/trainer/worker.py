@@ -8,8 +8,9 @@ run's commands come over a socket (`serve`); supervised fine-tuning calls the wo
 import logging
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from io import BufferedRWPair
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from areal_agent.callback import LOOPBACK
+from areal_agent.trainer.checkpoint import Checkpoint
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.model import choose_device
 from areal_agent.trainer.ranks import ALONE, Group, Ranks
@@ -114,13 +116,11 @@ class Worker:
                 published = self._ready().publish()
                 return asdict(published) if published else {}
             case "save":
-                saved = self._ready().save(
-                    Path(arguments["directory"]),
-                    step=arguments["step"],
-                    incarnation=arguments["incarnation"],
-                    run_state=arguments["run_state"],
-                )
-                return {"path": str(saved.path)} if saved else {}
+                directory, names = Path(arguments["directory"]), ("step", "incarnation", "run_state")
+                save = partial(self._ready().save, directory, **{name: arguments[name] for name in names})
+                return _end_of(save)
+            case "saved":
+                return _end_of(self._ready().saver.ended)
             case unknown:
                 raise ValueError(f"unknown command {unknown!r}")
 
@@ -141,8 +141,8 @@ class Worker:
         group = ALONE
         if config.num_ranks > 1:
             where = Path(arguments["rendezvous"])
-            parallel = config.context_parallel
-            group = Group.join(self._rank, config.num_ranks, where, device, context_parallel=parallel)
+            meshes = {"context_parallel": config.context_parallel, "replicas": config.replicas}
+            group = Group.join(self._rank, config.num_ranks, where, device, **meshes)
         self._trainer = Trainer(setup, device=device, group=group, address=self._address)
         info = self._trainer.info
         logger.info("loaded %s: %d parameters on %s", setup.model, info.num_parameters, info.device)
@@ -165,6 +165,16 @@ class Worker:
         if self._trainer is None:
             raise ValueError("no model is loaded; send init first, and check that it succeeds")
         return self._trainer
+
+
+def _end_of(save: Callable[[], Checkpoint | None]) -> JsonObject:
+    """Return how a save has ended; nothing while it is under way. A disk that fails leaves the ranks as they are."""
+    try:
+        saved = save()
+    except OSError as error:
+        logger.warning("a checkpoint could not be written", exc_info=error)
+        return {"fault": str(error)}
+    return {"path": str(saved.path)} if saved else {}
 
 
 def _without_records(request: Frame) -> Frame:

@@ -29,6 +29,7 @@ from areal_agent.errors import ConfigError, EngineRejected
 from areal_agent.ledger.verify import verify
 from areal_agent.rollout.config import RolloutConfig
 from areal_agent.run.run import Run
+from areal_agent.types import DistributedWeights
 from tests.cluster.conftest import of_runs, until_ended
 from tests.commands import run as run_command
 from tests.commands import started
@@ -87,7 +88,11 @@ async def test_a_run_survives_the_node_of_a_worker_and_an_engine(
         cluster.remove_node(nodes[0], allow_graceful=False)
         await until_serving(engines, 1)
         await train(run, 4)
-        await until_serving(engines, 2)
+        while [one.state for one in engines.report()] != [MemberState.SERVING] * 2:  # the one that died is out
+            await engines.roster.changed()
+        due = engines.pushes.due
+        assert due is not None and isinstance(due.source, DistributedWeights)
+        assert "127.0.0.1" not in {part.host for part in due.source.parts}  # an address for other machines
         workers = run.source.serving.rollouts
         while not all(seat.has_room for seat in workers.seats):
             await train(run, run.step + 1)

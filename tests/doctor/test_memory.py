@@ -1,7 +1,8 @@
 """The memory estimate, against numbers worked out by hand and against a process that was measured.
 
 - Parameters of published models, and bytes of a token's keys and values.
-- The trainer's parts on one GPU; with several ranks each has its share, also while it loads, and what is gathered.
+- The trainer's parts on one GPU; with several ranks each has its share, also while it loads, and what is gathered;
+  with replicas each has its share of one, and all have copies of a checkpoint that is written beside training.
 - Activations with and without gradient checkpointing; the longest context counts where it may go alone.
 - A reference, a critic and a teacher are counted, the first two also in the checkpoint; adapters count what is
   trained, and no reference.
@@ -135,6 +136,13 @@ def test_ranks_share_what_is_by_parameter_and_gather_the_rest() -> None:
     memory = TrainerMemory(shape=QWEN3_4B, config=asked, is_gpu=True)
     rest = 151_936 * 2560 + 2560  # the embedding, which is the output layer too, and the last norm
     assert memory.loading().total() == 4_022_468_096 + 4 * (rest + 100_930_816) + CUDA_CONTEXT_BYTES
+
+
+def test_a_replica_is_shared_by_its_own_ranks_and_copied_with_its_save() -> None:
+    asked = config(trainer={"num_ranks": 4, "replicas": 2, "async_save": True}, engine=sglang("--base-gpu-id", "4"))
+    assert parts_of(asked, EIGHT_GPUS, 3, QWEN3_4B)["trainer: weights"] == 2 * 4_022_468_096
+    memory = TrainerMemory(shape=QWEN3_4B, config=asked, is_gpu=True)
+    assert memory.on_machine(4)["trainer: a checkpoint being written"] == 2 * memory.checkpoint_bytes
 
 
 def test_a_reference_and_a_critic_are_counted() -> None:

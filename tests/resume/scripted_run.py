@@ -76,9 +76,9 @@ class ScriptedTrainer:
         self.weights += [one.session_id for one in batch.trained]
         self.passing(CommitPoint.TRAINED)
 
-    def save(self, version: WeightVersion, run_state: dict[str, Any]) -> Path:
+    def save(self, version: WeightVersion, run_state: dict[str, Any], weights: list[str]) -> Path:
         def write(folder: Path) -> None:
-            (folder / WEIGHTS).write_bytes(orjson.dumps(self.weights))
+            (folder / WEIGHTS).write_bytes(orjson.dumps(weights))
 
         return publish_checkpoint(
             self.directory,
@@ -102,6 +102,7 @@ class ScriptedRun:
     engine: FakeEngine
     version: WeightVersion
     passing: Passing
+    saving: asyncio.Task[None] | None = None
 
     async def step(self, num_groups: int) -> None:
         """Take a batch, train it, and let the engine serve what came of it."""
@@ -114,10 +115,18 @@ class ScriptedRun:
         self.passing(CommitPoint.PUSHED)
 
     async def save(self) -> None:
-        step = self.version.step
-        run_state = {TASKS: self.producer.draws.state(), **await leases_of(self.ledger, step)}
-        path = await asyncio.to_thread(self.trainer.save, self.version, run_state)
-        await self.ledger.commit_checkpoint(step, str(path))
+        """Begin a save beside the next steps, once the one before has ended."""
+        await self.saved()
+        run_state = {TASKS: self.producer.draws.state(), **await leases_of(self.ledger, self.version.step)}
+        self.saving = asyncio.create_task(self._save(self.version, run_state, list(self.trainer.weights)))
+
+    async def saved(self) -> None:
+        if self.saving is not None:
+            await self.saving
+
+    async def _save(self, version: WeightVersion, run_state: dict[str, Any], weights: list[str]) -> None:
+        path = await asyncio.to_thread(self.trainer.save, version, run_state, weights)
+        await self.ledger.commit_checkpoint(version.step, str(path))
         self.passing(CommitPoint.COMMITTED)
 
 
@@ -197,6 +206,7 @@ async def live(folder: Path, model: Path, num_steps: int, passing: Passing = pas
         await asyncio.wait({producing})
         await run.save()
         await run.save()  # a second checkpoint of the same step: the first one steps aside
+        await run.saved()
         await run.producer.settle(is_completed=True)
         await run.ledger.set_note("status", "completed")
 

@@ -4,7 +4,8 @@
 the status interrupted. 3. A second SIGTERM later ends everything at once: no process is left, and the ledger is in
 order. 4. A refused resume leaves the run's config as it was; a model with another tokenizer is refused. 5. An
 evaluation beside training that died with its process is made up for after the resume, under the weights with which
-the run goes on.
+the run goes on. 6. An asynchronous save that fails is told and counted and costs no step; the next one is committed in
+the ledger once it is published.
 """
 
 import asyncio
@@ -22,13 +23,14 @@ import psutil
 import pytest
 
 from areal_agent.config import Config
-from areal_agent.errors import ConfigError
+from areal_agent.errors import ConfigError, TrainerError
+from areal_agent.ledger import questions
 from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.run import Run
 from areal_agent.trainer.checkpoint import latest_checkpoint
 from tests.commands import run, started
-from tests.run.test_run import config, end, solve, train
+from tests.run.test_run import config, end, proved_rows, solve, train
 
 pytestmark = pytest.mark.slow
 
@@ -52,6 +54,28 @@ async def test_agents_are_answered_while_a_save_goes_on(tmp_path: Path, small_mo
         os.kill(run._trainer_process.pid, signal.SIGCONT)
         assert (await saving).name == "step_000001"
         await end(run)
+
+
+async def test_a_save_that_fails_costs_no_step(tmp_path: Path, small_model: Path) -> None:
+    settings = config(tmp_path, small_model, trainer={"learning_rate": 1e-3, "async_save": True})
+    async with Run(settings, workflow=solve) as run:
+        folder = run.folder.checkpoints
+        away = folder.rename(folder.with_name("away"))
+        folder.touch()  # as if the disk were gone
+        await train(run, 1)
+        await run.save()
+        with pytest.raises(TrainerError, match=f"1 saves in a row could not be written to {folder}"):
+            await run.saved()
+        await train(run, 2)
+        folder.unlink()
+        away.rename(folder)
+        await run.save()
+        await train(run, 3)
+        assert await run.saved() == folder / "step_000002"
+        assert await run.ledger.ask(questions.last_checkpoint) == 2
+        await end(run)
+        assert run.checkpoint == folder / "step_000003"
+    assert [row["checkpoints/failed"] for row in proved_rows(run)] == [0, 1, 0]
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections import Counter
 from pathlib import Path
@@ -27,12 +28,14 @@ def tell(text: str) -> None:
 
 def run(folder: Path, tokenizer: Path, num_steps: int, fatal: str, number: int) -> None:
     passed: Counter[str] = Counter()
+    alone = threading.Lock()  # of steps and the save beside them
 
     def passing(point: CommitPoint) -> None:
-        tell(point)
-        passed[point] += 1
-        if point == fatal and passed[point] == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+        with alone:
+            tell(point)
+            passed[point] += 1
+            if point == fatal and passed[point] == number:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def told(request: GenerateRequest) -> list[int]:
         tell("answer")

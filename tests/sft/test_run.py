@@ -5,7 +5,8 @@ leaves model, picture, metrics and summary; 3. resumed, it makes the same steps 
 left its model; 4. with adapters the exported model has them merged in; 5. it ends when the loss is flat; 6. a signal
 ends it after the step under way, with a checkpoint, and changes nothing after the last step; 7. faults are one line,
 and nothing is left behind; `--dry-run` starts nothing; 8. a run folder has
-one writer; 9. two ranks learn the same, interrupted and resumed, and write to the log alone (slow).
+one writer; 9. two ranks learn the same, interrupted and resumed, and write to the log alone (slow); 10. saves beside
+its steps are those between them.
 """
 
 import json
@@ -33,6 +34,7 @@ from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.worker import Worker
 from areal_agent.types import JsonObject
 from tests.commands import run
+from tests.trainer.lab import held_by
 
 LEARNING_RATE = 3e-3
 
@@ -105,6 +107,16 @@ def test_it_learns_and_leaves_a_model(done: Path, small_model: Path) -> None:
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (done / "model", small_model))
     assert ours.keys() == theirs.keys()
     AutoModelForCausalLM.from_pretrained(done / "model")
+
+
+def test_saves_beside_its_steps_are_those_between_them(
+    done: Path, small_model: Path, chats: Path, tmp_path: Path
+) -> None:
+    assert fine_tune(config(small_model, chats, tmp_path / "run", trainer={"async_save": True}), name="sft") == 0
+    between, beside = (
+        {path.name: held_by(path) for path in (folder / "checkpoints").iterdir()} for folder in (done, tmp_path / "run")
+    )
+    assert between == beside
 
 
 @pytest.mark.parametrize("missing", [("model", "checkpoints/step_000010", "checkpoints/step_000008"), ()])

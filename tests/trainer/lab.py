@@ -8,10 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.cluster.hosts import Process
 from areal_agent.cluster.local import start_trainer
+from areal_agent.files import read_manifest
 from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.model import Critic, Policy
@@ -124,6 +126,16 @@ class Lab:
             replace(one, behavior_logprobs=np.append(0.0, self.logprobs(one).detach().numpy()).astype(np.float32))
             for one in records
         ]
+
+
+def held_by(checkpoint: Path) -> dict[str, object]:
+    """What a checkpoint holds, by file: digests, and the bytes of shards' tensors, whose headers have no order."""
+    return {
+        name: {key: one.numpy().tobytes() for key, one in load_file(checkpoint / name).items()}
+        if name.startswith("training/shard")
+        else digest
+        for name, digest in read_manifest(checkpoint)[0].items()
+    }
 
 
 def train_alike(one: Trainer, other: Trainer, given: StepInput) -> dict[str, float]:

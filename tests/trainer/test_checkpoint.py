@@ -7,6 +7,8 @@
 - A writer that fails or is killed leaves no checkpoint; what it left is removed by the next.
 - The newest intact one is found: damaged ones are passed over with a warning.
 - Only the last ones are kept, and none of an abandoned lineage; one of the same step is replaced.
+- An asynchronous save holds the weights at its beginning, byte for byte what a save at once holds.
+- A save that fails is the result of a command; the third in a row raises.
 - An incarnation that was taken over publishes none, whenever it happened, and leaves the other's files alone.
 """
 
@@ -15,19 +17,28 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.errors import ConfigError, TakenOver
+from areal_agent.errors import ConfigError, TakenOver, TrainerError
 from areal_agent.files import claim
-from areal_agent.trainer.checkpoint import CommitPoint, latest_checkpoint, publish_checkpoint, read_checkpoint
-from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.checkpoint import (
+    CommitPoint,
+    FailedSaves,
+    latest_checkpoint,
+    publish_checkpoint,
+    read_checkpoint,
+)
+from areal_agent.trainer.config import LoraConfig, TrainerConfig, TrainerSetup
 from areal_agent.trainer.trainer import Trainer
-from tests.trainer.lab import train_alike
+from areal_agent.trainer.worker import Worker
+from tests.trainer.lab import held_by, train_alike
 
 CONFIG = TrainerConfig(learning_rate=1e-3, warmup_fraction=0.5, schedule="cosine", keep_last=2)
 ALGORITHM = AlgorithmConfig(minibatches=3)
@@ -36,6 +47,63 @@ ALGORITHM = AlgorithmConfig(minibatches=3)
 @pytest.fixture
 def load_trainer(open_trainer):
     return lambda folder, **more: open_trainer(folder, CONFIG, ALGORITHM, **more)
+
+
+WITH_ALL = AlgorithmConfig(preset="ppo", reference="initial", kl_coefficient=0.1)
+ADAPTED = (CONFIG.model_copy(update={"lora": LoraConfig(rank=2)}), ALGORITHM)
+
+
+@pytest.mark.parametrize(("config", "algorithm"), [(CONFIG, WITH_ALL), ADAPTED], ids=["critic", "adapters"])
+def test_an_asynchronous_save_is_one_at_its_beginning(
+    open_trainer, model_folder, make_batch, as_input, tmp_path, config, algorithm
+):
+    at_once = open_trainer(model_folder, config, algorithm)
+    beside = open_trainer(model_folder, config.model_copy(update={"async_save": True}), algorithm)
+    train_alike(at_once, beside, as_input(make_batch(1)))
+    files = held_by(at_once.save(tmp_path / "at once", step=1, incarnation=0).path)
+    may_write = threading.Event()
+    beside.saver._thread.submit(may_write.wait)
+    assert beside.save(tmp_path / "beside", step=1, incarnation=0) is None
+    train_alike(at_once, beside, as_input(make_batch(2)))
+    assert beside.saver.ended() is None
+    assert not (tmp_path / "beside").exists()
+    may_write.set()
+    beside.saver.close()
+    saved = beside.saver.ended()
+    assert (saved.path, held_by(saved.path)) == (tmp_path / "beside" / "step_000001", files)
+
+
+@pytest.mark.parametrize("is_beside", [False, True])
+def test_a_save_that_fails_is_a_result_and_the_next_may_succeed(model_folder, tmp_path, is_beside):
+    config = CONFIG.model_copy(update={"async_save": is_beside})
+    setup = TrainerSetup(model=model_folder, trainer=config, seed=0, shared_memory=tmp_path)
+    worker = Worker()
+    worker.call("init", {"setup": setup.model_dump(mode="json")})
+    (tmp_path / "away").touch()
+    ends = []
+    for name in ("away", "there"):
+        ended = worker.call("save", {"directory": str(tmp_path / name), "step": 0, "incarnation": 0, "run_state": {}})
+        while not ended:
+            ended = worker.call("saved", {})
+        ends.append(ended)
+    worker.close()
+    assert ends == [{"fault": ANY}, {"path": str(tmp_path / "there" / "step_000000")}]
+    assert str(tmp_path / "away") in ends[0]["fault"]
+
+
+def test_the_third_save_in_a_row_that_fails_raises(tmp_path):
+    failed = FailedSaves(tmp_path)
+    for _ in range(2):
+        failed.check()
+        assert "until now 1" in failed.add(1, "full")
+        assert "until now 2" in failed.add(2, "full")
+        failed.clear()
+    failed.add(3, "away")
+    with pytest.raises(TrainerError, match=r"1 saves in a row .* because of away; make room"):
+        failed.check()
+    failed.add(4, "away")
+    with pytest.raises(TrainerError, match=f"3 saves in a row .* to {tmp_path}, the last because of full"):
+        failed.add(5, "full")
 
 
 def write_small(folder: Path) -> None:

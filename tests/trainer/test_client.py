@@ -29,7 +29,7 @@ from areal_agent.errors import ConfigError, ProcessDied, TrainerError
 from areal_agent.trainer.__main__ import main
 from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
-from areal_agent.trainer.wire import Frame, receive_frame
+from areal_agent.trainer.wire import Frame, SaveEnd, receive_frame
 from areal_agent.trainer.worker import Worker
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights
 from tests.trainer.lab import connected, real_process
@@ -91,8 +91,8 @@ async def test_an_engine_reads_the_published_weights_which_a_checkpoint_holds(
     initial = dict(AutoModelForCausalLM.from_pretrained(model_folder).named_parameters())
     assert all(torch.equal(before[name], initial[name]) for name in initial)
     assert not torch.equal(after["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
-    path = await ready.save(tmp_path / "checkpoints", step=1, incarnation=0, run_state={})
-    saved = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    ended = await ready.save(tmp_path / "checkpoints", step=1, incarnation=0, run_state={})
+    saved = dict(AutoModelForCausalLM.from_pretrained(ended.path).named_parameters())
     assert all(torch.equal(saved[name], after[name]) for name in saved)
 
 
@@ -185,7 +185,7 @@ async def test_a_cancelled_command_does_not_confuse_the_next(peer):
     second = (await receive_frame(reader)).header
     for number, path in ((first["number"], "late"), (second["number"], "right")):
         writer.write(Frame(header={"number": number, "result": {"path": path}}).encode())
-    assert await saving == Path("right")
+    assert await saving == SaveEnd(path=Path("right"))
 
 
 async def test_an_end_inside_an_answer_is_process_died(peer):

@@ -262,7 +262,7 @@ def test_frozen_weights_are_held_in_bfloat16_on_a_gpu_where_that_loses_nothing()
     halve(model, [model], {})
     adapter = Adapter.attach(model, [model], LoraConfig(rank=2, target_modules=("first", "second")), seed=0)
     assert (model["first"].weight.dtype, model["second"].weight.dtype) == (torch.bfloat16, torch.float32)
-    merged = adapter.merged("first.weight", model["first"].weight, torch.float32)
+    merged = adapter.merged("first.weight", dict(model.named_parameters()), torch.float32)
     assert merged.dtype == torch.float32
     assert torch.equal(merged, exact)
     assert all(one.dtype == torch.float32 for one in adapter.parameters().values())
