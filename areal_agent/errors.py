@@ -16,6 +16,7 @@
     ├── WorkerError            a rollout worker answered with a failure
     ├── GatewayError           a gateway that stands alone refused a trainer's call, or is gone
     ├── ProcessDied            a process of the run ended by itself
+    │   └── TrainerDied        the trainer, one of its ranks, or a machine of theirs
     ├── LedgerError            the ledger of a run folder is damaged, locked or contradicts itself
     ├── TakenOver              a later incarnation of the run holds its checkpoints: this one may publish nothing
     ├── RolloutsFailing        group after group fails or teaches nothing: the run would train nothing
@@ -104,6 +105,10 @@ class GatewayError(ArealAgentError):
 
 class ProcessDied(ArealAgentError):
     """A process of the run ended by itself. The message has its exit status and its last log lines."""
+
+
+class TrainerDied(ProcessDied):
+    """The trainer or one of its ranks ended by itself, or its machine is gone; the others cannot go on without it."""
 
 
 class LedgerError(ArealAgentError):

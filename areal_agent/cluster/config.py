@@ -42,6 +42,9 @@ class ClusterConfig(Section):
     lost_after_s: Annotated[float, Field(ge=1)] = 10.0
     """With `kind: ray`: a process whose node has not answered for this long is taken for dead. On a
     node that is cut off it ends by itself after three times as long."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """With `kind: ray`: how often a run goes on by itself, from the last checkpoint, when its trainer dies. It then has
+    as many ranks as there is room for, at most `trainer.num_ranks`."""
 
     @model_validator(mode="after")
     def _suits_its_kind(self) -> Self:

@@ -28,6 +28,11 @@ class Process(Protocol):
     def is_running(self) -> bool: ...
 
     @property
+    def exit_status(self) -> int | None:
+        """None while it runs, and when its machine is gone; negative if a signal ended it."""
+        ...
+
+    @property
     def pid(self) -> int | None:
         """The process id; None on another machine, where it would mean nothing here."""
         ...

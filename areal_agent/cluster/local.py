@@ -1,4 +1,4 @@
-"""Starts the trainer and the rollout workers, and what a run needs on this machine: ports, addresses, folders.
+"""Starts the rollout workers, and what a run needs on this machine: ports, addresses, folders.
 
 The model's folder is one that the config names, one of the hub, or that of the tiny model, built when needed.
 
@@ -18,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -35,7 +34,6 @@ from areal_agent.observe.progress import Progress
 from areal_agent.process import ManagedProcess
 from areal_agent.rollout.tasks import HUB_NAME
 from areal_agent.rollout.worker_client import Channel, WorkerClient, WorkerGone, WorkerSettings
-from areal_agent.trainer.client import TrainerClient
 
 Result = TypeVar("Result")
 
@@ -85,23 +83,6 @@ async def start_child(
 async def called(process: Process, callback: Callback) -> socket.socket:
     """Wait for the call of a process. Raises EOFError when it ends before."""
     return await asyncio.to_thread(callback.accept, lambda: process.is_running)
-
-
-@asynccontextmanager
-async def start_trainer(
-    num_threads: int, logs: Path, hosts: Hosts = LOCAL
-) -> AsyncGenerator[tuple[Process, TrainerClient]]:
-    """Start a trainer process, which is ended on leaving. Its model is not loaded yet."""
-    host = await hosts.host_for("trainer")
-    argv = [sys.executable, "-m", "areal_agent.trainer", "--address", host.address]
-    process, callback = await start_child(host, "trainer", argv, logs / "trainer.log", thread_variables(num_threads))
-    client = TrainerClient(partial(called, process, callback))
-    try:
-        yield process, client
-    finally:
-        await client.aclose()
-        await process.aclose()
-        callback.close()
 
 
 @asynccontextmanager

@@ -1,6 +1,6 @@
 """The hosts of a Ray cluster. Ray finds room, starts our command lines there and tells of deaths; it carries no data.
 
-    placement groups   one for the trainer with all its ranks, one for each server, one for all workers (spread)
+    placement groups   one for the ranks of the trainer, one for each server, one for all workers (spread)
     a process          a `Starter`, an actor of Ray on its bundle, starts it; its output comes here by `Starter.follow`
 
 Ray restarts nothing: whoever started a process asks for a host anew, and gets one wherever Ray has put the bundle by
@@ -25,10 +25,12 @@ import tempfile
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from areal_agent.cluster.config import ClusterConfig
+from areal_agent.cluster.gang import rank_name
 from areal_agent.cluster.hosts import LOCAL, Host, Hosts, Process
 from areal_agent.cluster.servers import engine_name, programs_of
 from areal_agent.engine.config import EngineConfig, EnginePlan
@@ -103,8 +105,8 @@ def needs_of(
 
     needs: list[Need] = []
     if trainer is not None:
-        ranks = trainer.num_ranks
-        needs.append(Need(names=("trainer",), resources=amounts(trainer.threads * ranks, ranks, trainer.device)))
+        ranks = tuple(map(rank_name, range(trainer.num_ranks)))
+        needs.append(Need(names=ranks, resources=amounts(trainer.threads, 1, trainer.device)))
     num_gpus = EnginePlan.of(engine).num_gpus
     of_server = amounts(engine.threads * num_gpus, num_gpus, engine.device)
     for number in range(engine.num_servers):
@@ -254,6 +256,7 @@ class RayProcess:
     def __init__(self, name: str, log_path: Path, starter: RemoteStarter) -> None:
         self.name = name
         self.log_path = log_path
+        self.exit_status: int | None = None
         self._starter = starter
         self._is_lost = False
         self._end = asyncio.create_task(self._follow(), name=f"output of {name}")
@@ -293,6 +296,7 @@ class RayProcess:
             except OSError as error:
                 self._is_lost = True
                 return f"is lost: {_in_one_line(error)}"
+        self.exit_status = status
         return how_it_ended(status)
 
 
@@ -339,22 +343,42 @@ class RayHosts:
     async def reserve(self, needs: Sequence[Need]) -> None:
         """Reserve a bundle for each process, all at once. Raises ConfigError that names what found no room."""
         limit_s = self._config.placement_timeout_s
+        for need in await self._without_room(needs, limit_s):
+            free = {name: amount for name, amount in self._ray.available_resources().items() if ":" not in name}
+            raise ConfigError(
+                f"cluster: Ray found no room for {', '.join(need.names)} with {dict(need.resources)} each within "
+                f"cluster.placement_timeout_s = {limit_s:g}; free are {free}: add nodes, or ask for less"
+            )
+
+    async def have_room(self, needs: Sequence[Need]) -> bool:
+        """Return whether Ray finds room for all processes at once, while no bundle is reserved.
+
+        Where the cluster is large enough, it has `cluster.lost_after_s` to do so: what has died gives back late.
+        """
+        total = self._ray.cluster_resources()
+        if any(_sum_of(needs, name) > total.get(name, 0.0) for need in needs for name in need.resources):
+            return False
+        without = await self._without_room(needs, self._config.lost_after_s)
+        self.give_back()
+        return not without
+
+    async def _without_room(self, needs: Sequence[Need], limit_s: float) -> Sequence[Need]:
+        """Reserve a bundle for each process; return the groups for which there is no room within the limit."""
         groups: list[Any] = []
         for need in needs:
             groups.append(self._ray.util.placement_group([dict(need.resources) for _ in need.names], need.strategy))
             self._groups |= {name: (groups[-1], index, need) for index, name in enumerate(need.names)}
         ready = await asyncio.gather(*(asyncio.to_thread(group.wait, limit_s) for group in groups))
-        for need, is_ready in zip(needs, ready, strict=True):
-            if not is_ready:
-                free = {name: amount for name, amount in self._ray.available_resources().items() if ":" not in name}
-                raise ConfigError(
-                    f"cluster: Ray found no room for {', '.join(need.names)} with {dict(need.resources)} each within "
-                    f"cluster.placement_timeout_s = {limit_s:g}; free are {free}: add nodes, or ask for less"
-                )
+        return [need for need, is_ready in zip(needs, ready, strict=True) if not is_ready]
+
+    @property
+    def has_gpus(self) -> bool:
+        return self._ray.cluster_resources().get("GPU", 0) > 0
 
     def give_back(self) -> None:
         """Give all bundles back, which ends what is left in them."""
-        for group in {id(group): group for group, _, _ in self._groups.values()}.values():
+        groups, self._groups = self._groups, {}
+        for group in {id(group): group for group, _, _ in groups.values()}.values():
             self._ray.util.remove_placement_group(group)
 
     async def host_for(self, name: str) -> Host:
@@ -426,17 +450,44 @@ async def open_hosts(
         yield LOCAL
         return
     require_ray()
+    needs = partial(needs_of, cluster, engine, rollout, trainer)
+    async with _open_cluster(cluster, needs(has_gpus=False), shared) as hosts:
+        await hosts.reserve(needs(has_gpus=hosts.has_gpus))
+        yield hosts
+
+
+async def ranks_that_fit(
+    cluster: ClusterConfig, engine: EngineConfig, rollout: RolloutConfig, trainer: TrainerConfig
+) -> int:
+    """Return the largest size of a trainer for which a Ray cluster has room now, beside the other processes of its run.
+
+    Without room for any it is the smallest: a start then waits for it, and says what is missing. Raises ConfigError.
+    """
+    size = trainer.num_ranks
+    if cluster.address is None:  # the Ray that is started there is as large as the config asks
+        return size
+    async with _open_cluster(cluster, (), ()) as hosts:
+        for size in trainer.sizes():
+            smaller = trainer.of_size(size)
+            if await hosts.have_room(needs_of(cluster, engine, rollout, smaller, has_gpus=hosts.has_gpus)):
+                break
+    return size
+
+
+@asynccontextmanager
+async def _open_cluster(
+    cluster: ClusterConfig, needs: Sequence[Need], shared: Iterable[Path]
+) -> AsyncGenerator[RayHosts]:
+    """Connect to the cluster. `needs` says how large one has to be that is started here."""
     if cluster.address is None:
         for variable in (BEYOND_LOOPBACK, NICENESS):
             os.environ.setdefault(variable, "0")
     ray = importlib.import_module("ray")
-    await asyncio.to_thread(_connect, ray, cluster, needs_of(cluster, engine, rollout, trainer, has_gpus=False))
+    await asyncio.to_thread(_connect, ray, cluster, needs)
     try:
         home = own_address(_text(cluster.network), ray.util.get_node_ip_address())
         hosts = RayHosts(ray, cluster, home, [sys.executable, *map(os.path.abspath, shared)])
-        has_gpus = ray.cluster_resources().get("GPU", 0) > 0
         try:
-            await hosts.reserve(needs_of(cluster, engine, rollout, trainer, has_gpus=has_gpus))
             yield hosts
         finally:
             hosts.give_back()

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Self
 
 from areal_agent.cluster.engines import engine_weights, open_engine
-from areal_agent.cluster.local import start_trainer, weights_folder
+from areal_agent.cluster.gang import Gang, start_trainer
+from areal_agent.cluster.local import weights_folder
 from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, Report, State, attempt, examined, gib
 from areal_agent.engine.config import may_be_on
@@ -365,7 +366,7 @@ class Trial:
         """Try an engine and a trainer in a run's order: where they share a GPU, the engine takes its part first."""
         in_memory = self.config.trainer.transfer == "shared_memory"
         shared_memory = stack.enter_context(weights_folder(in_memory=in_memory))
-        _, trainer = await stack.enter_async_context(start_trainer(self.config.trainer.threads, self.logs))
+        gang = await stack.enter_async_context(start_trainer(self.config.trainer.threads, self.logs))
         engine, asked, why = None, None, NO_ENGINE
         if with_engine:
             weights = await asyncio.to_thread(engine_weights, self.config.trainer, self.model, None, shared_memory)
@@ -381,15 +382,15 @@ class Trial:
         else:
             await examined(self.report, "interruption", interruption_findings(engine.client, asked[0]))
         loaded = await attempt(
-            self.report, "trainer", self._load(trainer, shared_memory), limit_s=self.config.trainer.startup_timeout_s
+            self.report, "trainer", self._load(gang, shared_memory), limit_s=self.config.trainer.startup_timeout_s
         )
         if engine is None or asked is None or loaded is None:
             self.report.skip("parity", "push", "spans", why=why if engine is None else "it needs a trainer")
             return
         asker, answers = asked
-        await examined(self.report, "parity", self._train(trainer, answers, loaded, engine.memory))
+        await examined(self.report, "parity", self._train(gang.client, answers, loaded, engine.memory))
         transfer = self.config.trainer.transfer
-        await examined(self.report, "push", push_findings(engine.client, trainer.publish, asker, transfer))
+        await examined(self.report, "push", push_findings(engine.client, gang.client.publish, asker, transfer))
 
     async def _ask(self, engine: ServedEngine) -> tuple[Asker, list[Sampled]]:
         """Ask an engine; return who asked, and the answers."""
@@ -409,7 +410,7 @@ class Trial:
         self.report.add(sampling_finding(answers, info))
         return asker, answers
 
-    async def _load(self, trainer: TrainerClient, shared_memory: Path) -> TrainerInfo:
+    async def _load(self, gang: Gang, shared_memory: Path) -> TrainerInfo:
         config = self.config
         started_s = time.perf_counter()
         teacher = await obtain_teacher(config, self.model, self.logs, Progress(total_steps=1, mode="none"))
@@ -425,7 +426,7 @@ class Trial:
             num_steps=config.steps,
             shares_gpu=may_be_on(config.engine, config.trainer.num_ranks),
         )
-        info = await trainer.init(setup)
+        info = await gang.init(setup)
         ranks = f" on {config.trainer.num_ranks} ranks" if config.trainer.num_ranks > 1 else ""
         found = (
             f"{info.num_parameters:,} parameters on {info.device}{ranks}, in {time.perf_counter() - started_s:.1f} s"

@@ -234,7 +234,7 @@ class WarmStart:
         recipe, saved = self._recipe, latest_checkpoint(folder)
         state = saved.run_state() if saved else {}
         num_tokens: int = state.get("num_tokens", 0)
-        with loaded(self._setup(saved.path if saved else begun, folder, seed, threads)) as trainer:
+        with loaded(self._setup(saved.path if saved else begun, folder, seed, threads), folder) as trainer:
             fitting = Fitting(
                 trainer,
                 self.batches(num_done=saved.step if saved else 0),

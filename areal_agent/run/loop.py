@@ -7,6 +7,9 @@
 Rollouts go on in the background from the first `prepare_batch` on, which alone waits for them (see run.py).
 Ctrl-C or SIGTERM ends the loop cleanly: rollouts are cancelled, a checkpoint is published, and the command that resumes
 is printed. A second one ends the process at once; the ledger and the last checkpoint stay as they are.
+
+On a cluster the death of the trainer ends the run's processes, all of them, and the run is resumed in this process as
+`--resume` would do it (`cluster.restarts`), with as many ranks as there is room for.
 """
 
 import asyncio
@@ -17,8 +20,9 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from areal_agent.cluster.ray_hosts import ranks_that_fit
 from areal_agent.config import Config
-from areal_agent.errors import ArealAgentError, RolloutsFailing, TakenOver
+from areal_agent.errors import ArealAgentError, RolloutsFailing, TakenOver, TrainerDied
 from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
@@ -27,6 +31,7 @@ from areal_agent.process import start_logging
 from areal_agent.run.preflight import check_for_dry_run
 from areal_agent.run.results import Outcome, RunStatus, closing_lines, write_report
 from areal_agent.run.run import Run
+from areal_agent.trainer.checkpoint import newest_step
 
 INTERRUPTED_CODE = 130
 
@@ -64,6 +69,10 @@ class Interruption:
 
     def close(self) -> None:
         self._is_closing = True
+
+    def reopen(self) -> None:
+        """Let the first signal cancel the task again."""
+        self._is_closing = False
 
     @contextmanager
     def cancels(self, task: "asyncio.Task[int]") -> Generator[None]:
@@ -111,24 +120,22 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
         engine_threads=run.config.engine.threads,
         is_online=run.config.is_online,
     )
-    has_started = False
+    has_started, is_over = False, False
+    restarts_left = run.config.cluster.restarts if run.config.cluster.kind == "ray" else 0
     try:
         with interruption.cancels(task):
-            async with run:
-                has_started = True
-                start_logging(run.folder.logs / "main.log", show=run.progress.note)
+            while not is_over:
                 try:
-                    await _learn(run, outcome)
-                    await asyncio.sleep(0)  # a signal that came with the last step is raised here, not below
-                    outcome.status = RunStatus.COMPLETED
-                except asyncio.CancelledError:
-                    if not interruption.happened:
+                    async with run:
+                        has_started = True
+                        await _go_on(run, outcome, interruption, task)
+                    is_over = True
+                except TrainerDied as death:
+                    if not has_started or interruption.happened or restarts_left == 0:
                         raise
-                    task.uncancel()
-                    run.progress.note("interrupted: saving a checkpoint; Ctrl-C again ends at once")
-                    outcome.status = RunStatus.INTERRUPTED
-                interruption.close()
-                await _wind_up(run, outcome)
+                    restarts_left -= 1
+                    run = await _again(run, death, restarts_left)
+                    interruption.reopen()
             summary = write_report(run.folder, outcome)
     except asyncio.CancelledError:
         if not interruption.happened:
@@ -142,6 +149,37 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
             report_failure(run.folder, outcome, error, run.step)
         raise
     return 0 if outcome.status is RunStatus.COMPLETED else INTERRUPTED_CODE, closing_lines(run.folder, summary)
+
+
+async def _go_on(run: Run, outcome: Outcome, interruption: Interruption, task: "asyncio.Task[int]") -> None:
+    """Learn until the steps are done or a signal comes, and wind up."""
+    start_logging(run.folder.logs / "main.log", show=run.progress.note)
+    outcome.status = RunStatus.FAILED
+    try:
+        await _learn(run, outcome)
+        await asyncio.sleep(0)  # a signal that came with the last step is raised here, not below
+        outcome.status = RunStatus.COMPLETED
+    except asyncio.CancelledError:
+        if not interruption.happened:
+            raise
+        task.uncancel()
+        run.progress.note("interrupted: saving a checkpoint; Ctrl-C again ends at once")
+        outcome.status = RunStatus.INTERRUPTED
+    interruption.close()
+    await _wind_up(run, outcome)
+
+
+async def _again(run: Run, death: TrainerDied, restarts_left: int) -> Run:
+    """Return the run resumed from its last checkpoint, with as many ranks as there is room for. Raises ConfigError."""
+    config, note = run.config, run.progress.note
+    note(f"{str(death).splitlines()[0].partition('; the end of')[0]}; the run goes on from its last checkpoint")
+    num_ranks = await ranks_that_fit(config.cluster, config.engine, config.rollout, config.trainer)
+    step = newest_step(run.folder.checkpoints)
+    note(
+        f"going on {f'after step {step}' if step else 'from the start'} with {num_ranks} of {config.trainer.num_ranks} "
+        f"ranks; cluster.restarts left: {restarts_left}"
+    )
+    return Run(config, resume=str(run.folder.path), progress=run.progress, num_ranks=num_ranks)
 
 
 def report_failure(folder: RunFolder, outcome: Outcome, error: ArealAgentError, num_steps: int) -> None:

@@ -35,11 +35,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_agent.cluster.engines import engine_weights
+from areal_agent.cluster.gang import start_trainer
 from areal_agent.cluster.local import (
     folder_in,
     obtain_model,
     require_same_tokenizer,
-    start_trainer,
     weights_folder,
 )
 from areal_agent.cluster.ray_hosts import open_hosts
@@ -80,7 +80,7 @@ SAVE_POLL_S = 0.2
 """The time between two questions whether a save has ended. The trainer answers them between its steps."""
 
 WATCHER_GRACE_S = 1.0
-"""The longest wait of a failed call for the news that its process has died."""
+"""The longest wait of a failed call for the news that its process has died; longer by `lost_after_s` on a cluster."""
 
 
 class Run:
@@ -107,7 +107,9 @@ class Run:
         name: str = "run",
         resume: str | None = None,
         progress: Progress | None = None,
+        num_ranks: int | None = None,
     ) -> None:
+        """`num_ranks` replaces `trainer.num_ranks` for this time, where fewer found room."""
         self.preflight = Preflight.check(config, workflow=workflow, name=name, resume=resume)
         require_sampling(config)
         require_installed(config.observe.trackers)
@@ -116,6 +118,7 @@ class Run:
         self.version = WeightVersion()  # the version that serves
         self.step = 0  # train steps done
         self.progress = progress or Progress(total_steps=config.steps, mode="none")
+        self._trainer_config = config.trainer if num_ranks is None else config.trainer.of_size(num_ranks)
         self._stack = AsyncExitStack()
         self._metrics = RunMetrics(
             self.progress,
@@ -332,7 +335,7 @@ class Run:
         if idle := idle_clip(config):
             self.progress.note(idle)
         await self._start_processes(model, beginning, teacher)
-        await self._metrics.connect(self.source, self._process_ids)
+        await self._metrics.connect(self.source, self._gang.process_ids)
         self.evaluation = Evaluation(
             self.preflight.eval_tasks,
             source=self.source,
@@ -383,11 +386,12 @@ class Run:
 
     async def _start_processes(self, model: Path, beginning: Beginning, teacher: Path | None) -> None:
         config, folder, checkpoint = self.config, self.folder, beginning.checkpoint
+        of_trainer = self._trainer_config
         self.progress.phase("starting the trainer" if config.is_online else "starting engine and trainer")
         weights = checkpoint.path if checkpoint else model
         shared = [folder.shared, model] if teacher is None else [folder.shared, model, teacher]
         hosts = await self._stack.enter_async_context(
-            open_hosts(config.cluster, config.engine, config.rollout, config.trainer, shared=shared)
+            open_hosts(config.cluster, config.engine, config.rollout, of_trainer, shared=shared)
         )
         shared_memory = self._stack.enter_context(
             weights_folder(in_memory=config.trainer.transfer == "shared_memory")
@@ -396,9 +400,8 @@ class Run:
         )
         begun_with = checkpoint.path if checkpoint else None
         served = await asyncio.to_thread(engine_weights, config.trainer, model, begun_with, shared_memory)
-        self._trainer_process, self._trainer = await self._stack.enter_async_context(
-            start_trainer(config.trainer.threads, folder.logs, hosts)
-        )
+        self._gang = await self._stack.enter_async_context(start_trainer(of_trainer.threads, folder.logs, hosts))
+        self._trainer = self._gang.client
         self.source: Source = await self._stack.enter_async_context(
             open_online_rollouts(config, self.ledger, self.step)
             if config.is_online
@@ -414,7 +417,7 @@ class Run:
                     model=weights,
                     base=model,
                     teacher=teacher,
-                    trainer=config.trainer,
+                    trainer=of_trainer,
                     algorithm=config.algorithm,
                     seed=config.seed,
                     shared_memory=shared_memory,
@@ -423,24 +426,22 @@ class Run:
                     num_steps=config.steps,
                     token_records=folder.token_records,
                     token_records_share=config.observe.token_records,
+                    has_one_gpu=hosts.chooses_gpus,
                     shares_gpu=config.cluster.kind == "local" and may_be_on(config.engine, config.trainer.num_ranks),
                 )
-                loaded = await self._trainer.init(setup)
+                await self._gang.init(setup)
         except TimeoutError:
             raise TrainerError(
                 f"the trainer did not load its model within trainer.startup_timeout_s = {limit_s:g}; "
                 f"see {folder.logs / 'trainer.log'}"
             ) from None
-        name, pid = self._trainer_process.name, self._trainer_process.pid
-        ranks = {f"{name}_rank{number}": one for number, one in enumerate(loaded.rank_process_ids, start=1)}
-        self._process_ids = {} if pid is None else {name: pid, **ranks}
 
     async def _start_watching(self) -> None:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._children: list[asyncio.Task[None]] = []
         self._stack.callback(self._cancel_children)
         self._stack.push_async_exit(self._finish_save)
-        failures = {self._trainer_process.name: self._trainer_process.died(), **self.source.failures()}
+        failures = {"trainer": self._gang.died(), **self.source.failures()}
         self._watchers = [self._spawn(_raise(failure), f"watcher of the {name}") for name, failure in failures.items()]
 
     async def _finish_save(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
@@ -454,8 +455,10 @@ class Run:
 
     async def _let_watchers_tell(self) -> None:
         """Give the watchers time to report a dead process: that explains the failed call better."""
+        cluster = self.config.cluster
+        grace_s = WATCHER_GRACE_S if cluster.kind == "local" else WATCHER_GRACE_S + cluster.lost_after_s
         with contextlib.suppress(asyncio.CancelledError):  # the TaskGroup cancels this task when a watcher raises
-            await asyncio.wait(self._watchers, timeout=WATCHER_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(self._watchers, timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
 
     def _cancel_children(self) -> None:
         for task in self._children:

@@ -5,11 +5,15 @@
 The caller gets each step as it is made, and may save a checkpoint with `state`, from which another `Fitting` goes on.
 """
 
+import asyncio
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from areal_agent.cluster.gang import start_rank
+from areal_agent.cluster.hosts import Process
 from areal_agent.sft.config import FlatConfig
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.worker import Worker
@@ -43,14 +47,32 @@ class Fitted:
 
 
 @contextmanager
-def loaded(setup: TrainerSetup) -> Generator[Worker]:
-    """Load the model of a setup in this process, with the other ranks beside it; they end on leaving."""
+def loaded(setup: TrainerSetup, logs: Path) -> Generator[Worker]:
+    """Load the model of a setup in this process, which is rank 0. Other ranks run beside it, and end on leaving.
+
+    Their output goes to files in `logs`.
+    """
     trainer = Worker()
-    try:
-        trainer.call("init", {"setup": setup.model_dump(mode="json")})
-        yield trainer
-    finally:
-        trainer.close()
+    with asyncio.Runner() as runner:
+        others: list[Process] = []
+
+        async def end() -> None:
+            await asyncio.gather(*(process.aclose() for process in others))
+
+        def are_alive() -> bool:
+            runner.run(asyncio.sleep(0))  # or it would not hear of deaths
+            return all(process.is_running for process in others)
+
+        trainer.are_expected = are_alive
+        config = setup.trainer
+        try:
+            for number, call in enumerate(trainer.expect(config.num_ranks), start=1):
+                others.append(runner.run(start_rank(number, call, config.threads, logs)))
+            trainer.call("init", {"setup": setup.model_dump(mode="json")})
+            yield trainer
+        finally:
+            trainer.close()
+            runner.run(end())
 
 
 class Fitting:

@@ -27,7 +27,6 @@ from areal_agent.cluster.local import (
     obtain_model,
     read_described,
     require_model,
-    weights_folder,
 )
 from areal_agent.errors import ArealAgentError, ConfigError, TrainerError
 from areal_agent.files import RunFolder
@@ -153,11 +152,7 @@ class SftRun:
 
     def _train(self, model: Path, data: Data, num_steps: int, is_interrupted: Callable[[], bool]) -> bool:
         """Make the steps that are left, and save the last one. Return whether all were made."""
-        with (
-            weights_folder(in_memory=False) as meeting,
-            self._metrics(),
-            loaded(self._setup(model, meeting, num_steps)) as trainer,
-        ):
+        with self._metrics(), loaded(self._setup(model, num_steps), self._folder.logs) as trainer:
             fitting = self._fitting(trainer, data, num_steps)
             if fitting.step == 0 and data.held_out:
                 self._note_check(fitting.check())
@@ -171,14 +166,14 @@ class SftRun:
 
     # ------------------------------------------------------------------ the parts
 
-    def _setup(self, model: Path, meeting: Path, num_steps: int) -> TrainerSetup:
+    def _setup(self, model: Path, num_steps: int) -> TrainerSetup:
         config = self._config
         return TrainerSetup(
             model=self._saved.path if self._saved else model,
             base=model,
             trainer=config.trainer,
             seed=config.seed,
-            shared_memory=meeting,
+            shared_memory=self._folder.path,
             publishes=False,
             resume=self._saved is not None,
             chat_template=exported_template(model, config.history_thinking),

@@ -1,8 +1,8 @@
 """The trainer process, `python -m areal_agent.trainer --connect HOST:PORT`: it carries out commands and answers them.
 
 A run starts it and is called back at that address (callback.py). A failure is an answer too. The process ends with the
-command `shutdown`, or when the other side closes its end. With `trainer.num_ranks` above 1, rank 0 starts the other
-ranks (`--rank K`) and forwards every command to them; those exit when a command fails.
+command `shutdown`, or when the other side closes its end. With `trainer.num_ranks` above 1 the run also starts the
+other ranks (`--rank K`). They call rank 0, which forwards every command to them; those exit when a command fails.
 """
 
 import logging
@@ -21,10 +21,10 @@ def main() -> int:
         prog="python -m areal_agent.trainer", description="The trainer process of a run; `areal_agent.train` starts it."
     )
     parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where commands come from")
+    parser.add_argument("--rank", type=int, default=0, help="which rank of the trainer this is; the others call rank 0")
     parser.add_argument(
-        "--rank", type=int, default=0, help="which rank of the trainer this is; rank 0 starts the others"
+        "--address", default=LOOPBACK, help="that of this machine at which ranks and servers find this one"
     )
-    parser.add_argument("--address", default=LOOPBACK, help="that of this machine at which servers find this rank")
     arguments = parser.parse_args()
     exit_with_parent()
     sock = call_back(arguments.connect)

@@ -19,11 +19,12 @@ from pydantic import Field, TypeAdapter
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.credit import reward_parts
-from areal_agent.errors import ProcessDied, TrainerError
+from areal_agent.errors import TrainerDied, TrainerError
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.wire import (
     TEACHER,
     Frame,
+    RankCall,
     SaveEnd,
     StepReport,
     TrainerInfo,
@@ -34,6 +35,7 @@ from areal_agent.trainer.wire import (
 from areal_agent.types import JsonObject, RolloutBatch, TokenRecord, Weights
 
 INFO = TypeAdapter(TrainerInfo)
+CALLS = TypeAdapter(list[RankCall])
 SAVE_END = TypeAdapter(SaveEnd)
 WEIGHTS: TypeAdapter[Weights] = TypeAdapter(Annotated[Weights, Field(union_mode="left_to_right")])
 
@@ -50,10 +52,14 @@ class TrainerClient:
         self._lock = asyncio.Lock()
         self._numbers = itertools.count(1)
         self._answers: dict[int, asyncio.Future[Frame]] = {}
-        self._end: ProcessDied | None = None
+        self._end: TrainerDied | None = None
+
+    async def expect(self, num_ranks: int) -> Sequence[RankCall]:
+        """Have rank 0 listen for the other ranks; return how they have to be started, before `init`."""
+        return CALLS.validate_python((await self._call("expect", {"num_ranks": num_ranks}))["calls"])
 
     async def init(self, setup: TrainerSetup) -> TrainerInfo:
-        """Load the model. This must be the first command.
+        """Load the model, on all ranks once they have called.
 
         Raises ConfigError for a model or a device that cannot be used.
         """
@@ -104,8 +110,8 @@ class TrainerClient:
         await self._call("shutdown", {})
 
     async def aclose(self) -> None:
-        """Close the socket, which makes the process exit if it still runs. Pending commands raise ProcessDied."""
-        self._fail(ProcessDied("the connection to the trainer is closed"))
+        """Close the socket, which makes the process exit if it still runs. Pending commands raise TrainerDied."""
+        self.fail(TrainerDied("the connection to the trainer is closed"))
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait({self._reading})
@@ -144,7 +150,7 @@ class TrainerClient:
             try:
                 sock = await self._open()
             except EOFError:
-                raise ProcessDied("the trainer process ended before it called back; its log says why") from None
+                raise TrainerDied("the trainer process ended before it called back; its log says why") from None
             reader, self._writer = await asyncio.open_connection(sock=sock)
             self._reading = asyncio.create_task(self._read(reader), name="trainer answers")
         return self._writer
@@ -158,9 +164,10 @@ class TrainerClient:
                 if answer is not None and not answer.done():
                     answer.set_result(frame)
         except (EOFError, OSError):
-            self._fail(ProcessDied("the trainer process ended before it answered; its log says why"))
+            self.fail(TrainerDied("the trainer process ended before it answered; its log says why"))
 
-    def _fail(self, error: ProcessDied) -> None:
+    def fail(self, error: TrainerDied) -> None:
+        """Have all commands raise `error`, pending and later ones. The first one counts."""
         self._end = self._end or error
         for answer in self._answers.values():
             if not answer.done():

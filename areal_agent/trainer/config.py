@@ -1,5 +1,7 @@
 """The config section of the trainer process, and the settings that it starts with. Imports no torch."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -78,7 +80,8 @@ class TrainerConfig(Section):
     AReaL paper. `first_fit`: one row, by first-fit decreasing. `padded`: one row for each, of similar lengths; models
     with a state that runs from token to token need it (docs/models.md)."""
     num_ranks: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Trainer processes on this machine, which share weights and work (FSDP2). On cuda each has its own GPU."""
+    """Trainer processes, which share weights and work (FSDP2). On cuda each has its own GPU. On a Ray cluster they may
+    be on several machines."""
     context_parallel: Annotated[int, Field(ge=1, le=1024)] = 1
     """Ranks that share the tokens of each packed row, for sequences whose activations one GPU cannot hold. It divides
     `num_ranks` and the model's attention heads; windowed attention longer than its window is refused."""
@@ -148,6 +151,20 @@ class TrainerConfig(Section):
             raise ValueError("trainer.learning_rate_floor only applies to trainer.schedule linear and cosine")
         return self
 
+    def of_size(self, num_ranks: int) -> Self:
+        """Return this config for another number of ranks. Raises ValueError where its other keys do not permit it."""
+        return type(self).model_validate({**self.model_dump(), "num_ranks": num_ranks})
+
+    def sizes(self) -> Iterator[int]:
+        """Yield the numbers of ranks up to `num_ranks` that the other keys permit, the largest first.
+
+        >>> list(TrainerConfig(num_ranks=6, context_parallel=2).sizes())
+        [6, 4, 2]
+        """
+        for number in range(self.num_ranks, 0, -1):
+            with contextlib.suppress(ValueError):
+                yield self.of_size(number).num_ranks
+
 
 class TrainerSetup(Section):
     """All that a trainer starts with."""
@@ -162,7 +179,7 @@ class TrainerSetup(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     seed: int
     shared_memory: Path
-    """The folder in which weights are published, and in which ranks meet."""
+    """The folder in which weights are published."""
     publishes: bool = True
     """Whether engines read the weights. Without, they leave in checkpoints alone."""
     resume: bool = True
@@ -175,5 +192,7 @@ class TrainerSetup(Section):
     """The folder in which what single tokens were trained with is kept; None: nowhere."""
     token_records_share: Annotated[float, Field(ge=0, le=1)] = 0.0
     """The share of the trajectories for which it is kept."""
+    has_one_gpu: bool = False
+    """Each rank sees its own GPU alone; without, all see those of one machine."""
     shares_gpu: bool = False
     """An engine uses the same GPU between steps, so memory that only a step needs is freed after it."""

@@ -1,7 +1,10 @@
-"""A trainer of several processes, called ranks: rank 0 starts the others, and all train together in a `Group`.
+"""A trainer of several processes, called ranks. Each has a host of its own, and all train together in a `Group`.
 
-    main process ── client.py ─▶ rank 0 ─┬─ the same frame ─▶ rank 1        between the ranks: `Group`
-                                         └─ the same frame ─▶ rank 2 ...
+    main process ── client.py ─▶ rank 0 ◀─ calls ─┬─ rank 1        between the ranks: `Group`
+                                        the same  └─ rank 2 ...
+                                        commands
+
+Whoever starts rank 0 starts the others, in the way that rank 0 says (`Ranks.calls`), and watches all of them.
 
 A command that fails on one rank ends the other ranks, since their shared state is broken then. If a rank dies, rank 0
 exits too, unless a command in progress has already reported it. Within a `Group`, every rank makes the same calls in
@@ -9,17 +12,20 @@ the same order. Rank 0 alone has the records of a step, and hands out shares of 
 """
 
 import contextlib
+import fcntl
+import ipaddress
 import logging
 import os
 import socket
-import subprocess
-import sys
+import struct
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from io import BufferedRWPair
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 import torch
@@ -30,53 +36,66 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from areal_agent.callback import Callback
-from areal_agent.errors import ConfigError, ProcessDied
-from areal_agent.process import LIFELINE_VARIABLE, how_it_ended
+from areal_agent.callback import LOOPBACK, Callback
+from areal_agent.errors import ConfigError, ProcessDied, TrainerDied
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.context import Context
-from areal_agent.trainer.wire import Frame, error_of, read_frame
+from areal_agent.trainer.wire import Frame, RankCall, error_of, read_frame
+from areal_agent.types import JsonObject
 
 logger = logging.getLogger(__name__)
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
+
 GRACE_S = 10.0
 """A rank gets this long to report failure, or to exit, after another one failed."""
 
+STALLED_S = 600.0
+"""The time-out of what ranks do together, or `trainer.startup_timeout_s` if that is longer. It is far more than one
+rank waits for another in a step, and ends ranks that a network parted and nobody else ended."""
+
 
 class Ranks:
-    """The ranks of a trainer from 1 on, as rank 0 sees them. Make them with `start`, end them with `close`."""
+    """The ranks of a trainer from 1 on, as rank 0 sees them.
 
-    def __init__(self, ranks: list["_Rank"]) -> None:
+    ::
+
+        ranks = Ranks.expect(3, "10.0.0.7")
+        ...                                    # somebody starts three processes in the way that `ranks.calls` says
+        ranks.accept()
+        with ranks.taking_part(command): ...
+        ranks.close()
+    """
+
+    def __init__(self, ranks: Sequence["_Rank"] = ()) -> None:
         self._ranks = ranks
         self._is_broken = False
         self._is_over = threading.Event()  # set when a rank's death needs no report any more
-        for rank in ranks:  # daemon threads, because rank 0 may exit before the rank it watches
-            threading.Thread(target=self._watch, args=(rank,), name=f"watch rank {rank.number}", daemon=True).start()
 
     @classmethod
-    def start(cls, count: int) -> Self:
-        """Start `count` processes, which write to this process's log and exit with it. Raises ProcessDied."""
-        ranks: list[_Rank] = []
-        try:
-            for number in range(1, count + 1):
-                ranks.append(_Rank(number))
-            for rank in ranks:
-                rank.accept()
-        except (OSError, ProcessDied):
-            for rank in ranks:
-                rank.end(grace_s=0.0)
-            raise
-        return cls(ranks)
+    def expect(cls, count: int, address: str) -> Self:
+        """Listen for the calls of `count` ranks at `address`, one of this machine. Raises OSError."""
+        return cls([_Rank(number, address) for number in range(1, count + 1)])
 
     @property
-    def process_ids(self) -> tuple[int, ...]:
-        """The process ids of ranks 1, 2, ..."""
-        return tuple(rank.process.pid for rank in self._ranks)
+    def calls(self) -> Sequence[RankCall]:
+        """How ranks 1, 2, ... have to be started, so that they can call."""
+        return [RankCall(options=rank.callback.options, variables=rank.callback.variables) for rank in self._ranks]
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def accept(self, are_expected: Callable[[], bool] = lambda: True) -> None:
+        """Wait until all have called. Raises TrainerDied when they are no longer expected."""
+        for rank in self._ranks:
+            rank.accept(are_expected)
+            # a daemon thread, because rank 0 may exit before the rank it watches
+            threading.Thread(target=self._watch, args=(rank,), name=f"watch rank {rank.number}", daemon=True).start()
 
     @contextmanager
     def taking_part(self, command: Frame) -> Generator[None]:
         """Have the other ranks carry out `command` while this rank does so inside the context.
 
-        Raises the error of whichever rank failed; ProcessDied when a rank is gone.
+        Raises the error of whichever rank failed; TrainerDied when a rank is gone.
         """
         if self._is_broken:
             raise ProcessDied("a command failed, which ended the other ranks of this trainer; restart the trainer")
@@ -91,100 +110,73 @@ class Ranks:
         failures = [rank.failure(timeout_s=GRACE_S if own else None) for rank in self._ranks]
         if (cause := _cause(own, failures)) is not None:
             self._is_broken = bool(self._ranks)
-            self.close(grace_s=0.0)
+            self.close()
             if cause is not own:
                 raise cause from own
             raise cause
 
-    def close(self, grace_s: float = GRACE_S) -> None:
-        """End the ranks, and wait until they have exited."""
+    def close(self) -> None:
+        """Close the sockets of the ranks, upon which they exit."""
         self._is_over.set()
         for rank in self._ranks:
-            rank.end(grace_s)
+            rank.close()
 
     def _watch(self, rank: "_Rank") -> None:
-        """Exit when a rank died and nobody noticed, as when this rank waits for it in a collective for ever."""
-        how = rank.wait()
+        """Exit when a rank is gone and nobody noticed, as when this rank waits for it in a collective for ever."""
+        rank.read()
         if not self._is_over.wait(GRACE_S):
-            logger.error("rank %d %s; this trainer cannot continue without it and exits", rank.number, how)
+            logger.error("rank %d is gone; this trainer cannot continue without it and exits", rank.number)
             os._exit(1)
 
 
 class _Rank:
-    """One process, the socket on which it called back, and its lifeline: a pipe that closes when rank 0 exits."""
+    """The socket on which one rank calls. A thread reads its answers, and so notices its end during any work."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, address: str) -> None:
         self.number = number
-        self._callback = Callback()
-        read_end, self._lifeline = os.pipe()
-        files = (one.stream for one in logging.getLogger().handlers if isinstance(one, logging.FileHandler))
-        log = next(files, None)  # None: where this process writes
-        argv = [sys.executable, "-m", "areal_agent.trainer", *self._callback.options, "--rank", str(number)]
-        try:
-            self.process = subprocess.Popen(
-                argv,
-                env={**os.environ, **self._callback.variables, LIFELINE_VARIABLE: str(read_end)},
-                stdout=log,
-                stderr=log,
-                pass_fds=(read_end,),
-                start_new_session=True,  # signals to the group of rank 0 are for rank 0 alone
-            )
-        except OSError:
-            self._callback.close()
-            os.close(self._lifeline)
-            raise
-        finally:
-            os.close(read_end)
+        self.callback = Callback(address)
         self._socket: socket.socket | None = None
+        self._answers: SimpleQueue[JsonObject | None] = SimpleQueue()  # None: it is gone
 
-    def accept(self) -> None:
-        """Wait for its call. Raises ProcessDied."""
+    def accept(self, are_expected: Callable[[], bool]) -> None:
+        """Wait for its call. Raises TrainerDied."""
         try:
-            self._socket = self._callback.accept(lambda: self.process.poll() is None)
+            self._socket = self.callback.accept(are_expected)
         except EOFError:
-            raise self._death() from None
+            raise TrainerDied(f"rank {self.number} of the trainer ended before it called; its log says why") from None
         self._file: BufferedRWPair = self._socket.makefile("rwb")
 
     def send(self, encoded: bytes) -> None:
         self._file.write(encoded)
         self._file.flush()
 
+    def read(self) -> None:
+        """Take its answers until it is gone."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                self._answers.put(read_frame(self._file).header)
+        self._answers.put(None)
+        with contextlib.suppress(OSError):
+            self._file.close()
+
     def failure(self, timeout_s: float | None) -> Exception | None:
         """Return the error of the last command; None if it succeeded or there is no answer after `timeout_s`."""
-        assert self._socket is not None, "it has called back"
-        self._socket.settimeout(timeout_s)
         try:
-            answer = read_frame(self._file).header
-        except TimeoutError:
+            answer = self._answers.get(timeout=timeout_s)
+        except Empty:
             return None
-        except (EOFError, OSError):
-            return self._death()
+        if answer is None:
+            return TrainerDied(f"rank {self.number} of the trainer is gone; its log has its last messages")
         if "error" not in answer:
             return None
         return error_of(answer["error"], RuntimeError, f"rank {self.number} of the trainer failed")
 
-    def _death(self) -> ProcessDied:
-        return ProcessDied(f"rank {self.number} of the trainer {self.wait()}; the log has its last messages")
-
-    def wait(self) -> str:
-        """Wait until the process exits, and say how it did."""
-        return how_it_ended(self.process.wait())
-
-    def end(self, grace_s: float) -> None:
-        self._callback.close()
+    def close(self) -> None:
+        self.callback.close()
         if self._socket is not None:
             with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-                self._file.close()
+                self._socket.shutdown(socket.SHUT_RDWR)  # which releases the thread that reads
             self._socket.close()
-        try:
-            self.process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
 
 
 def _cause(own: Exception | None, failures: list[Exception | None]) -> Exception | None:
@@ -201,6 +193,28 @@ def _cause(own: Exception | None, failures: list[Exception | None]) -> Exception
     if not different:
         return own
     return RuntimeError("\n".join(str(one) for one in [*different, *([f"rank 0: {own}"] if own else [])]))
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface of this machine that has an IP address. Raises ConfigError."""
+    wanted = ipaddress.ip_address(address)
+    for _, name in socket.if_nameindex():
+        if name.startswith("lo") if wanted.is_loopback else wanted in _addresses_of(name):
+            return name
+    raise ConfigError(f"no network interface of this machine has the address {address}; check cluster.network")
+
+
+SIOCGIFADDR = 0x8915
+"""Linux's call for the IPv4 address of an interface."""
+
+
+def _addresses_of(interface: str) -> Generator[IPAddress]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, contextlib.suppress(OSError):  # it has none
+        answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        yield ipaddress.IPv4Address(answer[20:24])
+    for line in Path("/proc/net/if_inet6").read_text().splitlines():
+        if line.split()[-1] == interface:
+            yield ipaddress.IPv6Address(bytes.fromhex(line[:32]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -259,18 +273,21 @@ class Group:
         cls,
         rank: int,
         size: int,
-        rendezvous: Path,
+        store: dist.Store,  # pyright: ignore[reportPrivateImportUsage]
         device: torch.device,
         *,
         context_parallel: int = 1,
         replicas: int = 1,
+        address: str = LOOPBACK,
+        timeout_s: float = STALLED_S,
     ) -> Self:
-        """Wait for the other ranks at the file `rendezvous`, whose path only they know. Undo it with `leave`.
+        """Wait for the other ranks at `store`. Undo it with `leave`.
 
         Each `context_parallel` neighbours share their rows, and each `size / replicas` neighbours have one replica of
-        the model. All ranks are on one machine and talk over its loopback interface, where no other machine listens.
+        the model. The ranks talk over the interface that has `address`, one of this machine. Whoever can listen in on
+        that network can read the weights; on loopback nobody else can.
         """
-        group = cls._of(rank, size, dist.FileStore(str(rendezvous), size), device, replicas)  # pyright: ignore[reportPrivateImportUsage]
+        group = cls._of(rank, size, store, device, address, timeout_s, replicas)
         if context_parallel == 1:
             return group
         shape = (size // context_parallel, context_parallel)
@@ -281,14 +298,26 @@ class Group:
     @classmethod
     def of_one(cls, device: torch.device) -> Self:
         """Return a group of this process alone, whose FSDP2 casts parameters. Undo it with `leave`."""
-        return cls._of(0, 1, dist.HashStore(), device)  # pyright: ignore[reportPrivateImportUsage]
+        return cls._of(0, 1, dist.HashStore(), device, LOOPBACK, STALLED_S)  # pyright: ignore[reportPrivateImportUsage]
 
     @classmethod
-    def _of(cls, rank: int, size: int, store: dist.Store, device: torch.device, replicas: int = 1) -> Self:  # pyright: ignore[reportPrivateImportUsage]
-        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    def _of(
+        cls,
+        rank: int,
+        size: int,
+        store: dist.Store,  # pyright: ignore[reportPrivateImportUsage]
+        device: torch.device,
+        address: str,
+        timeout_s: float,
+        replicas: int = 1,
+    ) -> Self:
+        interface = interface_of(address)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if address != LOOPBACK:  # NCCL has one interface for all, and engines elsewhere may join it for weights
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        limit = timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         shape, names = ((size,), ("shard",)) if replicas == 1 else ((replicas, size // replicas), ("replica", "shard"))
         return cls(rank=rank, size=size, mesh=init_device_mesh(device.type, shape, mesh_dim_names=names))
 

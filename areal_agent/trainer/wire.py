@@ -23,7 +23,7 @@ import orjson
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
-from areal_agent.errors import ConfigError, TakenOver
+from areal_agent.errors import ConfigError, TakenOver, TrainerDied
 from areal_agent.types import JsonObject, TokenRecord
 
 HEADER_LENGTH = struct.Struct(">I")
@@ -74,7 +74,14 @@ class TrainerInfo:
     step: int  # of the checkpoint that it resumed from; 0 for a model folder
     num_parameters: int
     device: str
-    rank_process_ids: tuple[int, ...] = ()  # of ranks 1, 2, ... if there are several
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankCall:
+    """How a rank other than 0 has to be started, so that it can call rank 0 (callback.py)."""
+
+    options: Sequence[str]  # the last words of its command line
+    variables: Mapping[str, str]  # of its environment
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,9 +186,12 @@ def describe_error(error: Exception) -> JsonObject:
     return {"type": type(error).__name__, "message": str(error), "traceback": lines[-NUM_TRACEBACK_LINES:]}
 
 
+AS_IT_WAS = (ConfigError, TakenOver, TrainerDied)
+
+
 def error_of(described: JsonObject, kind: type[Exception], what: str) -> Exception:
-    """Return what `describe_error` was given: these two as they were, another as a `kind`, which `what` introduces."""
-    for known in (ConfigError, TakenOver):
+    """Return what `describe_error` was given: an error of `AS_IT_WAS`, or a `kind`, which `what` introduces."""
+    for known in AS_IT_WAS:
         if described["type"] == known.__name__:
             return known(described["message"])
     where = "".join(f"\n    {line}" for line in described["traceback"])

@@ -7,25 +7,29 @@ run's commands come over a socket (`serve`); supervised fine-tuning calls the wo
 
 import logging
 import os
+import select
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from io import BufferedRWPair
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from areal_agent.callback import LOOPBACK
+from areal_agent.engine.embedded.transfer import connect, open_store
 from areal_agent.trainer.checkpoint import Checkpoint
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.model import choose_device
-from areal_agent.trainer.ranks import ALONE, Group, Ranks
+from areal_agent.trainer.ranks import ALONE, STALLED_S, Group, Ranks
 from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import (
     Arrays,
     Frame,
+    RankCall,
     StepInput,
     decode_records,
     decode_teacher,
@@ -41,15 +45,22 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Carries out commands one after the other, as one rank of a trainer. `init` loads the model.
 
-    `address` is that of this machine at which servers find this rank.
+    With several ranks, rank 0 is asked first what to start (`expect`). `address` is that of this machine at which
+    ranks and servers find this one.
     """
 
     def __init__(self, rank: int = 0, address: str = LOOPBACK) -> None:
         self._rank = rank
         self._address = address
-        self._ranks = Ranks([])
+        self._ranks = Ranks()
+        self.are_expected: Callable[[], bool] = lambda: True  # the calls of the other ranks; else `init` fails
         self._trainer: Trainer | None = None
         self._is_done = False
+
+    def expect(self, num_ranks: int) -> Sequence[RankCall]:
+        """Listen for the calls of the other ranks; return how they have to be started. `init` waits for them."""
+        self._ranks = Ranks.expect(num_ranks - 1, self._address)
+        return self._ranks.calls
 
     def call(self, command: str, arguments: JsonObject, records: Sequence[TokenRecord] = ()) -> JsonObject:
         """Carry out a command on all ranks, from their own process: no socket. Raises the error of whichever failed."""
@@ -66,6 +77,8 @@ class Worker:
 
     def serve(self, sock: socket.socket) -> None:
         """Answer commands until `shutdown` or until the other side is gone."""
+        if self._rank:
+            threading.Thread(target=_exit_when_closed, args=(sock,), name="rank 0", daemon=True).start()
         try:
             with sock.makefile("rwb") as file:
                 while not self._is_done:
@@ -93,6 +106,8 @@ class Worker:
         if command == "shutdown":
             self._is_done = True
             return {}
+        if command == "expect":
+            return {"calls": [asdict(call) for call in self.expect(request.header["num_ranks"])]}
         if command == "init" and self._rank == 0:
             request = self._with_ranks(request)
         with self._ranks.taking_part(_without_records(request)):
@@ -125,28 +140,41 @@ class Worker:
                 raise ValueError(f"unknown command {unknown!r}")
 
     def _with_ranks(self, init: Frame) -> Frame:
-        """Start the other ranks, and add to the command the file at which all of them meet."""
+        """Wait for the other ranks, and add to the command the port of the store at which all of them meet."""
         if self._trainer is not None:
             raise ValueError("init was sent twice; a trainer process loads only one model, so start another")
         setup = TrainerSetup.model_validate(init.header["setup"])
-        self._ranks = Ranks.start(setup.trainer.num_ranks - 1)
-        rendezvous = setup.shared_memory / f"ranks-{os.getpid()}"
-        return replace(init, header={**init.header, "rendezvous": str(rendezvous)})
+        if len(self._ranks) != setup.trainer.num_ranks - 1:
+            raise ValueError(f"trainer.num_ranks is {setup.trainer.num_ranks}, but `expect` did not come before init")
+        if not self._ranks:
+            return init
+        self._ranks.accept(self.are_expected)
+        self._store = open_store(self._address, setup.trainer.startup_timeout_s)
+        return replace(init, header={**init.header, "host": self._address, "port": self._store.port})
 
     def _init(self, arguments: JsonObject) -> JsonObject:
         setup = TrainerSetup.model_validate(arguments["setup"])
         config = setup.trainer
         torch.set_num_threads(config.threads)
-        device = choose_device(config.device, rank=self._rank, num_ranks=config.num_ranks)
+        rank, num_gpus = (0, 1) if setup.has_one_gpu else (self._rank, config.num_ranks)
+        device = choose_device(config.device, rank=rank, num_ranks=num_gpus)
         group = ALONE
         if config.num_ranks > 1:
-            where = Path(arguments["rendezvous"])
-            meshes = {"context_parallel": config.context_parallel, "replicas": config.replicas}
-            group = Group.join(self._rank, config.num_ranks, where, device, **meshes)
+            limit_s = config.startup_timeout_s
+            group = Group.join(
+                self._rank,
+                config.num_ranks,
+                connect(arguments["host"], arguments["port"], limit_s) if self._rank else self._store,
+                device,
+                context_parallel=config.context_parallel,
+                replicas=config.replicas,
+                address=self._address,
+                timeout_s=max(STALLED_S, limit_s),
+            )
         self._trainer = Trainer(setup, device=device, group=group, address=self._address)
         info = self._trainer.info
         logger.info("loaded %s: %d parameters on %s", setup.model, info.num_parameters, info.device)
-        return asdict(replace(info, rank_process_ids=self._ranks.process_ids))
+        return asdict(info)
 
     def _train_step(self, arguments: JsonObject, arrays: Arrays) -> JsonObject:
         records = decode_records(arguments["records"], arrays)
@@ -165,6 +193,14 @@ class Worker:
         if self._trainer is None:
             raise ValueError("no model is loaded; send init first, and check that it succeeds")
         return self._trainer
+
+
+def _exit_when_closed(sock: socket.socket) -> NoReturn:
+    """End this process once rank 0 has closed its end: it may wait for rank 0 in a collective, for ever."""
+    poll = select.poll()
+    poll.register(sock, getattr(select, "POLLRDHUP", 0))  # macOS tells of it unasked
+    poll.poll()
+    os._exit(0)
 
 
 def _end_of(save: Callable[[], Checkpoint | None]) -> JsonObject:

@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
@@ -122,7 +123,7 @@ def run_rank(rank: int, size: int, folder: Path) -> None:
     """Be one rank. Rank 0 writes what all of them measured."""
     torch.set_num_threads(1)
     transformers_logging.disable_progress_bar()
-    group = Group.join(rank, size, folder / "rendezvous", CPU)
+    group = Group.join(rank, size, dist.FileStore(str(folder / "rendezvous"), size), CPU)  # pyright: ignore[reportPrivateImportUsage]
     go_through(folder / "small", group, Memory())  # imports, connections and threads
     memory = Memory()
     go_through(folder / "model", group, memory)

@@ -3,6 +3,8 @@
 - What finds no room is named, and so is what a machine lacks.
 - A run goes on when the node of an engine and a worker dies: both are started on another node, the engine with the
   newest weights, which the trainer sends it, and the ledger is proved. Its engines refuse who has no key.
+- The size of a trainer that fits is found. When the node of a rank dies, the run goes on with that size by itself,
+  nothing is trained twice, and the ledger is proved.
 - A main process that is killed leaves no process on any node, and a resume goes on.
 - The quickstart runs without an address on a Ray of its own, and learns on three nodes by their address alone (full).
 """
@@ -10,6 +12,7 @@
 import asyncio
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +22,7 @@ import psutil
 import pytest
 
 from areal_agent.cluster.config import ClusterConfig
-from areal_agent.cluster.ray_hosts import NICENESS, open_hosts
+from areal_agent.cluster.ray_hosts import NICENESS, open_hosts, ranks_that_fit
 from areal_agent.config import Config
 from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.config import EngineConfig
@@ -27,12 +30,16 @@ from areal_agent.engine.fleet.fleet import Fleet
 from areal_agent.engine.fleet.member import MemberState
 from areal_agent.errors import ConfigError, EngineRejected
 from areal_agent.ledger.verify import verify
+from areal_agent.observe.metrics import living_rows, read_metrics, step_rows
 from areal_agent.rollout.config import RolloutConfig
 from areal_agent.run.run import Run
+from areal_agent.trainer.config import TrainerConfig
 from areal_agent.types import DistributedWeights
 from tests.cluster.conftest import of_runs, until_ended
 from tests.commands import run as run_command
 from tests.commands import started
+from tests.resume.test_saving import read_until
+from tests.run.test_run import config
 
 pytestmark = pytest.mark.slow  # a node takes seconds to start, a process more
 
@@ -66,6 +73,13 @@ async def test_what_a_machine_lacks_is_named(cluster: Any, tmp_path: Path) -> No
     async with open_hosts(config_of(cluster), EngineConfig(), RolloutConfig(), shared=shared) as hosts:
         with pytest.raises(ConfigError, match=r"has put the engine, is not like this one: it has no \S+/model; every"):
             await hosts.host_for("engine")
+
+
+@pytest.mark.parametrize(("trainer", "size"), [({"num_ranks": 4}, 1), ({"num_ranks": 4, "context_parallel": 2}, 2)])
+async def test_the_size_that_fits(cluster: Any, trainer: dict[str, int], size: int) -> None:
+    """Beside the engine the head has room for one rank. Where that is no size, a start has to wait for the smallest."""
+    found = await ranks_that_fit(config_of(cluster), EngineConfig(), RolloutConfig(), TrainerConfig(**trainer))
+    assert found == size
 
 
 async def test_a_run_survives_the_node_of_a_worker_and_an_engine(
@@ -135,6 +149,42 @@ async def train(run: Run, until_step: int) -> None:
         await run.push()
 
 
+def test_a_run_goes_on_by_itself_when_the_node_of_a_rank_dies(cluster: Any, tmp_path: Path, small_model: Path) -> None:
+    nodes = [cluster.add_node(num_cpus=3) for _ in range(2)]  # the head has room for no rank
+    cluster.wait_for_nodes()
+    settings = config(
+        tmp_path,
+        small_model,
+        steps=1000,
+        workflow="tests.run.test_run:solve",
+        trainer={"num_ranks": 2, "threads": 3, "checkpoint_every": 2, "startup_timeout_s": 600.0},
+        cluster=config_of(cluster, restarts=1).model_dump(),
+    )
+    file = tmp_path / "config.yaml"
+    file.write_text(settings.to_yaml())
+    with started("areal_agent.train", "--config", str(file), "observe.progress=plain") as process:
+        read_until(process, "3/1000")
+        cluster.remove_node(next(node for node in nodes if has_rank(node, 1)), allow_graceful=False)
+        *_, told = read_until(process, "going on after step ")
+        assert "with 1 of 2 ranks; cluster.restarts left: 0" in told
+        done = int(told.split("after step ")[1].split()[0])
+        read_until(process, f"{done + 2}/1000")
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130
+    report = verify(tmp_path / "run" / "ledger.sqlite")
+    assert report.is_ok, report
+    rows = step_rows(living_rows(read_metrics(tmp_path / "run" / "metrics.jsonl")))
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    assert {row["incarnation"] for row in rows} == {0, 1}
+
+
+def has_rank(node: Any, number: int) -> bool:
+    """Return whether that rank of a trainer runs on the node."""
+    raylet = node.all_processes["raylet"][0].process.pid
+    children = psutil.Process(raylet).children(recursive=True)
+    return any({"areal_agent.trainer", f"--rank={number}"} <= set(child.cmdline()) for child in children)
+
+
 def test_a_killed_driver_leaves_nothing_and_is_resumed(
     cluster: Any, tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +197,7 @@ def test_a_killed_driver_leaves_nothing_and_is_resumed(
     config, folder = tmp_path / "config.yaml", tmp_path / "run"
     config.write_text(json.dumps(values))
     with started("areal_agent.train", "--config", str(config)) as driver:
-        while not list((folder / "checkpoints").glob("*")):
+        while not list((folder / "checkpoints").glob("step_*")):
             assert driver.poll() is None, driver.stdout and driver.stdout.read()
             time.sleep(0.1)
         raylets = [node.all_processes["raylet"][0].process.pid for node in cluster.list_all_nodes()]

@@ -61,7 +61,7 @@ def test_what_is_not_supported_is_refused(values: dict[str, Any], error: str) ->
 
 @pytest.mark.parametrize(
     ("device", "has_gpus", "of_trainer"),
-    [("auto", False, {"CPU": 6}), ("auto", True, {"CPU": 6, "GPU": 2}), ("cpu", True, {"CPU": 6})],
+    [("auto", False, {"CPU": 3}), ("auto", True, {"CPU": 3, "GPU": 1}), ("cpu", True, {"CPU": 3})],
 )
 def test_what_is_reserved(device: str, has_gpus: bool, of_trainer: dict[str, float]) -> None:
     needs = needs_of(
@@ -72,7 +72,7 @@ def test_what_is_reserved(device: str, has_gpus: bool, of_trainer: dict[str, flo
         has_gpus=has_gpus,
     )
     assert [(need.names, need.resources, need.strategy) for need in needs] == [
-        (("trainer",), of_trainer, "PACK"),
+        (("trainer", "trainer rank 1"), of_trainer, "PACK"),
         (("engine 0",), {"CPU": 5}, "STRICT_PACK"),
         (("engine 1",), {"CPU": 5}, "STRICT_PACK"),
         (("worker 0", "worker 1"), {"CPU": 4, "sandbox": 1}, "SPREAD"),

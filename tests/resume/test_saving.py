@@ -45,13 +45,13 @@ async def test_agents_are_answered_while_a_save_goes_on(tmp_path: Path, small_mo
 
     async with Run(config(tmp_path, small_model, max_staleness=50), workflow=telling) as run:
         await train(run, 1)
-        os.kill(run._trainer_process.pid, signal.SIGSTOP)  # a save that takes as long as the test wants
+        os.kill(run._gang.processes[0].pid, signal.SIGSTOP)  # a save that takes as long as the test wants
         saving = asyncio.create_task(run.save())
         await asyncio.sleep(0)
         for _ in range(answered.qsize() + 8):
             await answered.get()
         assert not saving.done()
-        os.kill(run._trainer_process.pid, signal.SIGCONT)
+        os.kill(run._gang.processes[0].pid, signal.SIGCONT)
         assert (await saving).name == "step_000001"
         await end(run)
 

@@ -169,9 +169,9 @@ async def test_a_trainer_that_dies_ends_the_run_with_its_last_lines(tmp_path: Pa
     with pytest.raises(ProcessDied, match="the trainer process was killed by SIGKILL"):
         async with Run(config(tmp_path, small_model), workflow=solve) as run:
             await train(run, 1)
-            os.kill(run._trainer_process.pid, signal.SIGKILL)
+            os.kill(run._gang.processes[0].pid, signal.SIGKILL)
             await train(run, 100)
-    assert not run._trainer_process.is_running
+    assert not run._gang.processes[0].is_running
     with pytest.raises(ProcessLookupError):
         os.kill(run.source.process_ids()["engine"], 0)
 

@@ -74,7 +74,7 @@ def test_the_loss_is_the_mean_over_the_answers_tokens(
         ids, mask = torch.from_numpy(record.token_ids).long(), torch.from_numpy(record.loss_mask)
         logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], dim=-1).gather(1, ids[1:, None])[:, 0]
         expected.append(logprobs[mask[1:]].detach())
-    with loaded(setup(small_model, tmp_path, tokens_per_micro_batch=budget)) as trainer:
+    with loaded(setup(small_model, tmp_path, tokens_per_micro_batch=budget), tmp_path) as trainer:
         measured = trainer.call("measure", {}, batch)["logprobs"]
         metrics = trainer.call("fit", {"step": 1, "rate": 0.5}, batch)["metrics"]
     for ours, theirs in zip(measured, expected, strict=True):
@@ -220,7 +220,7 @@ def test_it_ends_when_the_loss_is_flat(small_model: Path, chats: Path, tmp_path:
     data = load_data(config(small_model, chats, tmp_path), small_model, 512)
     flat = FlatConfig(checks=2, decay_steps=4)
     held_out = [record for row in data.held_out for record in row.records()]
-    with loaded(setup(small_model, tmp_path, learning_rate=1e-12)) as trainer:
+    with loaded(setup(small_model, tmp_path, learning_rate=1e-12), tmp_path) as trainer:
         fitting = Fitting(trainer, data.batches(2, seed=0), held_out, num_steps=40, every=2, flat=flat)
         rates = [fitted.metrics["learning_rate"] / 1e-12 for fitted in fitting.steps()]
     assert rates == pytest.approx([1.0] * 6 + [1.0, 0.75, 0.5, 0.25])

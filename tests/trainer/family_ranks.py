@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from areal_agent.algorithms.batching import collate
@@ -55,7 +56,7 @@ def differences(folder: Path, model_type: str, group: Group) -> Iterator[str]:
 
 def main(rank: int, folder: Path, model_types: list[str]) -> None:
     torch.set_num_threads(1)
-    group = Group.join(rank, NUM_RANKS, folder / "rendezvous", CPU)
+    group = Group.join(rank, NUM_RANKS, dist.FileStore(str(folder / "rendezvous"), NUM_RANKS), CPU)
     lines = [line for model_type in model_types for line in differences(folder, model_type, group)]
     if rank == 0:
         (folder / "differences").write_text("\n".join(lines))

@@ -156,12 +156,13 @@ def main(rank: int, folder: Path) -> None:
     for name, (size, parallel) in LAYOUTS.items():
         if rank >= size:
             continue
-        group = Group.join(rank, size, folder / f"rendezvous-{parallel}-{size}", CPU, context_parallel=parallel)
+        store = dist.FileStore(str(folder / f"rendezvous-{parallel}-{size}"), size)
+        group = Group.join(rank, size, store, CPU, context_parallel=parallel)
         batches = [[0, 1, 2]] if size == parallel else [[0, 1], [2]]
         found[name] = loss_and_gradient(work.model, batches, group)
         group.leave()
     for name, mesh in MESHES.items():
-        group = Group.join(rank, NUM_RANKS, folder / name, CPU, **mesh)
+        group = Group.join(rank, NUM_RANKS, dist.FileStore(str(folder / name), NUM_RANKS), CPU, **mesh)
         lab = Lab(work.model, *work.lab, work.lab[0].tokens_per_micro_batch, group=group)
         found[f"step, {name}"] = {"metrics": lab.stepper.train(work.first), "weights": lab.weights()}
         if name == "two replicas":

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.cluster.gang import start_trainer
 from areal_agent.cluster.hosts import Process
-from areal_agent.cluster.local import start_trainer
 from areal_agent.files import read_manifest
 from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig
@@ -32,8 +32,8 @@ PLAIN = AlgorithmConfig()
 
 @asynccontextmanager
 async def real_process(tmp_path: Path) -> AsyncIterator[tuple[Process, TrainerClient]]:
-    async with start_trainer(1, tmp_path) as (process, client):
-        yield process, client
+    async with start_trainer(1, tmp_path) as gang:
+        yield gang.processes[0], gang.client
 
 
 def connected(sock: socket.socket) -> Callable[[], Awaitable[socket.socket]]:

@@ -1,18 +1,19 @@
 """A trainer of two ranks, as the main process has it: real processes behind a client.
 
-- It trains and publishes as one rank does.
+- It trains and publishes as one rank does, and listens on loopback alone.
 - A rank that is killed fails the step with an error that names it, and every command after; none is left.
 - A rank that is killed between two commands ends the trainer, whose log says why.
-- What a record lacks is told once, as with one rank.
+- One that dies before it calls, or finds no host, is named. Ranks that died are no longer waited for.
+- What a record lacks is told once, as with one rank, and is no death.
+- Ranks talk over the interface that has their address.
 - When the main process closes its end, no rank is left.
 - More ranks than CUDA devices are refused.
 """
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,34 +22,28 @@ import pytest
 import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.cluster.hosts import Process
-from areal_agent.errors import ConfigError, ProcessDied, TrainerError
-from areal_agent.trainer.client import TrainerClient
+from areal_agent.cluster.gang import Gang, rank_name, start_rank, start_trainer
+from areal_agent.cluster.hosts import Host, LocalHost, Process
+from areal_agent.errors import ConfigError, ProcessDied, TrainerDied, TrainerError
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.model import choose_device
-from tests.trainer.lab import GRADIENT_DESCENT, Lab, real_process
+from areal_agent.trainer.ranks import Ranks, interface_of
+from areal_agent.trainer.wire import RankCall
+from tests.trainer.lab import GRADIENT_DESCENT, Lab
 from tests.trainer.two_ranks import published_weights
 
 
-@dataclass(frozen=True)
-class Started:
-    client: TrainerClient
-    rank_0: Process
-    rank_1: psutil.Process
-
-    async def gone(self) -> None:
-        """Wait until neither is left."""
-        await self.rank_0.died()
-        await asyncio.to_thread(self.rank_1.wait)
-
-
 @asynccontextmanager
-async def two_ranks(model: Path, folder: Path, config: TrainerConfig = GRADIENT_DESCENT) -> AsyncIterator[Started]:
+async def two_ranks(model: Path, folder: Path, config: TrainerConfig = GRADIENT_DESCENT) -> AsyncIterator[Gang]:
     setup = {"model": model, "trainer": config.model_copy(update={"num_ranks": 2}), "algorithm": AlgorithmConfig()}
-    async with real_process(folder) as (process, client):
-        await client.init(TrainerSetup(**setup, seed=0, shared_memory=folder))
-        (rank_1,) = psutil.Process(process.pid).children()
-        yield Started(client, process, rank_1)
+    async with start_trainer(1, folder) as gang:
+        await gang.init(TrainerSetup(**setup, seed=0, shared_memory=folder))
+        yield gang
+
+
+async def until_gone(gang: Gang) -> None:
+    """Wait until neither rank is left."""
+    await asyncio.gather(*(process.died() for process in gang.processes))
 
 
 @pytest.mark.slow
@@ -56,30 +51,42 @@ async def test_two_ranks_train_as_one_until_one_is_killed(model_folder, make_bat
     batch = make_batch(1)
     alone = Lab(model_folder)
     alone.stepper.train(as_input(batch))
-    async with two_ranks(model_folder, tmp_path) as started:
-        report = await started.client.train_step(batch)
+    async with two_ranks(model_folder, tmp_path) as gang:
+        report = await gang.client.train_step(batch)
         assert report.metrics["num_micro_batches"] == 2
-        published = published_weights(await started.client.publish())
+        published = published_weights(await gang.client.publish())
         torch.testing.assert_close(published - alone.before, alone.weights() - alone.before, atol=2e-6, rtol=1e-4)
-        started.rank_1.kill()
-        for _ in range(2):  # where the command comes late, the trainer has ended by itself
-            with pytest.raises((TrainerError, ProcessDied)) as caught:
-                await started.client.train_step(make_batch(2))
-            assert "rank" in f"{caught.value} {started.rank_0.log_tail()}"
-        assert "was killed by SIGKILL" in started.rank_0.log_path.read_text()
-        with contextlib.suppress(ProcessDied):
-            await started.client.shutdown()
-        await started.gone()
+        assert addresses_listened_at(gang) == {"127.0.0.1"}
+        gang.processes[1].kill()
+        for _ in range(2):
+            with pytest.raises(
+                TrainerDied, match=r"the trainer rank 1 process was killed by SIGKILL|rank 1 .* is gone"
+            ):
+                await gang.client.train_step(make_batch(2))
+        assert "the trainer rank 1 process was killed by SIGKILL" in str(await gang.died())
+        await gang.client.aclose()
+        await until_gone(gang)
+
+
+def addresses_listened_at(gang: Gang) -> set[str]:
+    """Those of all ranks."""
+    return {
+        connection.laddr.ip
+        for process_id in gang.process_ids.values()
+        for connection in psutil.Process(process_id).net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 @pytest.mark.slow
 async def test_a_rank_that_is_killed_between_commands_ends_the_trainer(model_folder, tmp_path):
-    async with two_ranks(model_folder, tmp_path) as started:
-        started.rank_1.kill()
-        await started.gone()
-        with pytest.raises(ProcessDied):
-            await started.client.publish()
-        assert "rank 1 was killed by SIGKILL; this trainer cannot continue" in started.rank_0.log_tail()
+    async with two_ranks(model_folder, tmp_path) as gang:
+        gang.processes[1].kill()
+        assert "the trainer rank 1 process was killed by SIGKILL" in str(await gang.died())
+        with pytest.raises(TrainerDied, match="the trainer rank 1 process was killed"):
+            await gang.client.publish()
+        await until_gone(gang)  # also without the main process
+        assert "rank 1 is gone; this trainer cannot continue" in gang.processes[0].log_tail()
 
 
 @pytest.mark.slow
@@ -87,22 +94,63 @@ async def test_what_a_record_lacks_is_told_once(model_folder, make_batch, tmp_pa
     batch = make_batch(1)
     first = batch.records[0]
     broken = replace(first, behavior_logprobs=np.full_like(first.behavior_logprobs, np.nan))
-    async with two_ranks(model_folder, tmp_path) as started:
+    async with two_ranks(model_folder, tmp_path) as gang:
         with pytest.raises(TrainerError, match="ValueError: branch 0 of session") as caught:
-            await started.client.train_step(replace(batch, records=(broken, *batch.records[1:])))
+            await gang.client.train_step(replace(batch, records=(broken, *batch.records[1:])))
         assert "rank 1" not in str(caught.value)
-        await asyncio.to_thread(started.rank_1.wait)
+        await gang.processes[1].died()
+        assert gang.processes[1].exit_status == 0  # no death
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_killed", [False, True])
 async def test_no_rank_is_left_when_the_main_process_or_rank_0_is_gone(model_folder, tmp_path, is_killed):
-    async with two_ranks(model_folder, tmp_path) as started:
+    async with two_ranks(model_folder, tmp_path) as gang:
         if is_killed:
-            started.rank_0.kill()
+            gang.processes[0].kill()
         else:
-            await started.client.aclose()
-        await started.gone()
+            await gang.client.aclose()
+        await until_gone(gang)
+
+
+class Broken(LocalHost):
+    """A host on which ranks other than 0 end at once."""
+
+    async def start(
+        self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None
+    ) -> Process:
+        ends = ["sh", "-c", "exit 3"]
+        return await super().start(name, argv if name == rank_name(0) else ends, log_path=log_path, env=env)
+
+
+@pytest.mark.slow
+async def test_a_rank_that_dies_before_it_calls_is_named(model_folder, tmp_path):
+    config = TrainerConfig(num_ranks=2)
+    async with start_trainer(1, tmp_path, Broken()) as gang:
+        with pytest.raises(TrainerDied, match="the trainer rank 1 process exited with 3"):
+            await gang.init(TrainerSetup(model=model_folder, trainer=config, seed=0, shared_memory=tmp_path))
+
+
+class Full(LocalHost):
+    async def host_for(self, name: str) -> Host:
+        raise ProcessDied(f"there is no node for the {name}")
+
+
+async def test_a_rank_without_a_host_is_a_death_of_the_trainer(tmp_path):
+    with pytest.raises(TrainerDied, match="there is no node for the trainer rank 1"):
+        await start_rank(1, RankCall(options=(), variables={}), 1, tmp_path, Full())
+
+
+def test_ranks_that_will_not_call_are_no_longer_waited_for():
+    ranks = Ranks.expect(1, "127.0.0.1")
+    with pytest.raises(TrainerDied, match="rank 1 of the trainer ended before it called"):
+        ranks.accept(lambda: False)
+
+
+def test_the_interface_of_an_address():
+    assert interface_of("127.0.0.1").startswith("lo")
+    with pytest.raises(ConfigError, match=r"has the address 198\.51\.100\.1; check cluster\.network"):
+        interface_of("198.51.100.1")  # of a network for documentation, which no machine is in
 
 
 @pytest.mark.cuda

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from areal_agent.algorithms.config import AlgorithmConfig
@@ -67,7 +68,7 @@ def run_two_ranks(work: Work, folder: Path) -> Outcome:
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     work: Work = pickle.loads((folder / "work.pickle").read_bytes())
-    group = Group.join(rank, 2, folder / "rendezvous", CPU)
+    group = Group.join(rank, 2, dist.FileStore(str(folder / "rendezvous"), 2), CPU)
     weights: dict[str, torch.Tensor] = {}
     metrics: dict[str, Mapping[str, float]] = {}
     for name, (config, algorithm) in work.labs.items():
