@@ -216,7 +216,7 @@ class RunFolder:
         """Return the folder of a run to resume, or of one to restore, whose ledger is not there yet.
 
         What is `given` is the run's folder, or its part of `cluster.shared_dir`, which is restored into `run_dir`.
-        Raises ConfigError when it is neither, or when the folder to be restored exists.
+        Raises ConfigError when it is neither, when the folder to be restored exists, or when what is shared is away.
         """
         folder = cls(Path(given))
         if folder.snapshots.is_dir() and not folder.is_divided:
@@ -232,6 +232,11 @@ class RunFolder:
         for needed in (folder.config, folder.ledger):
             if not needed.is_file():
                 raise ConfigError(f"--resume {given!r} is not a run folder: it has no {needed.name}")
+        if folder.is_divided and not folder.checkpoints.is_dir():  # or it would begin anew, and train all of it twice
+            raise ConfigError(
+                f"--resume {given!r}: its checkpoints are in {str(folder.checkpoints)!r}, which is away; bring it "
+                "back, or make that folder to begin with the initial weights again"
+            )
         return folder
 
     def give_up(self, *, keep_logs: bool) -> None:

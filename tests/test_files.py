@@ -1,7 +1,7 @@
 """The folder of a run: 1. one that cannot be made is refused before anything is started, and nothing stays behind;
 2. whether a run is completed is in its summary; 3. a run that did not start leaves its name free, and its logs; 4. a
-folder with a part in a shared directory has links to it, and both have to be free; 5. of two that claim a directory one
-gets it, and an earlier incarnation has lost it."""
+folder with a part in a shared directory has links to it, both have to be free, and it is not resumed while that part is
+away; 5. of two that claim a directory one gets it, and an earlier incarnation has lost it."""
 
 from pathlib import Path
 
@@ -71,6 +71,12 @@ def test_a_part_of_it_may_be_shared(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"own folder '{own}' exists on this machine"):
         RunFolder.reopen(str(shared / "run"), str(own))
     assert RunFolder.reopen(str(shared / "run"), str(tmp_path / "new")).shared == shared / "run"
+    folder.ledger.touch()
+    assert RunFolder.reopen(str(own)).shared == shared / "run"
+    away = shared.rename(tmp_path / "away")
+    with pytest.raises(ConfigError, match=f"checkpoints are in '{folder.checkpoints}', which is away"):
+        RunFolder.reopen(str(own))
+    away.rename(shared)
     folder.give_up(keep_logs=True)
     assert RunFolder.choose(str(own), "c", shared).path == own
 

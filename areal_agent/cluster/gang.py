@@ -103,11 +103,17 @@ class Gang:
 
 @asynccontextmanager
 async def start_trainer(num_threads: int, logs: Path, hosts: Hosts = LOCAL) -> AsyncGenerator[Gang]:
-    """Start rank 0 of a trainer; `Gang.init` starts the others. All are ended on leaving."""
+    """Start rank 0 of a trainer; `Gang.init` starts the others. All are ended on leaving.
+
+    Raises TrainerDied where there is no host.
+    """
     name = rank_name(0)
-    host = await hosts.host_for(name)
-    argv = [*PROGRAM, "--address", host.address]
-    process, callback = await start_child(host, name, argv, logs / "trainer.log", thread_variables(num_threads))
+    try:
+        host = await hosts.host_for(name)
+        argv = [*PROGRAM, "--address", host.address]
+        process, callback = await start_child(host, name, argv, logs / "trainer.log", thread_variables(num_threads))
+    except ProcessDied as error:
+        raise TrainerDied(str(error)) from None
     gang = Gang(process, TrainerClient(partial(called, process, callback)), num_threads, logs, hosts)
     try:
         yield gang

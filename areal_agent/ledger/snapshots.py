@@ -56,7 +56,8 @@ class SnapshotFolder:
             part.mkdir()
             ends = self._write(part)
             (part / MANIFEST).write_bytes(encode_manifest(part, {"step": step}))
-            shutil.copytree(part, hidden)
+            hidden.mkdir()  # without its parents: where they are missing, the shared disk is away
+            shutil.copytree(part, hidden, dirs_exist_ok=True)
             bring_to_disk(hidden)
             require_claim(self._checkpoints, self._incarnation)
             hidden.rename(target)

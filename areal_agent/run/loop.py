@@ -134,8 +134,8 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
                     if not has_started or interruption.happened or restarts_left == 0:
                         raise
                     restarts_left -= 1
-                    run = await _again(run, death, restarts_left)
                     interruption.reopen()
+                    run = await _again(run, death, restarts_left)
             summary = write_report(run.folder, outcome)
     except asyncio.CancelledError:
         if not interruption.happened:

@@ -130,7 +130,7 @@ def publish_checkpoint(
     An existing checkpoint of the same step is replaced. Raises TakenOver when a later incarnation has claimed
     `directory`, whose folders are then left alone.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(exist_ok=True)  # without its parents: where they are missing, a shared disk is away
     require_claim(directory, incarnation)
     recover(directory)
     folder = hidden_folder(directory, step, incarnation)

@@ -284,8 +284,9 @@ class Group:
         """Wait for the other ranks at `store`. Undo it with `leave`.
 
         Each `context_parallel` neighbours share their rows, and each `size / replicas` neighbours have one replica of
-        the model. The ranks talk over the interface that has `address`, one of this machine. Whoever can listen in on
-        that network can read the weights; on loopback nobody else can.
+        the model. The ranks talk over the interface that has `address`, one of this machine. They have no key:
+        whoever can listen in on that network, or connect there, can read the weights. On loopback these are the users
+        of this machine.
         """
         group = cls._of(rank, size, store, device, address, timeout_s, replicas)
         if context_parallel == 1:

@@ -29,6 +29,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -170,9 +171,18 @@ class Training:
         return found
 
 
+class _Writer(HuggingFaceStorageWriter):
+    """Does not make the checkpoint's folder, which rank 0 has made: where it is missing, a shared disk is away."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if not (folder := Path(self.path).parent).is_dir():
+            raise FileNotFoundError(f"{folder} is not on the machine of every rank; bring its shared disk back")
+        return super().prepare_local_plan(plan)
+
+
 def write_training(folder: Path, content: Content, world: dist.ProcessGroup | None) -> None:
     """Write the rest of `content`, each rank of `world` its shards. Raises on all ranks what one of them raises."""
-    writer = HuggingFaceStorageWriter(str(folder / TRAINING), save_distributed=True)
+    writer = _Writer(str(folder / TRAINING), save_distributed=True)
     try:
         with _alone_without_warning():
             save(dict(content.training), storage_writer=writer, process_group=world)

@@ -5,6 +5,7 @@
 - Going on from one makes the very next steps bit for bit, with several minibatches a step
   and with gradients clipped at a quantile.
 - A writer that fails or is killed leaves no checkpoint; what it left is removed by the next.
+- Where a shared disk is away, its folders are not made anew: the save fails.
 - The newest intact one is found: damaged ones are passed over with a warning.
 - Only the last ones are kept, and none of an abandoned lineage; one of the same step is replaced.
 - An asynchronous save holds the weights at its beginning, byte for byte what a save at once holds.
@@ -36,6 +37,7 @@ from areal_agent.trainer.checkpoint import (
     read_checkpoint,
 )
 from areal_agent.trainer.config import LoraConfig, TrainerConfig, TrainerSetup
+from areal_agent.trainer.state import Content, write_training
 from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.worker import Worker
 from tests.trainer.lab import held_by, train_alike
@@ -249,6 +251,15 @@ def test_a_writer_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         publish_checkpoint(tmp_path, step=2, incarnation=0, run_state={}, write=fail, keep_last=2)
     assert names(tmp_path) == ["step_000001"]
+
+
+def test_a_shared_disk_that_is_away_is_not_made_anew(load_trainer, model_folder, tmp_path):
+    trainer, away = load_trainer(model_folder), tmp_path / "away"
+    with pytest.raises(FileNotFoundError):
+        trainer.save(away / "checkpoints", step=0, incarnation=0)
+    with pytest.raises(FileNotFoundError, match="is not on the machine of every rank"):
+        write_training(away, Content.of(trainer._training), None)
+    assert not away.exists()
 
 
 KILLED_WRITER = """

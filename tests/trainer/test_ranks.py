@@ -139,6 +139,9 @@ class Full(LocalHost):
 async def test_a_rank_without_a_host_is_a_death_of_the_trainer(tmp_path):
     with pytest.raises(TrainerDied, match="there is no node for the trainer rank 1"):
         await start_rank(1, RankCall(options=(), variables={}), 1, tmp_path, Full())
+    with pytest.raises(TrainerDied, match=r"there is no node for the trainer$"):
+        async with start_trainer(1, tmp_path, Full()):
+            pass
 
 
 def test_ranks_that_will_not_call_are_no_longer_waited_for():
