@@ -37,7 +37,7 @@ from areal_agent.engine.config import EngineConfig, EnginePlan
 from areal_agent.engine.transport import awake_timeout
 from areal_agent.errors import ConfigError, ProcessDied
 from areal_agent.gateway.auth import new_key
-from areal_agent.process import ManagedProcess, death_of, how_it_ended, last_lines
+from areal_agent.process import ManagedProcess, death_of, how_it_ended, last_lines, uninterrupted
 from areal_agent.rollout.config import RolloutConfig
 from areal_agent.trainer.config import TrainerConfig
 
@@ -56,6 +56,9 @@ that a run whose own process was blocked for a while loses nothing."""
 
 MAX_TRIES = 3
 """The tries for a host: until Ray has noticed that a node is dead, it may put a starter there."""
+
+ROOM_CALL_S = 1.0
+"""How long one call waits for room, and so Ctrl-C for the call."""
 
 PYTHON_PATH = "PYTHONPATH"
 
@@ -368,7 +371,7 @@ class RayHosts:
         for need in needs:
             groups.append(self._ray.util.placement_group([dict(need.resources) for _ in need.names], need.strategy))
             self._groups |= {name: (groups[-1], index, need) for index, name in enumerate(need.names)}
-        ready = await asyncio.gather(*(asyncio.to_thread(group.wait, limit_s) for group in groups))
+        ready = await asyncio.gather(*(_gets_room(group, limit_s) for group in groups))
         return [need for need, is_ready in zip(needs, ready, strict=True) if not is_ready]
 
     @property
@@ -419,6 +422,17 @@ class RayHosts:
             scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, index),
         )
         return RemoteStarter(self._ray, actor_class.remote(), self._config.lost_after_s)
+
+
+async def _gets_room(group: Any, limit_s: float) -> bool:
+    """Return whether a placement group has room within the limit.
+
+    It is asked in short calls: no thread can be cancelled, and one that still waits when Ray is left ends this process.
+    """
+    for _ in range(math.ceil(limit_s / ROOM_CALL_S)):
+        if await uninterrupted(asyncio.to_thread(group.wait, min(limit_s, ROOM_CALL_S))):
+            return True
+    return False
 
 
 def _text(network: object) -> str | None:

@@ -5,19 +5,31 @@
   own on one machine.
 - A process's output comes here whole and in order; its end and the loss of its node are told apart.
 - An address is found in a network, or the machine is named that has none.
+- Waiting for room that is cancelled leaves no call of Ray behind.
 """
 
 import asyncio
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from areal_agent.cluster.config import ClusterConfig
-from areal_agent.cluster.ray_hosts import PIECE_BYTES, RayProcess, RemoteStarter, Starter, needs_of, own_address
+from areal_agent.cluster.ray_hosts import (
+    PIECE_BYTES,
+    Need,
+    RayHosts,
+    RayProcess,
+    RemoteStarter,
+    Starter,
+    needs_of,
+    own_address,
+)
 from areal_agent.config import Config
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.sglang import SGLANG_LAUNCHER
@@ -169,3 +181,30 @@ def test_an_address_in_a_network() -> None:
     assert own_address("127.0.0.1/32", "10.1.2.3") == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"198\.51\.100\.0/24, but machine 10\.1\.2\.3 has no address in it"):
         own_address("198.51.100.0/24", "10.1.2.3")  # a network for documentation, which no machine is in
+
+
+class Full:
+    """A placement group for which there is no room."""
+
+    def __init__(self) -> None:
+        self.is_asked = threading.Event()
+        self.num_waiting = 0
+
+    def wait(self, limit_s: float) -> bool:
+        self.num_waiting += 1
+        self.is_asked.set()
+        threading.Event().wait(limit_s)
+        self.num_waiting -= 1
+        return False
+
+
+async def test_waiting_for_room_that_is_cancelled_leaves_no_call_behind() -> None:
+    group = Full()
+    ray = SimpleNamespace(util=SimpleNamespace(placement_group=lambda *_: group))
+    hosts = RayHosts(ray, ClusterConfig(kind="ray"), "127.0.0.1", [])
+    waiting = asyncio.create_task(hosts.reserve([Need(names=("engine",), resources={"CPU": 1})]))
+    await asyncio.to_thread(group.is_asked.wait)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
+    assert group.num_waiting == 0
