@@ -117,7 +117,7 @@ async def test_what_is_killed_from_outside(engine: Engine, provider: DockerProvi
         pass
 
 
-async def test_keeper_that_is_killed() -> None:
+async def test_keeper_that_is_killed(engine: Engine) -> None:
     provider = await DockerProvider.start()
     provider._keeper.kill()
     await provider._keeper.wait()
