@@ -38,7 +38,8 @@ class ClusterConfig(Section):
     """With `kind: ray`: what Ray reserves for each rollout worker, as in `{CPU: 4, sandbox: 1}`. `sandbox` is a
     resource of your own, with which `ray start --resources` marks the nodes that may run sandboxes."""
     placement_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    """With `kind: ray`: how long a process may wait for a node that has room for it, also when it is started again."""
+    """With `kind: ray`: how long a process may wait for a node that has room for it, also when it is started again,
+    and the run for the cluster to let it in."""
     lost_after_s: Annotated[float, Field(ge=1)] = 10.0
     """With `kind: ray`: a process whose node has not answered for this long is taken for dead. On a
     node that is cut off it ends by itself after three times as long."""

@@ -22,7 +22,9 @@ import shutil
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -497,7 +499,7 @@ async def _open_cluster(
         for variable in (BEYOND_LOOPBACK, NICENESS):
             os.environ.setdefault(variable, "0")
     ray = importlib.import_module("ray")
-    await asyncio.to_thread(_connect, ray, cluster, needs)
+    await _connected(ray, cluster, needs)
     try:
         home = own_address(_text(cluster.network), ray.util.get_node_ip_address())
         hosts = RayHosts(ray, cluster, home, [sys.executable, *map(os.path.abspath, shared)])
@@ -509,11 +511,35 @@ async def _open_cluster(
         await asyncio.to_thread(ray.shutdown)
 
 
-def _connect(ray: Any, config: ClusterConfig, needs: Sequence[Need]) -> None:
-    """Connect to the cluster, or start one on this machine. Runs in a thread: in the main one Ray would take SIGTERM.
+async def _connected(ray: Any, config: ClusterConfig, needs: Sequence[Need]) -> None:
+    """Connect to the cluster, or start one on this machine. Raises ConfigError, also when that takes too long.
 
-    Raises ConfigError.
+    Ray gets a thread, because in the main one it would take SIGTERM. It cannot be cancelled: where half of a cluster
+    answers, it waits for ever, and is left behind.
     """
+    done: Future[None] = Future()
+
+    def connect() -> None:
+        try:
+            _connect(ray, config, needs)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=connect, name="connect to Ray", daemon=True).start()
+    try:
+        async with awake_timeout(config.placement_timeout_s):
+            await asyncio.shield(asyncio.wrap_future(done))
+    except TimeoutError:
+        raise ConfigError(
+            f"cluster.address is {config.address!r}, and Ray has not let the run in within cluster.placement_timeout_s "
+            f"= {config.placement_timeout_s:g}: see whether `ray status` answers here, with the same RAY_AUTH_MODE"
+        ) from None
+
+
+def _connect(ray: Any, config: ClusterConfig, needs: Sequence[Need]) -> None:
+    """Connect to the cluster, or start one on this machine. Raises ConfigError."""
     logging.getLogger("ray").setLevel(logging.ERROR)
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     if config.address is None:

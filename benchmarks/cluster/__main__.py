@@ -9,15 +9,17 @@ by more machines. Times run from the kill: `noticed` until the run knows, `back`
 engine has the newest weights by then). Training goes on meanwhile; the ledger of every run is proved at its end.
 
 The trainer has two ranks in a run of its own, with one engine; on the cluster each on a node of its own. Without Ray
-the trainer is killed, and on the cluster the node of a rank. The run goes on from its last checkpoint with the ranks
-for which there is room, as `cluster.restarts` does it; without Ray as with `--resume`, given at once. Here `noticed` is
-when all of its processes have ended, and `back` when the first step after that is done.
+the trainer is killed, and on the cluster the node of a rank. This run is the command itself, and what it says tells the
+times: on the cluster it goes on from its last checkpoint by itself (`cluster.restarts`), with the one rank for which
+there is room; without Ray `--resume` is given at once. Here `start` is until the first step is done, `noticed` until all
+processes have ended and the new size is found, and `back` until the first step after that is done.
 """
 
 import argparse
 import asyncio
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
@@ -30,12 +32,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_agent.cluster.ray_hosts import NICENESS, ranks_that_fit
+from areal_agent.cluster.ray_hosts import NICENESS
 from areal_agent.config import Config
 from areal_agent.engine.fleet.member import MemberState
-from areal_agent.errors import TrainerDied
+from areal_agent.files import RunFolder
 from areal_agent.ledger.verify import verify
 from areal_agent.run import Run
+from areal_agent.run.loop import INTERRUPTED_CODE
 from areal_agent.run.sources import OwnRollouts
 
 ROOT = Path(__file__).parents[2]
@@ -53,12 +56,11 @@ class Loss:
 
     what: str
     of_node: str
-    kill: Callable[[Run], None]
-    num_there: Callable[[Run], int]
+    kill: Callable[[Any], None]  # given the `Run`, or without `num_there` the command's process
     head: Mapping[str, Any]
     node: Mapping[str, Any]
     settings: Sequence[str] = ("engine.num_servers=2",)
-    is_replaced: bool = True  # another node joins before
+    num_there: Callable[[Run], int] | None = None  # another node joins before the loss; None: the run has to start anew
 
 
 def serving(run: Run) -> Any:
@@ -83,8 +85,8 @@ def kill_worker(run: Run) -> None:
     os.kill(serving(run).rollouts.seats[0].pid, signal.SIGKILL)
 
 
-def kill_trainer(_: Run) -> None:
-    subprocess.run(["pkill", "-KILL", "-P", str(os.getpid()), "-f", "areal_agent.trainer"], check=True)  # our children
+def kill_trainer(command: subprocess.Popen[str]) -> None:
+    subprocess.run(["pkill", "-KILL", "-P", str(command.pid), "-f", "areal_agent.trainer"], check=True)  # its children
 
 
 LOSSES = {
@@ -107,12 +109,10 @@ LOSSES = {
     "trainer": Loss(
         what="the trainer",
         of_node="the node of a rank",
-        num_there=lambda _: 1,
         kill=kill_trainer,
         head={"num_cpus": 1, "resources": {"worker": 2}},
         node={"num_cpus": 2},
         settings=("trainer.num_ranks=2",),
-        is_replaced=False,
     ),
 }
 
@@ -160,7 +160,7 @@ def report(processes: str, lost: str, results: Sequence[Result]) -> None:
 
 def run_here(loss: Loss, num_steps: int, overrides: Sequence[str]) -> Result:
     with tempfile.TemporaryDirectory() as folder:
-        return asyncio.run(measure(config_of(folder, loss, overrides), loss, num_steps, loss.kill, lambda: None))
+        return measure(config_of(folder, loss, overrides), loss, num_steps, loss.kill, lambda: None)
 
 
 def run_on_ray(loss: Loss, num_steps: int, overrides: Sequence[str]) -> Result:
@@ -168,14 +168,10 @@ def run_on_ray(loss: Loss, num_steps: int, overrides: Sequence[str]) -> Result:
     with tempfile.TemporaryDirectory() as folder, open_cluster(loss) as (cluster, nodes):
         config = config_of(folder, loss, [*ON_RAY, f"cluster.address={cluster.address}", *overrides])
 
-        def join() -> None:
-            if loss.is_replaced:
-                cluster.add_node(**loss.node)
-
-        def lose(_: Run) -> None:
+        def lose(_: object) -> None:
             cluster.remove_node(nodes[0], allow_graceful=False)
 
-        return asyncio.run(measure(config, loss, num_steps, lose, join))
+        return measure(config, loss, num_steps, lose, lambda: cluster.add_node(**loss.node))
 
 
 def config_of(folder: str, loss: Loss, overrides: Sequence[str]) -> Config:
@@ -198,55 +194,92 @@ def open_cluster(loss: Loss) -> Generator[tuple[Any, Sequence[Any]]]:
         cluster.shutdown()
 
 
-async def measure(
-    config: Config, loss: Loss, num_steps: int, lose: Callable[[Run], None], join: Callable[[], None]
+def measure(
+    config: Config, loss: Loss, num_steps: int, lose: Callable[[Any], None], join: Callable[[], object]
 ) -> Result:
-    """Time the start, then `num_steps` steps after the first, then the way back from the loss."""
-    begun_s = time.perf_counter()
-    run, step, start_s, steps_per_minute, lost_s = Run(config), 0, 0.0, 0.0, 0.0
-    try:
-        async with run:
-            start_s = time.perf_counter() - begun_s
-            await train(run, lambda: run.step >= 1)
-            trained_s = time.perf_counter()
-            await train(run, lambda: run.step > num_steps)
-            steps_per_minute = num_steps / (time.perf_counter() - trained_s) * 60
-            await run.save()
-            join()
-            step, lost_s = run.step, time.perf_counter()
-            losing = asyncio.create_task(asyncio.to_thread(lose, run))
-            watch = asyncio.create_task(gone_and_back(run, loss.num_there))
-            try:
-                await train(run, watch.done)
-            finally:
-                watch.cancel()
-                await losing
-            noticed_s, back_s = (at_s - lost_s for at_s in watch.result())
-            num_meanwhile = run.step - step
-            await end(run)
-    except TrainerDied:
-        noticed_s, num_meanwhile = time.perf_counter() - lost_s, 0
-        num_ranks = await ranks_that_fit(config.cluster, config.engine, config.rollout, config.trainer)
-        async with Run(config, resume=str(run.folder.path), num_ranks=num_ranks) as run:
-            await train(run, lambda: run.step > step)
-            back_s = time.perf_counter() - lost_s
-            await end(run)
-    report = verify(run.folder.ledger)
+    """Time the start, then `num_steps` steps after the first, then the way back from the loss; prove the ledger."""
+    if loss.num_there is None:
+        result = measure_command(config, num_steps, lose)
+    else:
+        result = asyncio.run(measure_run(config, loss.num_there, num_steps, lose, join))
+    report = verify(RunFolder(config.run_dir).ledger)
     assert report.is_ok, report
+    return result
+
+
+async def measure_run(
+    config: Config,
+    num_there: Callable[[Run], int],
+    num_steps: int,
+    lose: Callable[[Run], None],
+    join: Callable[[], object],
+) -> Result:
+    begun_s = time.perf_counter()
+    async with Run(config) as run:
+        start_s = time.perf_counter() - begun_s
+        await train(run, lambda: run.step >= 1)
+        trained_s = time.perf_counter()
+        await train(run, lambda: run.step > num_steps)
+        steps_per_minute = num_steps / (time.perf_counter() - trained_s) * 60
+        join()
+        step, lost_s = run.step, time.perf_counter()
+        losing = asyncio.create_task(asyncio.to_thread(lose, run))
+        watch = asyncio.create_task(gone_and_back(run, num_there))
+        try:
+            await train(run, watch.done)
+        finally:
+            watch.cancel()
+            await losing
+        noticed_s, back_s = (at_s - lost_s for at_s in watch.result())
+        num_meanwhile = run.step - step
+        await run.save()
+        await run.stop_producing()
+        await run.settle(is_completed=True)
     return Result(start_s, steps_per_minute, noticed_s, back_s, num_meanwhile)
 
 
+def measure_command(config: Config, num_steps: int, lose: Callable[[subprocess.Popen[str]], None]) -> Result:
+    """Measure a run that loses its trainer right after a checkpoint."""
+    file, begun_s = config.run_dir.with_name("config.yaml"), time.perf_counter()
+    file.write_text(config.to_yaml())
+    with command("--config", str(file), f"trainer.checkpoint_every={num_steps}") as process:
+        first_s = until_said(process, "1/")
+        steps_per_minute = num_steps / (until_said(process, f"{num_steps + 1}/") - first_s) * 60
+        lost_s = time.perf_counter()
+        lose(process)
+        noticed_s = until_said(process, "going on after step ")
+        back_s = until_said(process, r"\d+/")
+    if process.returncode != INTERRUPTED_CODE:
+        with command("--resume", str(config.run_dir)) as process:
+            back_s = until_said(process, r"\d+/")
+    assert process.returncode == INTERRUPTED_CODE, process.returncode
+    return Result(first_s - begun_s, steps_per_minute, noticed_s - lost_s, back_s - lost_s, 0)
+
+
+@contextmanager
+def command(*arguments: str) -> Generator[subprocess.Popen[str]]:
+    """Start `python -m areal_agent.train ARGUMENTS`, and at the end interrupt it and wait for its end."""
+    argv = [sys.executable, "-m", "areal_agent.train", *arguments]
+    with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.communicate()
+
+
+def until_said(process: subprocess.Popen[str], start: str) -> float:
+    """Read lines until one starts with a regular expression, or there are none; return the time."""
+    assert process.stdout is not None
+    next((line for line in process.stdout if re.match(rf"\s*{start}", line)), None)
+    return time.perf_counter()
+
+
 async def gone_and_back(run: Run, num_there: Callable[[Run], int]) -> tuple[float, float]:
-    """Wait until one is missing, and until none is; return the times. The trainer's end ends its run instead."""
+    """Wait until one is missing, and until none is; return the times."""
     whole = num_there(run)
     gone_s = await until(lambda: num_there(run) < whole)
     return gone_s, await until(lambda: num_there(run) == whole)
-
-
-async def end(run: Run) -> None:
-    await run.save()
-    await run.stop_producing()
-    await run.settle(is_completed=True)
 
 
 async def train(run: Run, is_over: Callable[[], bool]) -> None:

@@ -5,7 +5,7 @@
   own on one machine.
 - A process's output comes here whole and in order; its end and the loss of its node are told apart.
 - An address is found in a network, or the machine is named that has none.
-- Waiting for room that is cancelled leaves no call of Ray behind.
+- Waiting for room that is cancelled leaves no call of Ray behind. A cluster that answers by halves is given up.
 """
 
 import asyncio
@@ -28,6 +28,7 @@ from areal_agent.cluster.ray_hosts import (
     RemoteStarter,
     Starter,
     needs_of,
+    open_hosts,
     own_address,
 )
 from areal_agent.config import Config
@@ -208,3 +209,13 @@ async def test_waiting_for_room_that_is_cancelled_leaves_no_call_behind() -> Non
     await asyncio.wait({waiting})
     assert waiting.cancelled()
     assert group.num_waiting == 0
+
+
+async def test_a_cluster_that_lets_nobody_in_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_over = threading.Event()
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__spec__=object(), init=lambda **_: is_over.wait()))
+    config = ClusterConfig(kind="ray", address="127.0.0.1:1", placement_timeout_s=0.05)
+    with pytest.raises(ConfigError, match=r"'127\.0\.0\.1:1', and Ray has not let the run in within .* = 0\.05: see"):
+        async with open_hosts(config, EngineConfig(), RolloutConfig()):
+            pass
+    is_over.set()

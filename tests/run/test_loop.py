@@ -4,18 +4,25 @@
 - Two that come at once, as `timeout` sends them to a process and its group, count as one.
 - A report that cannot be written is added to the error as a note and does not replace it.
 - Where rollouts failed, the logs are named; a resume is offered only after a step, and once the cause is mended.
+- A run whose trainer dies on a cluster goes on, before its first checkpoint too, until `cluster.restarts` are used up.
 """
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from areal_agent.errors import ArealAgentError, RolloutsFailing
+from areal_agent.config import Config
+from areal_agent.errors import ArealAgentError, RolloutsFailing, TrainerDied
 from areal_agent.files import RunFolder
+from areal_agent.run import loop
 from areal_agent.run.loop import Interruption, report_failure
 from areal_agent.run.results import Outcome
 
@@ -86,3 +93,58 @@ def test_a_resume_is_offered_where_it_helps(tmp_path: Path, num_steps: int, is_o
     logs, *hints = error.__notes__
     assert str(folder.logs) in logs
     assert [hint.startswith("go on with: once the cause is mended, ") for hint in hints] == [True] * is_offered
+
+
+class DyingRun:
+    """Takes the place of a `Run`. Its trainer dies before the first step."""
+
+    step, checkpoint = 0, None
+    preflight = SimpleNamespace(eval_tasks=())
+
+    def __init__(
+        self, config: Config, *, progress: Any, resume: str = "", num_ranks: int | None = None, deaths: list[str]
+    ) -> None:
+        self.config, self.progress = config, progress
+        self.folder = RunFolder(Path(resume or str(config.run_dir)))
+        self.ledger = SimpleNamespace(ask=self._die)
+        self._began = f"{'resumed' if resume else 'new'} with {num_ranks or config.trainer.num_ranks}"
+        self._deaths = deaths
+
+    async def __aenter__(self) -> "DyingRun":
+        self.folder.logs.mkdir(parents=True, exist_ok=True)
+        self.folder.metrics.touch()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def _die(self, *_: object) -> None:
+        self._deaths.append(self._began)
+        raise TrainerDied(f"rank 1 of the trainer is lost ({self._began})")
+
+
+async def test_restarts_are_used_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deaths, notes = list[str](), list[str]()
+    values = {"model": "tiny", "workflow": "a:b", "tasks": "c:d", "run_dir": str(tmp_path / "run"), "steps": 9}
+    config = Config.parse(
+        {**values, "trainer": {"num_ranks": 3}, "cluster": {"kind": "ray", "address": "h:1", "restarts": 2}}
+    )
+    sizes = iter((2, 1))
+
+    async def ranks_that_fit(*_: object) -> int:
+        return next(sizes)
+
+    monkeypatch.setattr(loop, "start_logging", lambda *_, **__: None)
+    monkeypatch.setattr(loop, "ranks_that_fit", ranks_that_fit)
+    monkeypatch.setattr(loop, "Run", partial(DyingRun, deaths=deaths))
+    progress: Any = SimpleNamespace(note=notes.append, close=lambda: None)
+    run: Any = DyingRun(config, progress=progress, deaths=deaths)
+    with pytest.raises(TrainerDied, match="resumed with 1") as caught:
+        await loop._train(run)  # pyright: ignore[reportPrivateUsage]
+    assert deaths == ["new with 3", "resumed with 2", "resumed with 1"]
+    assert [note for note in notes if "going on" in note] == [
+        "going on from the start with 2 of 3 ranks; cluster.restarts left: 1",
+        "going on from the start with 1 of 3 ranks; cluster.restarts left: 0",
+    ]
+    assert caught.value.__notes__ == [f"go on with: python -m areal_agent.train --resume {tmp_path / 'run'}"]
+    assert json.loads(RunFolder(tmp_path / "run").summary.read_text())["status"] == "failed"
