@@ -499,8 +499,8 @@ async def _open_cluster(
         for variable in (BEYOND_LOOPBACK, NICENESS):
             os.environ.setdefault(variable, "0")
     ray = importlib.import_module("ray")
-    await _connected(ray, cluster, needs)
     try:
+        await _connected(ray, cluster, needs)
         home = own_address(_text(cluster.network), ray.util.get_node_ip_address())
         hosts = RayHosts(ray, cluster, home, [sys.executable, *map(os.path.abspath, shared)])
         try:
@@ -508,7 +508,8 @@ async def _open_cluster(
         finally:
             hosts.give_back()
     finally:
-        await asyncio.to_thread(ray.shutdown)
+        if ray.is_initialized():
+            await asyncio.to_thread(ray.shutdown)
 
 
 async def _connected(ray: Any, config: ClusterConfig, needs: Sequence[Need]) -> None:
@@ -528,14 +529,14 @@ async def _connected(ray: Any, config: ClusterConfig, needs: Sequence[Need]) -> 
             done.set_result(None)
 
     threading.Thread(target=connect, name="connect to Ray", daemon=True).start()
-    try:
-        async with awake_timeout(config.placement_timeout_s):
-            await asyncio.shield(asyncio.wrap_future(done))
-    except TimeoutError:
+    outcome, limit_s = asyncio.wrap_future(done), config.placement_timeout_s
+    await uninterrupted(asyncio.wait({outcome}, timeout=limit_s))  # Ray ends a process that leaves it half connected
+    if not outcome.done():
         raise ConfigError(
             f"cluster.address is {config.address!r}, and Ray has not let the run in within cluster.placement_timeout_s "
-            f"= {config.placement_timeout_s:g}: see whether `ray status` answers here, with the same RAY_AUTH_MODE"
-        ) from None
+            f"= {limit_s:g}: see whether `ray status` answers here, with the same RAY_AUTH_MODE"
+        )
+    outcome.result()
 
 
 def _connect(ray: Any, config: ClusterConfig, needs: Sequence[Need]) -> None:

@@ -202,6 +202,7 @@ def measure(
         result = measure_command(config, num_steps, lose)
     else:
         result = asyncio.run(measure_run(config, loss.num_there, num_steps, lose, join))
+    assert config.run_dir is not None, "config_of has set it"
     report = verify(RunFolder(config.run_dir).ledger)
     assert report.is_ok, report
     return result
@@ -240,6 +241,7 @@ async def measure_run(
 
 def measure_command(config: Config, num_steps: int, lose: Callable[[subprocess.Popen[str]], None]) -> Result:
     """Measure a run that loses its trainer right after a checkpoint."""
+    assert config.run_dir is not None, "config_of has set it"
     file, begun_s = config.run_dir.with_name("config.yaml"), time.perf_counter()
     file.write_text(config.to_yaml())
     with command("--config", str(file), f"trainer.checkpoint_every={num_steps}") as process:

@@ -213,7 +213,8 @@ async def test_waiting_for_room_that_is_cancelled_leaves_no_call_behind() -> Non
 
 async def test_a_cluster_that_lets_nobody_in_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     is_over = threading.Event()
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(__spec__=object(), init=lambda **_: is_over.wait()))
+    ray = SimpleNamespace(__spec__=object(), init=lambda **_: is_over.wait(), is_initialized=lambda: False)
+    monkeypatch.setitem(sys.modules, "ray", ray)
     config = ClusterConfig(kind="ray", address="127.0.0.1:1", placement_timeout_s=0.05)
     with pytest.raises(ConfigError, match=r"'127\.0\.0\.1:1', and Ray has not let the run in within .* = 0\.05: see"):
         async with open_hosts(config, EngineConfig(), RolloutConfig()):
