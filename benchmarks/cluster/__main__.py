@@ -11,8 +11,8 @@ engine has the newest weights by then). Training goes on meanwhile; the ledger o
 The trainer has two ranks in a run of its own, with one engine; on the cluster each on a node of its own. Without Ray
 the trainer is killed, and on the cluster the node of a rank. This run is the command itself, and what it says tells the
 times: on the cluster it goes on from its last checkpoint by itself (`cluster.restarts`), with the one rank for which
-there is room; without Ray `--resume` is given at once. Here `start` is until the first step is done, `noticed` until all
-processes have ended and the new size is found, and `back` until the first step after that is done.
+there is room; without Ray `--resume` is given at once. Here `start` is until the first step is done, `noticed` until
+all processes have ended and the new size is found, and `back` until the first step after that is done.
 """
 
 import argparse
@@ -202,8 +202,7 @@ def measure(
         result = measure_command(config, num_steps, lose)
     else:
         result = asyncio.run(measure_run(config, loss.num_there, num_steps, lose, join))
-    assert config.run_dir is not None, "config_of has set it"
-    report = verify(RunFolder(config.run_dir).ledger)
+    report = verify(RunFolder(Path(str(config.run_dir))).ledger)
     assert report.is_ok, report
     return result
 
@@ -241,8 +240,7 @@ async def measure_run(
 
 def measure_command(config: Config, num_steps: int, lose: Callable[[subprocess.Popen[str]], None]) -> Result:
     """Measure a run that loses its trainer right after a checkpoint."""
-    assert config.run_dir is not None, "config_of has set it"
-    file, begun_s = config.run_dir.with_name("config.yaml"), time.perf_counter()
+    file, begun_s = Path(f"{config.run_dir}.yaml"), time.perf_counter()
     file.write_text(config.to_yaml())
     with command("--config", str(file), f"trainer.checkpoint_every={num_steps}") as process:
         first_s = until_said(process, "1/")
