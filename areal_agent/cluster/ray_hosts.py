@@ -70,6 +70,9 @@ BEYOND_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 NICENESS = "RAY_worker_niceness"
 """The niceness of what a Ray that is started runs; 15 by default."""
 
+TOKEN = "RAY_AUTH_TOKEN"
+"""Without it, a Ray that is started makes a token in ~/.ray, which every later `ray start --head` then demands."""
+
 Resources = Mapping[str, float]
 
 
@@ -498,9 +501,10 @@ async def _open_cluster(
     if cluster.address is None:
         for variable in (BEYOND_LOOPBACK, NICENESS):
             os.environ.setdefault(variable, "0")
-    ray = importlib.import_module("ray")
+        os.environ.setdefault(TOKEN, new_key())
+    ray, is_over = importlib.import_module("ray"), threading.Event()
     try:
-        await _connected(ray, cluster, needs)
+        await _connected(ray, cluster, needs, is_over)
         home = own_address(_text(cluster.network), ray.util.get_node_ip_address())
         hosts = RayHosts(ray, cluster, home, [sys.executable, *map(os.path.abspath, shared)])
         try:
@@ -510,13 +514,14 @@ async def _open_cluster(
     finally:
         if ray.is_initialized():
             await asyncio.to_thread(ray.shutdown)
+        is_over.set()
 
 
-async def _connected(ray: Any, config: ClusterConfig, needs: Sequence[Need]) -> None:
+async def _connected(ray: Any, config: ClusterConfig, needs: Sequence[Need], is_over: threading.Event) -> None:
     """Connect to the cluster, or start one on this machine. Raises ConfigError, also when that takes too long.
 
     Ray gets a thread, because in the main one it would take SIGTERM. It cannot be cancelled: where half of a cluster
-    answers, it waits for ever, and is left behind.
+    answers, it waits for ever, and is left behind. What it starts ends with this thread, so that lives until `is_over`.
     """
     done: Future[None] = Future()
 
@@ -527,6 +532,7 @@ async def _connected(ray: Any, config: ClusterConfig, needs: Sequence[Need]) -> 
             done.set_exception(error)
         else:
             done.set_result(None)
+            is_over.wait()
 
     threading.Thread(target=connect, name="connect to Ray", daemon=True).start()
     outcome, limit_s = asyncio.wrap_future(done), config.placement_timeout_s

@@ -220,8 +220,11 @@ QUICKSTART = ("areal_agent.train", "--config", "configs/quickstart.yaml", "clust
 
 def test_without_an_address_a_ray_of_this_machine_alone_is_started(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="the extra ray is not installed")
+    token = Path.home() / ".ray" / "auth_token"
+    was_there = token.exists()
     done = run_command(*QUICKSTART, "steps=2", "eval.num_tasks=0", "rollout.workers=1", f"run_dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
+    assert token.exists() == was_there
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
 
 
