@@ -193,6 +193,8 @@ class Relay:
             except BlockingIOError:
                 self._poll.register(self._forker, READABLE | select.POLLOUT)
                 return
+            except ConnectionError:
+                return  # the forker is dead, which its end of the stream tells next
             except OSError as error:
                 if not descriptors:
                     raise

@@ -2,12 +2,14 @@
 
 1. it serves its host though the forker takes no order, and loses none; 2. the time of a program begins with its start,
 however late that comes; 3. a program that could not be set up after all is told of once; 4. no more than a pipe holds
-is told after a program's end, though others, which were handed its pipe, go on filling it.
+is told after a program's end, though others, which were handed its pipe, go on filling it; 5. a program that is to be
+started as the forker dies was not set up badly: its sandbox is gone.
 """
 
 import errno
 import fcntl
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +31,8 @@ Relay(0, 1, socket.socket(fileno=int(sys.argv[1]))).serve(bytes(2))
 class Stage:
     """Both ends of a relay."""
 
-    def __init__(self, host: socket.socket, forker: socket.socket) -> None:
+    def __init__(self, host: socket.socket, forker: socket.socket, relay: subprocess.Popen[bytes]) -> None:
+        self.relay = relay
         self._host = host
         self._forker = forker
         for end in (host, forker):
@@ -59,6 +62,12 @@ class Stage:
     def report(self, kind: int, number: int, value: int = 0) -> None:
         self._forker.send(REPORT.pack(kind, number, value, 0, 0))
 
+    def lose_forker(self) -> bytes:
+        """Return what is told yet."""
+        self._forker.close()
+        self.relay.send_signal(signal.SIGCONT)
+        return b"".join(iter(lambda: self._host.recv(1024), b""))
+
     def _read(self, size: int) -> bytes:
         data = b""
         while len(data) < size:
@@ -78,7 +87,7 @@ def stage() -> Iterator[Stage]:
     )
     relays_host.close()
     relays_forker.close()
-    stage = Stage(host, forker)
+    stage = Stage(host, forker, process)
     assert stage.told() == (Tell.READY, 0, b"\0\0")
     yield stage
     host.close()
@@ -140,3 +149,9 @@ def test_pipe_that_others_fill_after_the_end(stage: Stage) -> None:
         for other in others:
             other.kill()
             other.wait()
+
+
+def test_forker_that_dies_before_it_has_an_order(stage: Stage) -> None:
+    stage.relay.send_signal(signal.SIGSTOP)
+    stage.start(1)  # which the relay hears before it hears of the death
+    assert stage.lose_forker() == b""
