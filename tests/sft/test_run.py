@@ -271,7 +271,7 @@ def test_two_ranks_learn_what_one_does(done: Path, small_model: Path, chats: Pat
     ended = run("areal_agent.sft", "--resume", str(tmp_path / "run"))
     assert ended.returncode == 0, ended.stderr
     assert "rank 1" not in ended.stdout + ended.stderr
-    assert "rank 1: loaded" in (tmp_path / "run" / "logs" / "main.log").read_text()
+    assert "rank 1: loaded" in (tmp_path / "run" / "logs" / "trainer-rank-1.log").read_text()
     ours, theirs = (load_file(one / "model" / "model.safetensors") for one in (tmp_path / "run", done))
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, atol=0.01 * LEARNING_RATE, rtol=0.0)
