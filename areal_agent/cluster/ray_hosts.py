@@ -536,6 +536,7 @@ async def _connected(ray: Any, config: ClusterConfig, needs: Sequence[Need], is_
 
     threading.Thread(target=connect, name="connect to Ray", daemon=True).start()
     outcome, limit_s = asyncio.wrap_future(done), config.placement_timeout_s
+    outcome.add_done_callback(asyncio.Future.exception)  # looked at, also when somebody ends the command meanwhile
     await uninterrupted(asyncio.wait({outcome}, timeout=limit_s))  # Ray ends a process that leaves it half connected
     if not outcome.done():
         raise ConfigError(

@@ -74,7 +74,7 @@ async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
 
 
 WORKFLOWS = [
-    pytest.param(environment, name, id=name, marks=[pytest.mark.full] if environment.is_full else [])
+    pytest.param(environment, name, id=name, marks=pytest.mark.full if environment.is_full else pytest.mark.slow)
     for environment in ENVIRONMENTS
     for name in environment.frameworks
 ]

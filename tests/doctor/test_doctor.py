@@ -128,6 +128,7 @@ async def test_each_fault_is_told(small_model: Path, tmp_path: Path) -> None:
     assert found["engine"] == [State.SKIP]
 
 
+@pytest.mark.slow  # a trainer is started
 async def test_a_teacher_is_examined_and_loaded_beside_the_model(small_model: Path, tmp_path: Path) -> None:
     found = await examine(base(small_model, tmp_path, algorithm={"teacher": {"model": str(small_model)}}))
     assert found["teacher"] == found["trainer"] == [State.OK]
