@@ -1,9 +1,9 @@
 """AdamW with a learning-rate schedule, and gradients clipped at their own scale.
 
-Once nearly all rollouts succeed, most gradients of a run are zero and the few others differ by a factor of thirty. Two
-rules keep such a run stable: a gradient is clipped at a quantile of those before it, so that no single failure makes a
-step many times the usual one, and a gradient of zero makes no update, so that momentum and weight decay do not move the
-weights where nothing was learned.
+Once nearly all rollouts succeed, half of a run's gradients are zero and the others differ by a factor of thirty. What
+keeps such a run stable is that a gradient is clipped at a quantile of those before it: no single failure makes a step
+many times the usual one. A gradient of zero makes no update and is none of the quantile's norms: momentum and weight
+decay do not move the weights where nothing was learned.
 """
 
 import math

@@ -3,7 +3,7 @@
     python benchmarks/quickstart_seeds [--steps 150] [--seeds 10] [--tasks 2000] [--arms with without unclipped]
                                        [--rates 6e-4 1.2e-3] [--parallel 1] [--results FILE] [--out DIR] [key=value ...]
 
-Two rules of the optimiser are meant to keep a run stable: gradients are clipped at a quantile of those before, and a
+Two rules of the optimiser keep a run stable: gradients are clipped at a quantile of those before, and a
 gradient of zero makes no update. `with` is configs/quickstart.yaml; `without` has neither rule, `unclipped` only the
 second. The seed determines the model's initialisation, its demonstrations, the order of tasks, sampling and training. Each finished run is one JSON
 line in the results file, and runs that it has are not repeated, so that the benchmark can be stopped and continued. The
