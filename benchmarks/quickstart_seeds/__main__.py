@@ -3,12 +3,12 @@
     python benchmarks/quickstart_seeds [--steps 150] [--seeds 10] [--tasks 2000] [--arms with without unclipped]
                                        [--rates 6e-4 1.2e-3] [--parallel 1] [--results FILE] [--out DIR] [key=value ...]
 
-Two rules of the optimiser keep a run stable: gradients are clipped at a quantile of those before, and a
-gradient of zero makes no update. `with` is configs/quickstart.yaml; `without` has neither rule, `unclipped` only the
-second. The seed determines the model's initialisation, its demonstrations, the order of tasks, sampling and training. Each finished run is one JSON
-line in the results file, and runs that it has are not repeated, so that the benchmark can be stopped and continued. The
-target of each run with stable updates: success of at least 0.95 on the held-out tasks, no mean of ten steps in a row
-below 0.93 after step 40, and a ledger that verifies.
+Two rules of the optimiser keep a run stable: gradients are clipped at a quantile of those before, and a gradient of
+zero makes no update. `with` is configs/quickstart.yaml; `without` has neither rule, `unclipped` only the second. The
+seed determines the model's initialisation, its demonstrations, the order of tasks, sampling and training. Each finished
+run is one JSON line in the results file, and runs that it has are not repeated, so that the benchmark can be stopped
+and continued. The target of each run with stable updates: success of at least 0.95 on the held-out tasks, no mean of
+ten steps in a row below 0.93 after step 40, and a ledger that verifies.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 UNCLIPPED = "trainer.gradient_clip_quantile=null"
 ARMS = {
     "with": (),
-    "without": (UNCLIPPED, "algorithm.entropy_coefficient=1e-12"),  # too small to teach; but no gradient is exactly zero
+    "without": (UNCLIPPED, "algorithm.entropy_coefficient=1e-12"),  # teaches nothing, but no gradient is zero
     "unclipped": (UNCLIPPED,),
 }
 MIN_AFTER, MIN_LOWEST = 0.95, 0.93
