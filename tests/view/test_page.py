@@ -38,6 +38,7 @@ from tests import histories
 from tests.view.browser import CHROMIUM, FLAGS, Reader
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed; apt-get install chromium"),
     pytest.mark.asyncio(loop_scope="module"),  # one browser for all
 ]
