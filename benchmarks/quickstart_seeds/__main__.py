@@ -1,6 +1,6 @@
 """Runs the quickstart once a seed, with and without its stable updates and at twice its learning rate, side by side.
 
-    python benchmarks/quickstart_seeds [--steps 150] [--seeds 10] [--tasks 2000] [--arms with without unclipped]
+    python benchmarks/quickstart_seeds [--steps 150] [--seeds 10] [--tasks 2000] [--arms with without]
                                        [--rates 6e-4 1.2e-3] [--parallel 1] [--results FILE] [--out DIR] [key=value ...]
 
 Two rules of the optimiser keep a run stable: gradients are clipped at a quantile of those before, and a gradient of

@@ -54,7 +54,7 @@ def num_sessions(crew, worker: int) -> int:
         return connection.execute("SELECT count(*) FROM sessions").fetchone()[0]
 
 
-@pytest.mark.parametrize("is_elsewhere", [pytest.param(False, id="here", marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("is_elsewhere", [pytest.param(False, marks=pytest.mark.slow), True], ids=["here", "elsewhere"])
 async def test_rollouts_spread_over_workers_into_one_ledger(make_crew, is_elsewhere: bool) -> None:
     crew = await make_crew("solve", is_elsewhere=is_elsewhere, workers=2, max_concurrent=4)
     await crew.engine.pause(PauseMode.IN_PLACE)
@@ -70,7 +70,7 @@ async def test_rollouts_spread_over_workers_into_one_ledger(make_crew, is_elsewh
     assert {one.session_id for one in await crew.ledger.ask(questions.waiting)} == {"s-0", "s-1", "s-2", "s-3"}
 
 
-@pytest.mark.parametrize("is_elsewhere", [False, pytest.param(True, id="elsewhere", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_elsewhere", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["here", "elsewhere"])
 async def test_a_killed_worker_and_its_rollouts_start_again(make_crew, is_elsewhere: bool) -> None:
     crew = await make_crew("solve", is_elsewhere=is_elsewhere, workers=2, max_concurrent=2)
     await crew.engine.pause(PauseMode.IN_PLACE)
