@@ -11,7 +11,7 @@ from typing import Self
 from areal_agent.errors import RequestError
 from areal_agent.tokens.formats.base import Family, ParsedAnswer, ToolCall
 from areal_agent.tokens.formats.deepseek import DeepSeek
-from areal_agent.tokens.formats.detection import PROBE, PROBE_TOOLS, Manner, probes, refuses_content
+from areal_agent.tokens.formats.detection import PROBE, PROBE_TOOLS, Manner, probes
 from areal_agent.tokens.formats.harmony import FINAL, Harmony, HarmonyReader
 from areal_agent.tokens.formats.hermes import GRANITE, PHI, Hermes
 from areal_agent.tokens.formats.kimi import Kimi
@@ -54,6 +54,9 @@ class ToolFormat(StrEnum):
     NONE = "none"  # no text is taken for a call
 
 
+HERMES_NEWLINES: Mapping[ToolFormat, str] = {ToolFormat.HERMES: "", ToolFormat.QWEN: "\n"}
+"""What the formats write within a call that can be added to a template without calls (`tools_template`)."""
+
 _FAMILIES: Mapping[ToolFormat, Family] = {
     ToolFormat.QWEN_CODER: QWEN_CODER,
     ToolFormat.GLM: GLM,
@@ -74,8 +77,7 @@ _FAMILIES: Mapping[ToolFormat, Family] = {
     ToolFormat.MISTRAL_V11: Mistral(is_list=False),
     ToolFormat.DEEPSEEK: DeepSeek(is_fenced=True),
     ToolFormat.DEEPSEEK_V31: DeepSeek(is_fenced=False),
-    ToolFormat.HERMES: Hermes(newline=""),
-    ToolFormat.QWEN: Hermes(newline="\n"),
+    **{one: Hermes(newline=newline) for one, newline in HERMES_NEWLINES.items()},
     ToolFormat.LLAMA3_JSON: Llama3(),
 }
 
@@ -112,7 +114,7 @@ class AnswerFormat:
             found = [one for one in formats if one.parse(text, tools=PROBE_TOOLS).tool_calls == (PROBE,)]
             if found:  # formats of one family read the same
                 best = next((one for one in found if one.format("", (PROBE,)).strip() in text), found[0])
-                return best, replace(manner, is_single_text=refuses_content(template, manner))
+                return best, manner
         return cls(tool_format=tool_format or ToolFormat.NONE, reasoning_format=reasoning_format), Manner()
 
     def parse(

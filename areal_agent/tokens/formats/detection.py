@@ -42,12 +42,11 @@ class Manner:
 
     has_text_arguments: bool = False
     is_content_null: bool = False  # where an answer has calls and no content
-    is_single_text: bool = False  # an answer with calls may have content or thinking: the content is left out
 
     def form(self, message: JsonObject) -> JsonObject:
         """Return an answer with calls in this form."""
         calls = [self._call(call) for call in message["tool_calls"]]
-        content = "" if self.is_single_text and message.get("thinking") else message["content"]
+        content = message["content"]
         content = None if self.is_content_null and not content else content
         return {**message, "content": content, "tool_calls": calls}
 
@@ -87,13 +86,6 @@ def _num_common(one: str, other: str) -> int:
     """Return the number of characters with which both texts begin."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def refuses_content(template: ChatTemplate, manner: Manner) -> bool:
-    """Return whether a template that writes calls in this form refuses content and thinking beside one."""
-    answer = {**manner.form(probe_call(PROBE_IDS[0])), "content": "x"}
-    is_refused = [_rendered(template, [_QUESTION, {**answer, **more}]) is None for more in ({}, {"thinking": "x"})]
-    return is_refused == [False, True]
 
 
 def _rendered(template: ChatTemplate, messages: Sequence[JsonObject]) -> str | None:
