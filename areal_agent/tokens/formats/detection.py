@@ -29,6 +29,7 @@ PROBE_IDS = ("abcdefghi", f"functions.{PROBE.name}:0")
 """Ids of calls: Mistral's templates want nine letters and digits; Kimi's write the id in the place of the name."""
 
 _QUESTION: JsonObject = {"role": "user", "content": "Who lives in fire?"}
+ANSWER, REASONING = "An axolotl.", "It is no newt."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,8 +89,19 @@ def _num_common(one: str, other: str) -> int:
     return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _rendered(template: ChatTemplate, messages: Sequence[JsonObject]) -> str | None:
+def answers_with_reasoning(template: ChatTemplate, manner: Manner) -> tuple[str, str]:
+    """Return the texts of conversations that end with an answer that had reasoning, and with a call that had."""
+    thought = {"reasoning_content": REASONING, "thinking": REASONING}
+    answers = ({"role": "assistant", "content": ANSWER}, manner.form(probe_call(PROBE_IDS[0])))
+    thinks = {"enable_thinking": True, "thinking": True}  # the names that templates have for it
+    said, called = (_rendered(template, [_QUESTION, {**answer, **thought}], thinks) for answer in answers)
+    return said or "", called or ""
+
+
+def _rendered(
+    template: ChatTemplate, messages: Sequence[JsonObject], options: JsonObject | None = None
+) -> str | None:
     try:
-        return template.render(messages, PROBE_TOOLS, add_generation_prompt=False)
+        return template.render(messages, PROBE_TOOLS, add_generation_prompt=False, options=options or {})
     except RequestError:
         return None
