@@ -30,6 +30,9 @@ from areal_agent.tokens.formats.base import ToolCall, answer_message
 from areal_agent.tokens.prompt import Answer, Prompt
 from areal_agent.types import Completion, Distribution, FinishReason, GenerateResult, JsonObject, TokenChunk
 
+UNSAID = "Nothing."
+"""Stands for empty thinking, which templates may leave out where they write any other."""
+
 MARK = re.compile(r"Mark\d+x")
 
 
@@ -249,7 +252,7 @@ class _Player:
             else:
                 difference = spans.difference(expected)
             if difference is None and expected is not None:
-                self._require_all(said, expected, verdict)
+                self._require_all(said, spans.text, expected, verdict)
                 if verdict is Verdict.PLACED:
                     self.worst = verdict
                 self._require_safe(prompt, said)
@@ -267,7 +270,7 @@ class _Player:
         for index, message in enumerate(said):
             if index in answers:  # its thinking, and the text beside its calls, may have been left out
                 sampled = self._answers[answers[index].completion_id]
-                message = {**message, **{key: value for key, value in sampled.items() if value}}
+                message = {**message, **{key: value for key, value in sampled.items() if value or key == "reasoning_content"}}
             if message.get("tool_calls"):
                 message = (manner if index in answers else replace(manner, is_single_text=False)).form(message)
             as_sent.append(message)
@@ -277,16 +280,17 @@ class _Player:
             if verdict is Verdict.PLACED and arranged == as_sent:
                 continue
             yield verdict, messages
-            thinking = self._renderer.thinking
-            if thinking.is_inline and any(message.get("reasoning_content") for message in messages):
-                yield verdict, [self._with_inline_thinking(message) for message in messages]
+            if any(message.get("reasoning_content") is not None for message in messages):
+                yield verdict, [{**one, "reasoning_content": UNSAID} if one.get("reasoning_content") == "" else one for one in messages]
+                if self._renderer.thinking.is_inline:
+                    yield verdict, [self._with_inline_thinking(message) for message in messages]
 
     def _with_inline_thinking(self, message: JsonObject) -> JsonObject:
         """Return an answer as templates get it that know thinking as a part of the content."""
-        if not message.get("reasoning_content"):
+        if message.get("reasoning_content") is None:
             return message
-        thinking, reasoning = self._renderer.thinking, message["reasoning_content"]
-        content = f"{thinking.begin}\n{reasoning}\n{thinking.end}{message['content'] or ''}"
+        thinking = self._renderer.thinking
+        content = f"{thinking.begin}\n{message['reasoning_content'] or UNSAID}\n{thinking.end}{message['content'] or ''}"
         return {key: value for key, value in message.items() if key != "reasoning_content"} | {"content": content}
 
     def _opening_difference(
@@ -318,11 +322,15 @@ class _Player:
 
     # ------------------------------------------------------------------------------------------ what must hold
 
-    def _require_all(self, said: Sequence[JsonObject], text: str, verdict: Verdict) -> None:
-        """Require that the text has every mark, those of results in the order of their calls."""
-        lost = [mark for mark in _marks([said, self._tools]) if mark not in text]
+    def _require_all(self, said: Sequence[JsonObject], text: str, expected: str, verdict: Verdict) -> None:
+        """Require that the prompt has every mark, those of results in the order of their calls."""
+        marks = _marks([said, self._tools])
+        lost = [mark for mark in marks if mark not in text]
         if lost:
             raise _Ended(Verdict.LOST, f"{', '.join(lost)}: sent {_brief(said)}, the template writes {text!r}")
+        twice = [mark for mark in marks if text.count(mark) > max(1, expected.count(mark))]
+        if twice:
+            raise _Ended(Verdict.DIFFERS, f"{', '.join(twice)} is written twice: {text!r}")
         ordered = _in_order_of_calls(said)
         if verdict is Verdict.PLACED:
             _require_order(_marks(ordered), text, "the messages stand in another order")
@@ -481,11 +489,10 @@ class _Spans:
             return True
         parse = self._subject.renderer.answer_format.parse
         a, b = parse(one, tools=self._tools), parse(other, tools=self._tools)
-        may_drop = self._subject.manner.is_single_text and a.tool_calls and a.reasoning
         return (
             a.tool_calls == b.tool_calls
-            and (a.content.strip() == b.content.strip() or (may_drop and not b.content))
-            and (a.reasoning or "") == (b.reasoning or "")
+            and (a.content.strip() == b.content.strip() or (a.tool_calls and not b.content))
+            and (a.reasoning or "") == (b.reasoning or "").replace(UNSAID, "")
             and (a.reasoning is None or b.reasoning is not None)
         )
 

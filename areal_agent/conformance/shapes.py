@@ -76,17 +76,18 @@ class Play:
         """Yield the play as it is, and with every answer sampled: without thinking, and with it."""
         yield self
         for name, thought in {"sampled": None, "sampled, with thinking": "I think so."}.items():
-            steps = [_sampled(step, thought) for step in self.steps]
+            steps = [_sampled(step, thought, may_call=bool(self.tools)) for step in self.steps]
             if self.continues_last:
                 steps[-1] = self.steps[-1]
             if steps != self.steps:
                 yield replace(self, name=f"{self.name}, {name}", steps=steps)
 
 
-def _sampled(step: JsonObject, thought: str | None) -> JsonObject:
+def _sampled(step: JsonObject, thought: str | None, *, may_call: bool) -> JsonObject:
     """Return an answer as the model's, unless no model can write its calls."""
     texts = [call["function"]["arguments"] for call in step.get("tool_calls", ())]
-    if step["role"] != "assistant" or any(parse_json_object(text) is None for text in texts):
+    is_possible = may_call or not texts
+    if step["role"] != "assistant" or not is_possible or any(parse_json_object(text) is None for text in texts):
         return step
     return {**step, **({"reasoning_content": thought} if thought else {}), "sampled": {}}
 
@@ -107,7 +108,7 @@ _LOOP = [part for number in range(10, 34) for part in (_calls(_call(number)), _r
 
 def _with(text: str) -> list[JsonObject]:
     """Return a conversation in which the user and a tool say this."""
-    return [_message("user", text), A, _message("user", text), CALL, _result(ONE, text), A, _message("user", text)]
+    return [U, A, _message("user", text), CALL, _result(ONE, text), A, _message("user", text)]
 
 
 def _calling(arguments: Any) -> list[JsonObject]:

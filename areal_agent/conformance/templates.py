@@ -10,6 +10,7 @@ from typing import Any, Self, cast
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from areal_agent.errors import ConfigError
 from areal_agent.tokens.formats.answer_format import AnswerFormat
@@ -20,7 +21,8 @@ from areal_agent.types import JsonObject
 
 CONTROL = re.compile(
     r"<\|[^\s<>|{}]{1,40}\|?>|<[a-z_]+\|>|<｜[^<>{}]{1,40}｜>|｜DSML｜|\[/?g?[A-Z_]{3,}\]|\]~!?b\[?|\[e~\[|"
-    r"</?(?:s|bos|eos|sop|tool_response|arg_key|arg_value)>|</?(?:seed|minimax|mm|atem):\w+>|<\w+_of_\w+>"
+    r"</?(?:s|bos|eos|sop|tool_response|arg_key|arg_value)>|</?(?:seed|minimax|mm|atem):\w+>|<\w+_of_\w+>|<SPECIAL_\d+>|"
+    r"</?(?:assistant|user|system|sep)>"
 )
 """The texts in templates that are tokens of their own in the models' tokenizers."""
 
@@ -82,15 +84,24 @@ class Subject:
         return tuple(text for text in texts if len(text.strip()) > 1 and text in source)
 
     def rendered(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], **options: Any) -> str | None:
-        """Return what transformers renders of normalised messages, or None where the template refuses them."""
+        """Return what transformers renders of normalised messages, or None where the template refuses them.
+
+        `apply_chat_template` leaves out what is null, also for templates that write calls only where the content is.
+        """
         options = {"add_generation_prompt": True, **options}
+        given = [dict(message) for message in messages]
         try:
-            return cast(
-                "str",
-                self.tokenizer.apply_chat_template(
-                    [dict(message) for message in messages], tools=list(tools) or None, tokenize=False, **options
-                ),
+            if all(message["content"] is not None for message in given):
+                text = self.tokenizer.apply_chat_template(given, tools=list(tools) or None, tokenize=False, **options)
+                return cast("str", text)
+            texts, _ = render_jinja_template(
+                [given],
+                tools=list(tools) or None,
+                chat_template=self.tokenizer.chat_template,
+                **self.tokenizer.special_tokens_map,
+                **options,
             )
+            return cast("str", texts[0])
         except Exception:  # the template is foreign code that runs on foreign data
             return None
 
@@ -100,7 +111,7 @@ def templates_at_hand(paths: Sequence[Path]) -> Iterator[tuple[str, PreTrainedTo
 
     Raises ConfigError for a place without any.
     """
-    seen = set[str]()
+    seen, names = set[str](), set[str]()
     for path in paths or sorted(_packaged()):
         if (path / "tokenizer.json").is_file():
             yield path.name, PreTrainedTokenizerFast.from_pretrained(path)
@@ -113,7 +124,9 @@ def templates_at_hand(paths: Sequence[Path]) -> Iterator[tuple[str, PreTrainedTo
         for file, source in sources.items():
             if source not in seen:
                 seen.add(source)
-                yield file.stem, make_tokenizer(source)
+                name = file.stem if file.stem not in names else f"{file.parent.name}/{file.stem}"
+                names.add(name)
+                yield name, make_tokenizer(source)
 
 
 def _packaged() -> Iterator[Path]:
