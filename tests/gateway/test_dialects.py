@@ -1,4 +1,4 @@
-"""The same episodes through three protocols (`areal_agent.conformance`). By the depth of the conversation, the engine
+"""The same episodes through three protocols (`areal_agent.conformance URL`). By the depth of the conversation, the engine
 answers with text, reasoning, calls, parallel ones, a broken one, and nothing:
 
 - each episode, through each protocol, has the records that it has through chat completions
@@ -17,8 +17,18 @@ from typing import Any
 
 import pytest
 
-from areal_agent import conformance
-from areal_agent.conformance import DATA, DIALECTS, FACTS, NOT_REPEATABLE, Answer, Dialect, Play, Player, difference
+from areal_agent.conformance.__main__ import main
+from areal_agent.conformance.protocols import (
+    DATA,
+    DIALECTS,
+    FACTS,
+    NOT_REPEATABLE,
+    Answer,
+    Dialect,
+    Play,
+    Player,
+    difference,
+)
 from areal_agent.errors import GatewayError
 from areal_agent.gateway.auth import KEY_VARIABLE
 from areal_agent.tokens.formats.base import ToolCall
@@ -153,7 +163,7 @@ async def test_a_missing_record_is_a_difference(play: Play) -> None:
 async def test_the_command_where_all_are_equal(open_world: OpenWorld, capsys: Any, monkeypatch: Any) -> None:
     player = await open_player(open_world)
     monkeypatch.setenv(KEY_VARIABLE, ADMIN_KEY)
-    assert await asyncio.to_thread(conformance.main, [player.url, "--max-tokens", "200"]) == 0
+    assert await asyncio.to_thread(main, [player.url, "--max-tokens", "200"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "  messages              equal" in lines
     assert "not compared, only /v1/chat/completions has them: choices, created" in lines
@@ -162,7 +172,7 @@ async def test_the_command_where_all_are_equal(open_world: OpenWorld, capsys: An
 
 async def test_the_command_where_an_engine_does_not_repeat_itself(open_world: OpenWorld, capsys: Any) -> None:
     player = await open_player(open_world, drift=itertools.count().__next__)
-    assert await asyncio.to_thread(conformance.main, [player.url, "--admin-key", ADMIN_KEY]) == 1
+    assert await asyncio.to_thread(main, [player.url, "--admin-key", ADMIN_KEY]) == 1
     out = capsys.readouterr().out
     assert f"chat differs from itself, too: {NOT_REPEATABLE}" in out
     assert f"of {3 * len(EPISODES)} plays differ from chat" in out
@@ -173,10 +183,10 @@ async def test_the_command_where_nothing_can_be_played(open_world: OpenWorld) ->
     with pytest.raises(
         GatewayError, match="cannot begin the episode 'tools': This model's maximum context length is 100"
     ):
-        await asyncio.to_thread(conformance.main, [world.url, "--admin-key", ADMIN_KEY])
+        await asyncio.to_thread(main, [world.url, "--admin-key", ADMIN_KEY])
 
 
 async def test_the_command_with_a_wrong_key(open_world: OpenWorld) -> None:
     player = await open_player(open_world)
     with pytest.raises(GatewayError, match="401"):
-        await asyncio.to_thread(conformance.main, [player.url, "--admin-key", "sk-another"])
+        await asyncio.to_thread(main, [player.url, "--admin-key", "sk-another"])

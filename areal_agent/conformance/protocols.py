@@ -1,4 +1,4 @@
-"""`python -m areal_agent.conformance URL`: the same episodes through every protocol of a gateway give the same records.
+"""The same episodes through every protocol of a gateway give the same records.
 
 ::
 
@@ -7,13 +7,11 @@
              ├─▶ Responses, by id ───▶ /v1/responses ────────┤
              └─▶ Messages ───────────▶ /v1/messages ─────────┘
 
-An episode (`conformance.json`) is written once, as what a client says. A dialect puts it into the form of a protocol
+An episode (`protocols.json`) is written once, as what a client says. A dialect puts it into the form of a protocol
 and sends the real answers back as that protocol's clients do. Each play is a session of its own with the same seed,
 greedy, and for evaluation, so that nothing is trained. Then the ledger's records are compared with chat completions'.
 """
 
-import asyncio
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,9 +21,7 @@ from typing import Any, Protocol
 import aiohttp
 import orjson
 
-from areal_agent.command import Parser, run_command
-from areal_agent.errors import ConfigError, GatewayError
-from areal_agent.gateway.auth import find_admin_key
+from areal_agent.errors import GatewayError
 from areal_agent.types import JsonObject
 
 DATA: JsonObject = orjson.loads(Path(__file__).with_suffix(".json").read_bytes())
@@ -359,29 +355,11 @@ def _first_difference(value: Any, other: Any) -> str:
     return f"at {place}: {value.get(place, 'nothing')}, with chat {other.get(place, 'nothing')}"
 
 
-# -------------------------------------------------------------------------------------------------------- command
+# ------------------------------------------------------------------------------------------------- all of them
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+async def compare_protocols(url: str, admin_key: str, *, seed: int, max_tokens: int) -> int:
     """Play all episodes and print a line for each protocol. Return 0 if all are equal, else 1."""
-    parser = Parser(
-        prog="python -m areal_agent.conformance",
-        description="Play the same episodes through /v1/chat/completions, /v1/responses and /v1/messages of a running "
-        "gateway, and compare what the ledger has of them: prompt ids, sampled ids, branches. Nothing is trained.",
-    )
-    parser.add_argument("url", metavar="URL", help="the gateway, for example http://127.0.0.1:8000")
-    parser.add_argument("--admin-key", metavar="KEY", help="the admin key; others on this machine can see it")
-    parser.add_argument("--admin-key-file", metavar="FILE", help="its file (default: $AREAL_AGENT_ADMIN_KEY)")
-    parser.add_argument("--max-tokens", metavar="N", type=int, default=48, help="the limit of an answer (%(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="the seed of every session (default %(default)s)")
-    options = parser.parse_args(None if argv is None else list(argv))
-    if not options.url.startswith(("http://", "https://")):
-        raise ConfigError(f"URL is {options.url!r}; give the gateway's, for example http://127.0.0.1:8000")
-    admin_key = options.admin_key or find_admin_key(options.admin_key_file, os.environ, option="--admin-key-file")
-    return asyncio.run(_compare(options.url, admin_key, seed=options.seed, max_tokens=options.max_tokens))
-
-
-async def _compare(url: str, admin_key: str, *, seed: int, max_tokens: int) -> int:
     timeout = aiohttp.ClientTimeout(total=None, sock_read=300.0)
     fields: dict[str, set[str]] = {dialect.path: set() for dialect in DIALECTS}
     num_calls, found = 0, list[str | None]()
@@ -422,6 +400,3 @@ async def _compared(
         found += f"; chat differs from itself, too: {NOT_REPEATABLE}"
     return play, found
 
-
-if __name__ == "__main__":
-    run_command(main)

@@ -1,0 +1,136 @@
+"""The chat templates at hand, each with a tokenizer: that of its model, or a small one made for it."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any, Self, cast
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from areal_agent.errors import ConfigError
+from areal_agent.tokens.formats.answer_format import AnswerFormat
+from areal_agent.tokens.formats.detection import Manner
+from areal_agent.tokens.renderer import ANSWER_MARKUP, Renderer
+from areal_agent.tokens.template import ChatTemplate
+from areal_agent.types import JsonObject
+
+CONTROL = re.compile(
+    r"<\|[^\s<>|{}]{1,40}\|?>|<[a-z_]+\|>|<｜[^<>{}]{1,40}｜>|｜DSML｜|\[/?g?[A-Z_]{3,}\]|\]~!?b\[?|\[e~\[|"
+    r"</?(?:s|bos|eos|sop|tool_response|arg_key|arg_value)>|</?(?:seed|minimax|mm|atem):\w+>|<\w+_of_\w+>|<SPECIAL_\d+>|"
+    r"</?(?:assistant|user|system|sep)>"
+)
+"""The texts in templates that are tokens of their own in the models' tokenizers."""
+
+_END = re.compile(r"</s>|<eos>|<seed:eos>|<\|(?:endoftext|end_of_text|return)\|>|<｜end▁of▁sentence｜>")
+
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog, again and again",
+    "system user assistant tool name arguments code python print result answer",
+    '{"name": "python", "arguments": {"code": "print(1 + 2)"}}',
+)
+
+
+@cache
+def _plain_tokenizer() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([line for line in CORPUS for _ in range(8)], trainer)
+    return tokenizer.to_str()
+
+
+def make_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
+    """Return a small byte-level tokenizer to which the control texts of a template are tokens."""
+    texts = list(dict.fromkeys((*CONTROL.findall(chat_template), *sorted(ANSWER_MARKUP))))
+    bos, eos = "<s>", next((text for text in texts if _END.fullmatch(text)), "</s>")
+    tokenizer = Tokenizer.from_str(_plain_tokenizer())
+    tokenizer.add_special_tokens([bos, eos, *(text for text in texts if not re.fullmatch(r"</?\w{3,}>", text))])
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, chat_template=chat_template)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Subject:
+    """A template that is tried: as we use it, and as transformers does."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerFast
+    renderer: Renderer
+    manner: Manner
+
+    @classmethod
+    def of(cls, name: str, tokenizer: PreTrainedTokenizerFast) -> Self:
+        """Raises ConfigError where the template cannot be used."""
+        renderer = Renderer(tokenizer)
+        template = ChatTemplate(cast("str", tokenizer.chat_template), tokenizer.special_tokens_map)
+        return cls(name=name, tokenizer=tokenizer, renderer=renderer, manner=AnswerFormat.detect(template)[1])
+
+    @cached_property
+    def control_ids(self) -> frozenset[int]:
+        return frozenset(self.tokenizer.added_tokens_decoder)
+
+    @cached_property
+    def control_texts(self) -> tuple[str, ...]:
+        """The control texts that the template writes."""
+        source = cast("str", self.tokenizer.chat_template)
+        texts = (token.content for token in self.tokenizer.added_tokens_decoder.values())
+        return tuple(text for text in texts if len(text.strip()) > 1 and text in source)
+
+    def rendered(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], **options: Any) -> str | None:
+        """Return what transformers renders of normalised messages, or None where the template refuses them.
+
+        `apply_chat_template` leaves out what is null, also for templates that write calls only where the content is.
+        """
+        options = {"add_generation_prompt": True, **options}
+        given = [dict(message) for message in messages]
+        try:
+            if all(message["content"] is not None for message in given):
+                text = self.tokenizer.apply_chat_template(given, tools=list(tools) or None, tokenize=False, **options)
+                return cast("str", text)
+            texts, _ = render_jinja_template(
+                [given],
+                tools=list(tools) or None,
+                chat_template=self.tokenizer.chat_template,
+                **self.tokenizer.special_tokens_map,
+                **options,
+            )
+            return cast("str", texts[0])
+        except Exception:  # the template is foreign code that runs on foreign data
+            return None
+
+
+def templates_at_hand(paths: Sequence[Path]) -> Iterator[tuple[str, PreTrainedTokenizerFast]]:
+    """Yield the name and the tokenizer of each template in these places; without places: in all installed packages.
+
+    Raises ConfigError for a place without any.
+    """
+    seen, names = set[str](), set[str]()
+    for path in paths or sorted(_packaged()):
+        if (path / "tokenizer.json").is_file():
+            yield path.name, PreTrainedTokenizerFast.from_pretrained(path)
+            continue
+        files = sorted(path.rglob("*.jinja")) if path.is_dir() else [path]
+        sources = {file: file.read_text() for file in files if file.is_file()}
+        sources = {file: source for file, source in sources.items() if "messages" in source and "role" in source}
+        if paths and not sources:
+            raise ConfigError(f"{path} has no chat template; give a model's folder, a .jinja file, or a folder of them")
+        for file, source in sources.items():
+            if source not in seen:
+                seen.add(source)
+                name = file.stem if file.stem not in names else f"{file.parent.name}/{file.stem}"
+                names.add(name)
+                yield name, make_tokenizer(source)
+
+
+def _packaged() -> Iterator[Path]:
+    for distribution in distributions():
+        for file in distribution.files or ():
+            if file.suffix == ".jinja":
+                yield Path(str(distribution.locate_file(file)))
