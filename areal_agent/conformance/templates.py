@@ -16,7 +16,6 @@ from areal_agent.errors import ConfigError
 from areal_agent.tokens.formats.answer_format import AnswerFormat
 from areal_agent.tokens.formats.detection import Manner
 from areal_agent.tokens.renderer import ANSWER_MARKUP, Renderer
-from areal_agent.tokens.template import ChatTemplate
 from areal_agent.types import JsonObject
 
 CONTROL = re.compile(
@@ -69,8 +68,8 @@ class Subject:
     def of(cls, name: str, tokenizer: PreTrainedTokenizerFast) -> Self:
         """Raises ConfigError where the template cannot be used."""
         renderer = Renderer(tokenizer)
-        template = ChatTemplate(cast("str", tokenizer.chat_template), tokenizer.special_tokens_map)
-        return cls(name=name, tokenizer=tokenizer, renderer=renderer, manner=AnswerFormat.detect(template)[1])
+        tokenizer.chat_template = renderer.chat_template
+        return cls(name=name, tokenizer=tokenizer, renderer=renderer, manner=AnswerFormat.detect(renderer.template)[1])
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
@@ -90,6 +89,7 @@ class Subject:
         """
         options = {"add_generation_prompt": True, **options}
         given = [dict(message) for message in messages]
+        tools = self.renderer.arrangement.tools(tools)
         try:
             if all(message["content"] is not None for message in given):
                 text = self.tokenizer.apply_chat_template(given, tools=list(tools) or None, tokenize=False, **options)

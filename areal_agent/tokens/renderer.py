@@ -150,6 +150,12 @@ class Renderer:
         """
         return self.write(self.forms(messages), self.tool_forms(tools))
 
+    def arrange(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
+        """Return the messages that the template is given for normalised ones, as `apply_chat_template` takes them."""
+        ids, manner = CallIds(self.arrangement), self.arrangement.manner
+        inward = [ids.inward(message) for message in messages]
+        return self.arrangement([manner.form(one) if one.get("tool_calls") else one for one in inward])
+
     def write(
         self,
         forms: Sequence[JsonObject],
