@@ -330,7 +330,7 @@ class _Player:
         if verdict is Verdict.EXACT:  # templates have an order of their own, but results without ids are taken by place
             has_ids = any(message.get("tool_call_id", text) in text for message in said if message["role"] == "tool")
             ordered = [] if has_ids else [message for message in ordered if message["role"] == "tool"]
-        wanted = _marks(ordered)
+        wanted = [mark for mark in _marks(ordered) if mark not in _marks([self._tools])]
         if wanted != sorted(wanted, key=text.find):
             raise _Ended(Verdict.DIFFERS, f"{', '.join(wanted)} in another order in {text!r}")
 

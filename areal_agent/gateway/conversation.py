@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args
 
@@ -38,9 +38,10 @@ from areal_agent.errors import RequestError
 from areal_agent.gateway.bodies import Body, ShallowObject, json_kind, read_as, refuse, require_shallow, wrong
 from areal_agent.gateway.draft import ChatReading
 from areal_agent.tokens.canonical import parse_json_object
-from areal_agent.tokens.forest import Forest, Opening, Prompt
+from areal_agent.tokens.forest import Forest, Prompt
 from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.renderer import Renderer
+from areal_agent.tokens.shield import Shielded
 from areal_agent.types import JsonObject
 
 T = TypeVar("T")
@@ -475,11 +476,11 @@ class Conversation:
         if self.may_call_tools and not renderer.reads_calls:
             raise RequestError(UNREADABLE_CALLS, param="tools", code="unsupported_parameter")
         messages: Sequence[JsonObject] = self.messages
-        opening: Opening | None = None
+        opening = ""
         if self.continues_last:
             messages, opening = messages[:-1], self._given_opening(renderer)
         elif self.choice.use is ToolUse.REQUIRED:
-            opening = partial(renderer.answer_format.opening, self.choice.only)
+            opening = renderer.answer_format.opening(self.choice.only)
         return forest.plan(
             messages,
             self.tools.definitions,
@@ -493,7 +494,7 @@ class Conversation:
         return ChatReading(
             answer_format=renderer.answer_format,
             may_call_tools=self.may_call_tools,
-            is_thinking=renderer.thinking.is_open(prompt.opened),
+            is_thinking=prompt.is_thinking,
             opening=prompt.opening,
             given=_text_of_last(self.messages) if self.continues_last else None,
             only_tool=self.choice.only,
@@ -505,7 +506,7 @@ class Conversation:
         assert self.choice.allowed is not None
         return call.name in self.choice.allowed and (self.tools.accepts is None or self.tools.accepts(call))
 
-    def _given_opening(self, renderer: Renderer) -> Opening:
+    def _given_opening(self, renderer: Renderer) -> str:
         """Return the opening that repeats the last message. Raises RequestError if that cannot be continued."""
         last = self.last_param or f"messages[{len(self.messages) - 1}]"
         message = read_message(self.messages[-1], len(self.messages) - 1)
@@ -522,7 +523,7 @@ class Conversation:
                 param=last,
                 code="invalid_value",
             )
-        if renderer.form(message)["content"] != text or any(
+        if isinstance(renderer.form(message)["content"], Shielded) or any(
             tag in text for tag in (renderer.thinking.begin, renderer.thinking.end)
         ):
             raise RequestError(
@@ -530,7 +531,7 @@ class Conversation:
                 param=last,
                 code="invalid_value",
             )
-        return partial(renderer.answer_format.opening_of_text, text)
+        return renderer.answer_format.opening_of_text(text)
 
 
 def _text_of_last(messages: Sequence[JsonObject]) -> str:

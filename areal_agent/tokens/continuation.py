@@ -228,7 +228,7 @@ def _walk_answers(renderer: Renderer, answers: Sequence[Answer], before: str, af
 
     Return None when the old text is not a prefix of the new one, or the answers cannot be told apart in it.
     """
-    history, opened = renderer.split_opened(before)
+    history, _ = renderer.split_opened(before)
     if not after.startswith(history):
         return None
     rest, next_opened = renderer.split_opened(after[len(history) :])
@@ -240,7 +240,7 @@ def _walk_answers(renderer: Renderer, answers: Sequence[Answer], before: str, af
         following, rest = _up_to_next_answer(renderer, written, is_last=answer is answers[-1])
         if not following:
             return None
-        if not _is_kept(renderer, answer, written, opened):
+        if not _is_kept(renderer, answer, written):
             walk.has_stripped = True
             lead, ids = _after_thinking(renderer, answer, written)
             walk.new_ids += lead
@@ -264,9 +264,10 @@ def _up_to_next_answer(renderer: Renderer, written: Ended, *, is_last: bool) -> 
     return (written.end + before + header, rest) if found else ("", "")
 
 
-def _is_kept(renderer: Renderer, answer: Answer, written: Ended, opened: str) -> bool:
-    """Return whether the template wrote the whole answer, thinking included, after what it had `opened` for it."""
-    if not written.answer.startswith(opened):
+def _is_kept(renderer: Renderer, answer: Answer, written: Ended) -> bool:
+    """Return whether the template wrote the whole answer, thinking included, after what it had opened for it."""
+    prompt = answer.prompt
+    if not written.answer.startswith(renderer.opened_before(prompt.opening, prompt.opened)):
         return False
     return not answer.has_thinking or renderer.probe(answer.number) in written.answer
 

@@ -27,7 +27,7 @@ from areal_agent.tokens.arrangement import Arrangement, CallIds
 from areal_agent.tokens.canonical import split_thinking
 from areal_agent.tokens.formats.answer_format import HERMES_NEWLINES, AnswerFormat, ToolFormat
 from areal_agent.tokens.formats.base import ToolCall
-from areal_agent.tokens.formats.detection import PROBE, PROBE_IDS, PROBE_TOOLS, probe_call
+from areal_agent.tokens.formats.detection import ANSWER, PROBE, PROBE_IDS, PROBE_TOOLS, probe_call, thinking_options
 from areal_agent.tokens.formats.thinking import TAGS, ReasoningFormat
 from areal_agent.tokens.shield import Shield
 from areal_agent.tokens.template import MARKERS, ChatTemplate, HistoryThinking, keep_template, tools_template
@@ -102,6 +102,7 @@ class Renderer:
             self.answer_header = self._find_answer_header()
             self.end_texts = self._find_end_texts()
             self._end_pattern = self._find_end_pattern()
+            self._no_thinking = self._find_no_thinking()
         except RequestError as error:
             raise ConfigError(f"the chat template cannot render a plain question and answer: {error}") from error
         self.end_token_id = self.id_of(self.end_texts[0])
@@ -235,6 +236,13 @@ class Renderer:
         opened = self._opened_thinking.search(text) if text[-1:].isspace() or text.endswith(">") else None
         return (text[: opened.start()], opened[0]) if opened else (text, "")
 
+    def opened_before(self, opening: str, opened: str) -> str:
+        """Return the thinking before an answer that must begin with `opening`, where the template has `opened` some.
+
+        It is none, in the form in which the template writes an answer without thinking.
+        """
+        return self._no_thinking if opening and self.thinking.is_open(opened) else opened
+
     def split_at_end(self, text: str) -> Ended | None:
         """Split rendered text that begins with an answer at the answer's end token; None if there is none."""
         end = self._end_pattern.search(text)
@@ -314,14 +322,28 @@ class Renderer:
         return (plain[0],) if calling == plain[0] else (plain[0], calling)
 
     def _find_end_pattern(self) -> re.Pattern[str]:
-        """Return a pattern for what ends an answer in rendered text.
+        """Return a pattern for what ends an answer in rendered text: an end token, or any that no answer has.
 
         An answer that is not the last may end with another token (Harmony's), which also stands within answers.
         """
-        ends, inside = any_of(self.end_texts), self._tokens_after_answer(is_last=False)[:1]
+        written = self.answer_format.format("x", (PROBE,) if self.answer_format.has_calls else ())
+        written += self.thinking.write("x", "x")
+        ends = any_of({*self.end_texts, *(text for text in self._turn_texts if text not in written)})
+        inside = self._tokens_after_answer(is_last=False)[:1]
         if not inside or inside[0] in self.end_texts or not self.answer_header:
             return re.compile(ends)
         return re.compile(f"{ends}|{re.escape(inside[0])}(?!{re.escape(self.answer_header)})")
+
+    def _find_no_thinking(self) -> str:
+        """Return what the template writes in the place of thinking: where it is turned off, else where there is none."""
+        question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}
+        before = self.template.render([question], add_generation_prompt=False) + self.answer_header
+        off = self.template.render([question], options=thinking_options(False))
+        said = self.template.render([question, answer], add_generation_prompt=False).partition(ANSWER)[0]
+        for text in (off, said):
+            if text.startswith(before) and not self.thinking.is_open(text[len(before) :]):
+                return text[len(before) :]
+        return self.thinking.write("", "")
 
     def _tokens_after_answer(self, *, is_last: bool) -> list[str]:
         answer, question = secrets.token_hex(8), {"role": "user", "content": "x"}
