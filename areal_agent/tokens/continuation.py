@@ -99,19 +99,18 @@ class Continuation:
         except RequestError as error:
             return f"a prompt was made of which the whole conversation is refused ({error})"
         rest, place = renderer.split_opened(text)[0], 0
-        for start, end in (*prompt.sampled_spans(), (len(path), len(path))):
+        for start, end in (*prompt.sampled_spans(), (len(path), None)):
             injected = renderer.detokenizer.text_of_part(path[place:start])
             following = renderer.after(rest, injected)
-            if following is None or (start == len(path) and following):
+            written = renderer.split_at_end(following) if following and end is not None else None
+            if (following != "") if end is None else (written is None):
                 return (
                     "a prompt is not what the chat template writes: after a sampled answer it has "
                     f"{injected[:200]!r}, and the template {rest[:200]!r}"
                 )
-            written = renderer.split_at_end(following) if end > start else None
-            if written is not None:
-                has_end = renderer.id_of(written.end) == path[end - 1]
-                rest = written.rest if has_end else written.end + written.rest
-            place = end
+            if written is not None and end is not None:
+                has_end = end > start and renderer.id_of(written.end) == path[end - 1]
+                rest, place = written.rest if has_end else written.end + written.rest, end
         return None
 
     # ---------------------------------------------------------------------------------------------- one turn
@@ -282,7 +281,7 @@ def _after_thinking(renderer: Renderer, answer: Answer, written: Ended) -> tuple
     block = answer.block.tolist()
     if block and block[-1] in renderer.stop_token_ids:
         block.pop()
-    ids = _after_last(block, renderer.thinking_end_ids)
+    ids = _after(block, renderer.thinking_end_ids, is_last=renderer.thinking.is_inline)
     text = renderer.detokenizer.text_of(block if ids is None else ids)
     if ids is None and renderer.thinking.end in text:
         text = text.rpartition(renderer.thinking.end)[2]
@@ -307,12 +306,10 @@ def _begins_as(renderer: Renderer, written: str, text: str) -> bool:
     return ours.reasoning is None and (said.startswith(sampled) or sampled.startswith(said))
 
 
-def _after_last(ids: list[int], mark: list[int]) -> list[int] | None:
-    """Return what follows the last occurrence of `mark` in `ids`, or None."""
-    for end in range(len(ids), len(mark) - 1, -1):
-        if ids[end - len(mark) : end] == mark:
-            return ids[end:]
-    return None
+def _after(ids: list[int], mark: list[int], *, is_last: bool) -> list[int] | None:
+    """Return what follows the last, or the first, occurrence of `mark` in `ids`; None if there is none."""
+    ends = range(len(mark), len(ids) + 1)
+    return next((ids[end:] for end in (reversed(ends) if is_last else ends) if ids[end - len(mark) : end] == mark), None)
 
 
 def _start_of(renderer: Renderer, ids: list[int], wanted: str) -> int | None:

@@ -102,7 +102,7 @@ class Renderer:
             self.answer_header = self._find_answer_header()
             self.end_texts = self._find_end_texts()
             self._end_pattern = self._find_end_pattern()
-            self._no_thinking = self._find_no_thinking()
+            self._no_thinking = self._find_no_thinking()  # before text, and before a call
         except RequestError as error:
             raise ConfigError(f"the chat template cannot render a plain question and answer: {error}") from error
         self.end_token_id = self.id_of(self.end_texts[0])
@@ -207,7 +207,7 @@ class Renderer:
         _, content = split_thinking(message)
         form = dict(self._shielded({**message, "content": content, "reasoning_content": None}))
         del form["reasoning_content"]
-        if self.thinking.is_inline:
+        if self.thinking.is_inline and "reasoning_content" not in self.template.source:
             # No white space after the thinking: some templates would keep it when they leave the thinking out.
             form["content"] = f"{self.thinking.begin}\n{thinking}\n{self.thinking.end}" + form["content"]
         else:
@@ -241,7 +241,10 @@ class Renderer:
 
         It is none, in the form in which the template writes an answer without thinking.
         """
-        return self._no_thinking if opening and self.thinking.is_open(opened) else opened
+        if not opening or not self.thinking.is_open(opened):
+            return opened
+        is_call = self.answer_format.has_calls and opening.startswith(self.answer_format.opening(None))
+        return self._no_thinking[is_call]
 
     def split_at_end(self, text: str) -> Ended | None:
         """Split rendered text that begins with an answer at the answer's end token; None if there is none."""
@@ -334,16 +337,24 @@ class Renderer:
             return re.compile(ends)
         return re.compile(f"{ends}|{re.escape(inside[0])}(?!{re.escape(self.answer_header)})")
 
-    def _find_no_thinking(self) -> str:
+    def _find_no_thinking(self) -> tuple[str, str]:
         """Return what the template writes in the place of thinking: where it is turned off, else where there is none."""
         question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}
         before = self.template.render([question], add_generation_prompt=False) + self.answer_header
         off = self.template.render([question], options=thinking_options(False))
         said = self.template.render([question, answer], add_generation_prompt=False).partition(ANSWER)[0]
-        for text in (off, said):
-            if text.startswith(before) and not self.thinking.is_open(text[len(before) :]):
-                return text[len(before) :]
-        return self.thinking.write("", "")
+        called = said
+        if self.answer_format.has_calls:
+            call = self.write([question, self.form(probe_call(PROBE_IDS[0]), CallIds(self.arrangement))], (), add_generation_prompt=False)
+            called = call[: call.rfind(self.answer_format.opening(None).lstrip())]
+        found = [
+            next((text[len(before) :] for text in texts if self._is_without_thinking(text, before)), None)
+            for texts in ((off, said), (off, called))
+        ]
+        return tuple(self.thinking.write("", "") if one is None else one for one in found)
+
+    def _is_without_thinking(self, text: str, before: str) -> bool:
+        return text.startswith(before) and not self.thinking.is_open(text[len(before) :])
 
     def _tokens_after_answer(self, *, is_last: bool) -> list[str]:
         answer, question = secrets.token_hex(8), {"role": "user", "content": "x"}
