@@ -502,6 +502,9 @@ class Conversation:
             tools=self.tools.definitions,
         )
 
+    def takes_one_call(self, renderer: Renderer) -> bool:
+        return self.may_call_tools and renderer.arrangement.has_one_call
+
     def _accepts_allowed(self, call: ToolCall) -> bool:
         assert self.choice.allowed is not None
         return call.name in self.choice.allowed and (self.tools.accepts is None or self.tools.accepts(call))

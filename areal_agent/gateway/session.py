@@ -275,7 +275,7 @@ class Session:
             sampling=self._sampling(request, prompt),
             order=request,
             reading=question.reading(self._services.renderer, prompt),
-            is_single_call=request.is_single_call,
+            is_single_call=request.is_single_call or question.takes_one_call(self._services.renderer),
             completion_ids=own_ids,
             first_index=first_index,
         )

@@ -288,6 +288,8 @@ def _after_thinking(renderer: Renderer, answer: Answer, written: Ended) -> tuple
     elif ids is None and (answer.has_thinking or answer.prompt.is_thinking):
         text = ""  # cut off while it was thinking
     text, lead = text.lstrip() if ids is None else text, renderer.thinking.lead(written.answer)
+    if lead.isspace() and written.answer[len(lead) : len(lead) + 1] != text.lstrip()[:1]:
+        lead = ""  # it belongs to the template's form of a call, which is another (Harmony's)
     if not _begins_as(renderer, written.answer[len(lead) :], text):
         return renderer.ids_of(written.answer), []
     for wanted, prefix in ((lead + text.lstrip(), ""), (text.lstrip(), lead)):
