@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from itertools import takewhile
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast, get_args
 
 import jsonschema_rs
 import orjson
@@ -172,8 +172,18 @@ AnswerContent = Annotated[
 Ignored = Annotated[Any, BeforeValidator(require_shallow), Field(description="Added by client libraries; ignored.")]
 
 
-def text_of(content: str | Sequence[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def text_of(content: str | Sequence[TextPart], between: str = "\n") -> str:
+    """Return the text of a message. The parts of a prompt's begin lines of their own; an answer's have "" `between`."""
+    return content if isinstance(content, str) else between.join(part.text for part in content)
+
+
+def read_arguments(value: object) -> dict[str, Any]:
+    """Read the arguments of a call that a client sends back, as text or as they are; no text means none."""
+    if isinstance(value, str):
+        value = parse_json_object(value) if value.strip() else {}
+    if not isinstance(value, dict):
+        raise wrong("a JSON object, or the text of one")
+    return cast("dict[str, Any]", value)
 
 
 class FunctionCall(Body):
@@ -183,17 +193,11 @@ class FunctionCall(Body):
 
     name: str
     arguments: Annotated[
-        Annotated[str, Tag("a string")] | Annotated[dict[str, Any], Tag("an object")],
-        Discriminator(json_kind),
-        Field(description="A JSON object, as text or as it is."),
-    ]
+        dict[str, Any], BeforeValidator(read_arguments, json_schema_input_type=str | dict[str, Any])
+    ] = Field(default_factory=dict[str, Any], description="A JSON object, as text or as it is.")
 
     def normalised(self) -> JsonObject:
-        arguments = self.arguments
-        if isinstance(arguments, str):  # some clients send no arguments as an empty text
-            parsed = parse_json_object(arguments) if arguments.strip() else {}
-            arguments = arguments if parsed is None else parsed
-        return {"name": self.name, "arguments": arguments}
+        return {"name": self.name, "arguments": self.arguments}
 
 
 class EchoedToolCall(Open):
@@ -328,8 +332,13 @@ TOOLS = TypeAdapter(list[Tool])
 class Tools:
     """A checked set of tools. Requests share it, so its definitions must not be changed."""
 
-    definitions: Sequence[JsonObject]  # as they came, in their key order: the template prints them
+    definitions: Sequence[JsonObject]  # as they came, without nulls, in their key order: the template prints them
     accepts: Accepts | None  # accepts or rejects a call; None if no tool is strict
+
+
+def without_nulls(fields: JsonObject) -> JsonObject:
+    """Return the fields that have a value: templates would write the others."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def reader_of_tools(read: Callable[[bytes], T]) -> Callable[[object], T]:
@@ -354,6 +363,7 @@ def read_tools(text: bytes) -> Tools:
     """Check `tools`; raises RequestError naming the place."""
     definitions = orjson.loads(text)
     read_as(TOOLS, definitions, "tools")
+    definitions = [tool | {"function": without_nulls(tool["function"])} for tool in definitions]
     return Tools(definitions=definitions, accepts=strict_tools(definitions))
 
 
