@@ -120,6 +120,9 @@ class _Completion:
     def reading(self, renderer: Renderer, prompt: Prompt) -> PlainReading:
         return PlainReading()
 
+    def takes_one_call(self, renderer: Renderer) -> bool:
+        return False
+
 
 class CompletionsBody:
     """Writes the answer to one exchange."""
