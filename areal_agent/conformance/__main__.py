@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="*",
         help="chat templates: model folders, .jinja files, folders of them; none: those that installed packages ship",
     )
-    parser.add_argument("--plays", metavar="N", type=int, default=0, help="random plays over all templates (%(default)s)")
+    parser.add_argument(
+        "--plays", metavar="N", type=int, default=0, help="random plays over all templates (%(default)s)"
+    )
     options = parser.parse_args(None if argv is None else list(argv))
     if options.templates is not None:
         return try_templates(options.templates, num_plays=options.plays, seed=options.seed)

@@ -150,7 +150,9 @@ class _Player:
         if not self._keeps_thinking:
             echo = _without(echo, "reasoning_content")
         if "other ids" in habits and "tool_calls" in echo:
-            made = [{**call, "id": f"other{len(self._talk):02}{index:02}"} for index, call in enumerate(echo["tool_calls"])]
+            made = [
+                {**call, "id": f"other{len(self._talk):02}{index:02}"} for index, call in enumerate(echo["tool_calls"])
+            ]
             echo = {**echo, "tool_calls": made}
         made = [call["id"] for call in echo.get("tool_calls", ())]
         self._ids |= {call["id"]: made[index] if index < len(made) else None for index, call in enumerate(calls)}
@@ -258,7 +260,9 @@ class _Player:
                 return
             differences.append(found)
         lost = [mark for mark in _marks([said, self._tools]) if mark not in spans.text]
-        raise _Ended(Verdict.LOST if lost else Verdict.DIFFERS, f"{', '.join(lost) or differences[0]} in {spans.text!r}")
+        raise _Ended(
+            Verdict.LOST if lost else Verdict.DIFFERS, f"{', '.join(lost) or differences[0]} in {spans.text!r}"
+        )
 
     def _rendered(self, messages: Sequence[JsonObject], **options: Any) -> str | None:
         return self._subject.rendered(messages, self._tools, **{**self._play.options, **options})
@@ -306,9 +310,14 @@ class _Player:
     ) -> str | None:
         """Return how a prompt that begins an answer differs from how the template begins such an answer."""
         index, calls = len(self._talk), begin.get("tool_calls", ())[:1]
-        answer = {**begin, "content": "", "tool_calls": calls} if calls else {**begin, "content": begin["content"] + MORE}
+        answer = (
+            {**begin, "content": "", "tool_calls": calls} if calls else {**begin, "content": begin["content"] + MORE}
+        )
         answer = read_message(_without(_without(answer, "sampled"), "reasoning_content"), index)
-        answered = self._rendered([*messages, self._renderer.arrangement.manner.form(answer) if calls else answer], add_generation_prompt=False)
+        answered = self._rendered(
+            [*messages, self._renderer.arrangement.manner.form(answer) if calls else answer],
+            add_generation_prompt=False,
+        )
         difference = spans.difference(answered, is_whole=False)
         write = self._renderer.answer_format
         opening = write.opening(calls[0]["function"]["name"]) if calls else write.opening_of_text(begin["content"])

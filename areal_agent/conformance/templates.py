@@ -52,7 +52,9 @@ def make_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer.from_str(_plain_tokenizer())
     tokenizer.add_special_tokens([bos, eos, *(text for text in texts if not re.fullmatch(r"</?\w{3,}>", text))])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, chat_template=chat_template)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, chat_template=chat_template
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

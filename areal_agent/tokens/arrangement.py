@@ -117,8 +117,9 @@ class Arrangement:
         if not all(map(found._writes_in_order, beside)):
             apart = replace(found, has_text_apart=True)
             found = apart if all(map(apart.writes, beside)) else found
-        if not found.writes([system, user, calls, result]) and replace(found, has_system=False).writes([system, user, calls, result]):
-            found = replace(found, has_system=False)  # Mistral's write it with the last question, if that is the last message
+        loop = [system, user, calls, result]
+        if not found.writes(loop) and replace(found, has_system=False).writes(loop):
+            found = replace(found, has_system=False)  # Mistral's write it with the last message, if that is a question
         several = [user, _calling(2), result, ("tool", True, 1)]
         if found.writes([user, calls, result]) and not found.writes(several):
             found = replace(found, has_one_call=True)
@@ -154,8 +155,8 @@ class Arrangement:
         answer, results = messages[0], messages[1:]
         calls: Sequence[JsonObject] = answer.get("tool_calls") or ()
         if len(results) > 1:
-            order = {id_: number for number, id_ in enumerate(call_ids(answer))}
-            results = sorted(results, key=lambda one: order.get(one.get("tool_call_id"), len(order)))
+            ids = call_ids(answer)
+            results = sorted(results, key=lambda one: _place_of(one.get("tool_call_id"), ids))
         if calls and self.has_text_apart and answer["content"]:
             yield {name: answer[name] for name in answer.keys() & {"role", "content"}}
             answer = self.manner.form({**answer, "content": ""})
@@ -222,7 +223,8 @@ class Arrangement:
     def refusal(self, form: JsonObject, index: int, why: str) -> RequestError:
         """Return the error about one message that the template does not take."""
         role, calls = form["role"], form.get("tool_calls")
-        what = "the result of a call" if role == "tool" else f"a message of the {role}" + (" with calls" if calls else "")
+        what = f"a message of the {role}" + (" with calls" if calls else "")
+        what = "the result of a call" if role == "tool" else what
         said = "".join((form.get("content") or "", ""))
         remedy = {
             "tool": "send a result only after the answer that has its call",
@@ -358,6 +360,10 @@ class _Marked:
         """Return the first message from `start` on that has a part that is not in `text`, or None."""
         found = (n for n, marks in enumerate(self._marks) if n >= start and not all(mark in text for mark in marks))
         return next(found, None)
+
+
+def _place_of(id_: str | None, ids: Sequence[str]) -> int:
+    return ids.index(id_) if id_ in ids else len(ids)
 
 
 def _as_one(messages: Sequence[JsonObject]) -> JsonObject:

@@ -311,7 +311,9 @@ def _begins_as(renderer: Renderer, written: str, text: str) -> bool:
 def _after(ids: list[int], mark: list[int], *, is_last: bool) -> list[int] | None:
     """Return what follows the last, or the first, occurrence of `mark` in `ids`; None if there is none."""
     ends = range(len(mark), len(ids) + 1)
-    return next((ids[end:] for end in (reversed(ends) if is_last else ends) if ids[end - len(mark) : end] == mark), None)
+    return next(
+        (ids[end:] for end in (reversed(ends) if is_last else ends) if ids[end - len(mark) : end] == mark), None
+    )
 
 
 def _start_of(renderer: Renderer, ids: list[int], wanted: str) -> int | None:

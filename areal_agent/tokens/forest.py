@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+
 from areal_agent.tokens.canonical import (
     DIGEST_BYTES,
     asides,

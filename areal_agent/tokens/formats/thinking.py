@@ -41,7 +41,8 @@ class Thinking:
         '<think>so</think>No.'
         """
         space = re.search(
-            rf"{re.escape(self.begin)}(\s*){re.escape(reasoning)}\s*{re.escape(self.end)}(\s*){re.escape(following)}", text
+            rf"{re.escape(self.begin)}(\s*){re.escape(reasoning)}\s*{re.escape(self.end)}(\s*){re.escape(following)}",
+            text,
         )
         return self if space is None else replace(self, inner=space[1], outer=space[2])
 
