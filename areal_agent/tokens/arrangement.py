@@ -1,7 +1,7 @@
 """What a chat template is given for the messages that an agent sent, so that nothing of them is left out.
 
-Templates drop what they do not expect, or refuse it. `Arrangement.of` finds out by rendering conversations in which every
-part is a word of its own, and gives a template what it writes::
+Templates drop what they do not expect, or refuse it. `Arrangement.of` finds out by rendering conversations in which
+every part is a word of its own, and gives a template what it writes::
 
     sent                                          given, where the template does not write it as it is
     system messages at the head                   one system message (always), or a user's
@@ -14,8 +14,8 @@ part is a word of its own, and gives a template what it writes::
     ids of calls that the template refuses        ids of its own form; a call that the model sampled has the model's
     a tool without description or parameters      empty ones
 
-The arrangement depends on the template alone, so a conversation that grows is arranged in the same way each turn. What is
-still not written is refused by `require_complete`, which looks once at each shape of conversation: who speaks, and
+The arrangement depends on the template alone, so a conversation that grows is arranged in the same way each turn. What
+is still not written is refused by `require_complete`, which looks once at each shape of conversation: who speaks, and
 with which parts.
 """
 
@@ -75,7 +75,7 @@ class Arrangement:
     """
 
     template: ChatTemplate
-    manner: Manner = Manner()
+    manner: Manner = field(default_factory=Manner)
     has_system: bool = True
     has_later_system: bool = True
     joins_users: bool = False

@@ -2,8 +2,8 @@
 
 `Renderer` keeps three rules of token-in, token-out. What an agent sent comes into the prompt, or is refused
 (`arrangement.py`). Special-token text inside a message is encoded as plain text, so that the output of a tool cannot
-forge a turn: `Shield` inserts an unguessable text into it, at which rendered text is cut before it is tokenised. And the text that follows a sampled answer is tokenised on its own, starting with the
-template's end token.
+forge a turn: `Shield` inserts an unguessable text into it, at which rendered text is cut before it is tokenised. And
+the text that follows a sampled answer is tokenised on its own, starting with the template's end token.
 
 `Detokenizer` turns ids to text, at once or as they are sampled. A byte-level BPE gives each id its exact bytes, so text
 leaves with the token that completes it. Other tokenizers depend on context (SentencePiece drops a leading space); for
@@ -340,7 +340,7 @@ class Renderer:
         return re.compile(f"{ends}|{re.escape(inside[0])}(?!{re.escape(self.answer_header)})")
 
     def _find_no_thinking(self) -> tuple[str, str]:
-        """Return what the template writes in the place of thinking: where it is turned off, else where there is none."""
+        """Return what the template writes instead of thinking where that is turned off, or else where there is none."""
         question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}
         before = self.template.render([question], add_generation_prompt=False) + self.answer_header
         off = self.template.render([question], options=thinking_options(False))
@@ -398,7 +398,7 @@ def _fitted(
     tool_format: ToolFormat | None,
     reasoning_format: ReasoningFormat | None,
 ) -> tuple[str, AnswerFormat, Arrangement]:
-    """Return a template that writes what its model can do with tools, how the model answers, and how to arrange messages.
+    """Return a template that writes what its model can do with tools, how the model answers, and the arrangement.
 
     It is the model's own, unless that leaves out the definitions of tools, or their calls in a format that was named.
     """
