@@ -1,24 +1,22 @@
-"""Plays a conversation on a template as the gateway does, and compares its tokens with what transformers renders.
+"""Plays a conversation on a template as the gateway does, without a server, and judges every prompt.
 
 ::
 
-    steps ─▶ request ─▶ Conversation.place ─▶ ids of the prompt ── injected │ sampled │ injected ──┐
-               │                                                                                   ├─ equal?
-               └─▶ apply_chat_template(messages) ───────────────── before   │  gap    │ after ─────┘
-
-What was sampled stands in the text for the answer that the template writes from the echo: both must read the same. All
-else must be the template's own text, to the letter.
+    step ─▶ request ─▶ Conversation.place ─▶ prompt ─▶ a scripted answer, in the model's own format ─▶ its echo
+                 │                             │
+                 └─▶ apply_chat_template ──────┴─▶ exact, placed elsewhere, refused, or a fault
 """
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import count
 from typing import Any, cast
 
 import orjson
 
+from areal_agent.conformance.comparing import UNSAID, Spans
 from areal_agent.conformance.shapes import Play
 from areal_agent.conformance.templates import Subject
 from areal_agent.errors import RequestError
@@ -27,25 +25,22 @@ from areal_agent.gateway.conversation import Conversation, ToolChoice, ToolUse, 
 from areal_agent.gateway.draft import Draft
 from areal_agent.tokens.forest import Forest
 from areal_agent.tokens.formats.base import ToolCall, answer_message
-from areal_agent.tokens.prompt import Answer, Prompt
-from areal_agent.types import Completion, Distribution, FinishReason, GenerateResult, JsonObject, TokenChunk
+from areal_agent.tokens.prompt import Prompt
+from areal_agent.types import Completion, Distribution, FinishReason, GenerateResult, JsonObject
 
-UNSAID = "Nothing."
-"""Stands for empty thinking, which templates may leave out where they write any other."""
-
-MARK = re.compile(r"Mark\d+x")
+_MARK = re.compile(r"Mark\d+x")
 
 
 class Verdict(StrEnum):
     """What became of a conversation, from good to bad."""
 
     EXACT = "exact"  # the text is what transformers renders of the messages
-    PLACED = "placed elsewhere"  # all of it is there, in order; the text is that of the messages as they were arranged
+    PLACED = "placed elsewhere"  # all of it is there, in order: the text of the messages as they were arranged
     REFUSED = "refused"  # with the place of what cannot be written
     UNNAMED = "REFUSED WITHOUT A PLACE"
+    DIFFERS = "DIFFERS"
     LOST = "LOST"
     FORGED = "FORGED"  # text of a message has become a control token
-    DIFFERS = "DIFFERS"
     RAISED = "RAISED"
 
     @property
@@ -70,48 +65,49 @@ class _Ended(Exception):
 
 
 def played(subject: Subject, play: Play) -> Finding:
-    """Play a conversation and return the worst that was found."""
-    player = _Player(subject, play)
+    """Play a conversation and return what was found."""
     try:
-        player.play()
+        return Finding(verdict=_Player(subject, play).play())
     except _Ended as ended:
         return ended.finding
     except Exception as error:  # whatever the code under test raises is a finding
         return Finding(verdict=Verdict.RAISED, text=f"{type(error).__name__}: {error}")
-    return Finding(verdict=player.worst)
 
 
 class _Player:
     def __init__(self, subject: Subject, play: Play) -> None:
-        self.worst = Verdict.EXACT
         self._subject = subject
         self._renderer = subject.renderer
+        self._renderer.may_elide = True
+        self._forest = Forest(subject.renderer)
         self._play = play
         self._tools = play.tools
-        self._forest = Forest(subject.renderer)
+        self._marks = count(100)
         self._talk: list[JsonObject] = []
         self._is_echo: list[bool] = []  # of each message of the talk: whether the model wrote it
         self._ids: dict[str, str | None] = {}  # by the id of a call in the play: its id here; None if it was not made
-        self._answers: dict[str, JsonObject] = {}  # by completion id, as they were sampled
-        self._marks = count(100)
-        self._forgets = False
+        self._answers: dict[str, JsonObject] = {}  # by completion id: as it was sampled
+        self._keeps_thinking = True
+        self._worst = Verdict.EXACT
 
-    def play(self) -> None:
+    def play(self) -> Verdict:
         for step in self._play.steps:
-            self._step(step)
+            self._take(step)
         self._ask(is_last=True)
+        if self._forest.audit():
+            raise _Ended(Verdict.DIFFERS, "the audit at the session's end found a difference")
+        return self._worst
 
     # ------------------------------------------------------------------------------------------------- steps
 
-    def _step(self, step: JsonObject) -> None:
+    def _take(self, step: JsonObject) -> None:
         match step["role"]:
             case "back":
-                del self._talk[max(1, len(self._talk) - step["by"]) :]
-                del self._is_echo[len(self._talk) :]
+                kept = max(1, len(self._talk) - step["by"])
+                del self._talk[kept:], self._is_echo[kept:]
             case "forget thinking":
-                self._forgets = True
-                for index, message in enumerate(self._talk):
-                    self._talk[index] = {key: message[key] for key in message if key != "reasoning_content"}
+                self._keeps_thinking = False
+                self._talk = [_without(message, "reasoning_content") for message in self._talk]
             case "tools":
                 self._tools = step["tools"]
             case "again":
@@ -139,47 +135,47 @@ class _Player:
 
     def _answer(self, said: JsonObject) -> None:
         """Sample an answer that says this, record it, and send it back."""
-        prompt, conversation = self._ask()
-        habits = said["sampled"]
+        habits, calls = said["sampled"], said.get("tool_calls") or []
+        begin = said if "begun" in habits and (calls or said["content"].strip()) else None
+        prompt, conversation = self._ask(begin)
         replies, echoes = [], []
         for index in range(2 if "twice" in habits else 1):
-            more = {"content": f"{said['content']} again"} if index else {}
-            choice = self._sampled({**said, **more}, prompt, conversation, f"c-{len(self._answers)}")
+            one = {**said, "content": f"{said['content']} again"} if index else said
+            choice = self._sampled(one, prompt, conversation)
             self._answers[choice.completion.id] = choice.message
             replies.append(choice.reply(choice.completion.token_ids))
             echoes.append(answer_message(choice.parsed, choice.parsed.content, choice.completion.id))
         self._forest.record(prompt, replies)
-        echo = dict(echoes[-1 if "second" in habits else 0])
-        if self._forgets:
-            echo.pop("reasoning_content", None)
+        echo = echoes[-1 if "second" in habits else 0]
+        if not self._keeps_thinking:
+            echo = _without(echo, "reasoning_content")
+        if "other ids" in habits and "tool_calls" in echo:
+            made = [{**call, "id": f"other{len(self._talk):02}{index:02}"} for index, call in enumerate(echo["tool_calls"])]
+            echo = {**echo, "tool_calls": made}
         made = [call["id"] for call in echo.get("tool_calls", ())]
-        for index, call in enumerate(said.get("tool_calls", ())):
-            self._ids[call["id"]] = made[index] if index < len(made) else None
+        self._ids |= {call["id"]: made[index] if index < len(made) else None for index, call in enumerate(calls)}
         self._say(echo, is_echo=True)
 
-    def _sampled(self, said: JsonObject, prompt: Prompt, conversation: Conversation, id_: str) -> Choice:
+    def _sampled(self, said: JsonObject, prompt: Prompt, conversation: Conversation) -> Choice:
         renderer, habits = self._renderer, said["sampled"]
-        end = renderer.stop_token_ids[-1] if "other end" in habits else renderer.end_token_id
         text, has_calls = self._written(said, prompt, conversation)
-        if has_calls and "other end" not in habits:
-            end = renderer.stop_token_ids[len(renderer.end_texts) - 1]
+        end = renderer.stop_token_ids[len(renderer.end_texts) - 1 if has_calls else 0]
+        end = renderer.stop_token_ids[-1] if "other end" in habits else end
         ids = renderer.ids_of(text)
         ids = ids[: len(ids) * 2 // 3] if "cut" in habits else [*ids, end]
+        reason = FinishReason.LENGTH if "cut" in habits else FinishReason.STOP
         draft = Draft(
             detokenizer=renderer.detokenizer,
             reader=conversation.reading(renderer, prompt).reader(),
             stop_token_ids=renderer.stop_token_ids,
             is_single_call=conversation.is_single_call(True),
         )
-        reason = FinishReason.LENGTH if "cut" in habits else FinishReason.STOP
-        result = GenerateResult(
-            token_ids=tuple(ids), logprobs=(0.0,) * len(ids), versions=(), finish_reason=reason
-        )
-        draft.feed(TokenChunk(token_ids=result.token_ids, logprobs=result.logprobs))
+        logprobs = (0.0,) * len(ids)
+        result = GenerateResult(token_ids=tuple(ids), logprobs=logprobs, versions=(), finish_reason=reason)
         _, parsed = draft.finish(result)
         kept = draft.kept(result)
         completion = Completion(
-            id=id_,
+            id=f"c-{len(self._answers)}",
             token_ids=kept.token_ids,
             logprobs=kept.logprobs,
             versions=(),
@@ -189,7 +185,7 @@ class _Player:
         return Choice(index=0, completion=completion, text=draft.text, parsed=parsed, stop_text=draft.stop_text)
 
     def _written(self, said: JsonObject, prompt: Prompt, conversation: Conversation) -> tuple[str, bool]:
-        """Return how the model writes an answer after what the prompt has opened, and whether it has calls."""
+        """Return how the model writes an answer from where the prompt ends, and whether it has calls."""
         answer_format, habits = self._renderer.answer_format, said["sampled"]
         calls = [
             ToolCall(name=call["function"]["name"], arguments=orjson.loads(call["function"]["arguments"]))
@@ -197,306 +193,190 @@ class _Player:
         ]
         if not (conversation.may_call_tools and answer_format.has_calls):
             calls = []
+        if prompt.opening:
+            begun = answer_format.opening(calls[0].name) if calls else ""
+            return answer_format.format("", calls[:1]).partition(begun)[2] if calls else MORE, bool(calls)
         thinking, reasoning = answer_format.thinking, said.get("reasoning_content")
-        content = f" \n{said['content']}\n " if "padded" in habits else said["content"]
-        if thinking is None:
+        if thinking is None or thinking.end in prompt.opened:
             reasoning = None
         elif prompt.is_thinking:
             reasoning = reasoning or ""
-        elif thinking.end in prompt.opened:
-            reasoning = None
+        content = f" \n{said['content']}\n " if "padded" in habits else said["content"]
         text = answer_format.format(content, calls, reasoning=reasoning)
-        if prompt.is_thinking and thinking:
-            text = text.removeprefix(thinking.begin)
-            text = text.removeprefix("\n") if prompt.opened.endswith("\n") else text
+        if thinking and prompt.is_thinking:
+            text = text.removeprefix(thinking.begin).removeprefix("\n" if prompt.opened.endswith("\n") else "")
         tight = re.sub(r'": (?=[\["{0-9tfn])', '":', text) if "tight" in habits else text
-        return (tight if self._calls_in(tight) == self._calls_in(text) else text), bool(calls)
+        one, other = (answer_format.parse(form, tools=self._tools).tool_calls for form in (text, tight))
+        return (tight if one == other else text), bool(calls)
 
-    def _calls_in(self, text: str) -> tuple[ToolCall, ...]:
-        return self._renderer.answer_format.parse(text, tools=self._tools).tool_calls
+    # ---------------------------------------------------------------------------------------------- requests
 
-    # --------------------------------------------------------------------------------------------- requests
+    def _ask(self, begin: JsonObject | None = None, *, is_last: bool = False) -> tuple[Prompt, Conversation]:
+        """Place the conversation, and judge its prompt. `begin` is the answer that the prompt must begin.
 
-    def _ask(self, *, is_last: bool = False) -> tuple[Prompt, Conversation]:
-        """Place the conversation as it is, and compare its prompt with the template's text."""
-        forced = self._play.forced if is_last else None
+        Of the prompts of a long conversation only some are judged before the last one, because that takes time.
+        """
+        calls = (begin or {}).get("tool_calls")
+        if calls and not self._tools:
+            begin = calls = None
+        forced = calls[0]["function"]["name"] if calls else None
+        given = [_without(begin, "sampled")] if begin and not calls else []
         try:
+            if not self._talk:
+                raise RequestError("there are no messages", param="messages[0]")
             conversation = Conversation(
-                messages=list(self._talk),
+                messages=[*self._talk, *given],
                 tools=read_tools(list(self._tools)),
                 choice=ToolChoice(use=ToolUse.REQUIRED, only=forced) if forced else ToolChoice(),
-                continues_last=is_last and self._play.continues_last,
+                template_options=self._play.options,
+                continues_last=bool(given),
             )
             prompt = conversation.place(self._forest, self._renderer)
         except RequestError as error:
             raise _Ended(self._judged(error), f"{error} (param {error.param})") from None
-        self._check(prompt, conversation)
+        if is_last or len(self._talk) < 16 or len(self._talk) % 8 == 0:
+            self._check(prompt, begin)
         return prompt, conversation
 
     def _judged(self, error: RequestError) -> Verdict:
         """Return whether a refusal names a place that the agent can change."""
-        place = re.search(r"\bmessages\[(\d+)\]", f"{error.param} {error}")
-        if place:
-            return Verdict.UNNAMED if self._is_echo[int(place[1])] else Verdict.REFUSED
-        return Verdict.REFUSED if re.match(r"tools|tool_choice", error.param or "") else Verdict.UNNAMED
+        index = re.search(r"\bmessages\[(\d+)\]", f"{error.param} {error}")
+        is_named = index and not any(self._is_echo[int(index[1]) : int(index[1]) + 1])
+        is_named = is_named or (not index and re.match("tools|tool_choice", error.param or ""))
+        return Verdict.REFUSED if is_named else Verdict.UNNAMED
 
-    def _check(self, prompt: Prompt, conversation: Conversation) -> None:
+    def _check(self, prompt: Prompt, begin: JsonObject | None) -> None:
         said = [read_message(message, index) for index, message in enumerate(self._talk)]
-        given = said.pop() if conversation.continues_last else None
-        spans = _Spans(self._subject, prompt, self._tools)
-        told = list[str]()
+        spans, differences = Spans(self._subject, prompt, self._tools), list[str]()
         for verdict, messages in self._forms(said, prompt):
-            expected = self._subject.rendered(messages, self._tools)
-            if prompt.opening:
-                difference = self._opening_difference(spans, messages, expected, prompt, given)
-            else:
-                difference = spans.difference(expected)
-            if difference is None and expected is not None:
-                self._require_all(said, spans.text, expected, verdict)
-                if verdict is Verdict.PLACED:
-                    self.worst = verdict
+            expected = self._rendered(messages)
+            found = spans.difference(expected) if begin is None else self._beginning(spans, messages, expected, begin)
+            if found is None:
+                self._require_all(said, spans.text, expected or spans.text, verdict)
                 self._require_safe(prompt, said)
+                self._worst = max(self._worst, verdict, key=list(Verdict).index)
                 return
-            told.append(difference or "")
+            differences.append(found)
         lost = [mark for mark in _marks([said, self._tools]) if mark not in spans.text]
-        if lost:
-            raise _Ended(Verdict.LOST, f"{', '.join(lost)}: sent {_brief(said)}, prompt {spans.text!r}")
-        raise _Ended(Verdict.DIFFERS, told[0])
+        raise _Ended(Verdict.LOST if lost else Verdict.DIFFERS, f"{', '.join(lost) or differences[0]} in {spans.text!r}")
+
+    def _rendered(self, messages: Sequence[JsonObject], **options: Any) -> str | None:
+        return self._subject.rendered(messages, self._tools, **{**self._play.options, **options})
 
     def _forms(self, said: Sequence[JsonObject], prompt: Prompt) -> Iterator[tuple[Verdict, list[JsonObject]]]:
-        """Yield the messages as a template gets them, in every way that is right, and what it means."""
+        """Yield the messages as a template may get them: as they were sent, and as they were arranged."""
         answers = {answer.prompt.num_messages: answer for answer in prompt.parent.lineage()} if prompt.parent else {}
-        as_sent, manner = list[JsonObject](), self._subject.manner
+        as_sent, own_ids = list[JsonObject](), dict[str, str]()
         for index, message in enumerate(said):
-            if index in answers:  # its thinking, and the text beside its calls, may have been left out
+            if index in answers:  # an echo may lack thinking and the text beside calls, and have other ids
                 sampled = self._answers[answers[index].completion_id]
-                message = {**message, **{key: value for key, value in sampled.items() if value or key == "reasoning_content"}}
+                calls, text = message.get("tool_calls", []), self._renderer.detokenizer.text_of(answers[index].sampled)
+                for call, own in zip(calls, sampled["tool_calls"], strict=True):
+                    own_ids[call["id"]] = own["id"] if own["id"] in text else call["id"]
+                own_calls = [{**call, "id": own_ids[call["id"]]} for call in calls]
+                message = {**sampled, "tool_calls": own_calls} if calls else _without(sampled, "tool_calls")
             if message.get("tool_calls"):
+                manner = self._subject.manner
                 message = (manner if index in answers else replace(manner, is_single_text=False)).form(message)
+            if "tool_call_id" in message:
+                message = {**message, "tool_call_id": own_ids.get(message["tool_call_id"], message["tool_call_id"])}
             as_sent.append(message)
         arrange = getattr(self._renderer, "arrange", None)
-        arranged = list(arrange(as_sent)) if arrange else as_sent
-        for verdict, messages in ((Verdict.EXACT, as_sent), (Verdict.PLACED, arranged)):
-            if verdict is Verdict.PLACED and arranged == as_sent:
-                continue
+        for verdict, messages in ((Verdict.EXACT, as_sent), (Verdict.PLACED, arrange(as_sent) if arrange else as_sent)):
+            if verdict is Verdict.PLACED and messages == as_sent:
+                return
             yield verdict, messages
             if any(message.get("reasoning_content") is not None for message in messages):
-                yield verdict, [{**one, "reasoning_content": UNSAID} if one.get("reasoning_content") == "" else one for one in messages]
+                yield verdict, [self._with_thinking(message, is_inline=False) for message in messages]
                 if self._renderer.thinking.is_inline:
-                    yield verdict, [self._with_inline_thinking(message) for message in messages]
+                    yield verdict, [self._with_thinking(message, is_inline=True) for message in messages]
 
-    def _with_inline_thinking(self, message: JsonObject) -> JsonObject:
-        """Return an answer as templates get it that know thinking as a part of the content."""
+    def _with_thinking(self, message: JsonObject, *, is_inline: bool) -> JsonObject:
+        """Return an answer with thinking that is not empty, within its content for templates that look for it there."""
         if message.get("reasoning_content") is None:
             return message
-        thinking = self._renderer.thinking
-        content = f"{thinking.begin}\n{message['reasoning_content'] or UNSAID}\n{thinking.end}{message['content'] or ''}"
-        return {key: value for key, value in message.items() if key != "reasoning_content"} | {"content": content}
+        thinking, reasoning = self._renderer.thinking, message["reasoning_content"] or UNSAID
+        if not is_inline:
+            return {**message, "reasoning_content": reasoning}
+        content = f"{thinking.begin}\n{reasoning}\n{thinking.end}{message['content'] or ''}"
+        return {**_without(message, "reasoning_content"), "content": content}
 
-    def _opening_difference(
-        self,
-        spans: "_Spans",
-        messages: Sequence[JsonObject],
-        expected: str | None,
-        prompt: Prompt,
-        given: JsonObject | None,
+    def _beginning(
+        self, spans: Spans, messages: Sequence[JsonObject], expected: str | None, begin: JsonObject
     ) -> str | None:
-        """Compare a prompt that begins the answer: the template must begin such an answer in the same way."""
-        if given is None:
-            function = {"name": self._play.forced, "arguments": {next(iter(_properties(self._tools[0]))): "x"}}
-            call = {"id": "call99999", "type": "function", "function": function}
-            answer = self._subject.manner.form({"role": "assistant", "content": "", "tool_calls": [call]})
-            begun = self._renderer.answer_format.opening(self._play.forced)
-        else:
-            answer = {**given, "content": f"{given['content']} and more"}
-            begun = self._renderer.answer_format.opening_of_text(given["content"])
-        answered = self._subject.rendered([*messages, answer], self._tools, add_generation_prompt=False)
+        """Return how a prompt that begins an answer differs from how the template begins such an answer."""
+        index, calls = len(self._talk), begin.get("tool_calls", ())[:1]
+        answer = {**begin, "content": "", "tool_calls": calls} if calls else {**begin, "content": begin["content"] + MORE}
+        answer = read_message(_without(_without(answer, "sampled"), "reasoning_content"), index)
+        answered = self._rendered([*messages, self._subject.manner.form(answer) if calls else answer], add_generation_prompt=False)
         difference = spans.difference(answered, is_whole=False)
-        if difference is None:
-            return None
-        unthinking = self._subject.rendered(messages, self._tools, enable_thinking=False)
-        others = [None if unthinking is None else unthinking + begun]
-        if prompt.opened == "" and expected is not None:
-            others.append(expected + begun)
-        return None if any(spans.difference(other) is None for other in others if other) else difference
+        write = self._renderer.answer_format
+        opening = write.opening(calls[0]["function"]["name"]) if calls else write.opening_of_text(begin["content"])
+        others = [self._rendered(messages, enable_thinking=False), None if self._opens(expected) else expected]
+        return None if any(spans.difference(one + opening) is None for one in others if one is not None) else difference
+
+    def _opens(self, text: str | None) -> bool:
+        return self._renderer.thinking.is_open(text or "")
 
     # ------------------------------------------------------------------------------------------ what must hold
 
     def _require_all(self, said: Sequence[JsonObject], text: str, expected: str, verdict: Verdict) -> None:
-        """Require that the prompt has every mark, those of results in the order of their calls."""
-        marks = _marks([said, self._tools])
-        lost = [mark for mark in marks if mark not in text]
-        if lost:
-            raise _Ended(Verdict.LOST, f"{', '.join(lost)}: sent {_brief(said)}, the template writes {text!r}")
-        twice = [mark for mark in marks if text.count(mark) > max(1, expected.count(mark))]
-        if twice:
-            raise _Ended(Verdict.DIFFERS, f"{', '.join(twice)} is written twice: {text!r}")
-        ordered = _in_order_of_calls(said)
-        if verdict is Verdict.PLACED:
-            _require_order(_marks(ordered), text, "the messages stand in another order")
-        elif ordered != said and not any(message["tool_call_id"] in text for message in said if "tool_call_id" in message):
-            results = [message for message in ordered if message["role"] == "tool"]
-            _require_order(_marks(results), text, "results stand in another order than their calls")
+        """Require that the prompt has every mark once, and those of results in the order of their calls."""
+        marks, ordered = _marks([said, self._tools]), _in_order_of_calls(said)
+        if lost := [mark for mark in marks if mark not in text]:
+            raise _Ended(Verdict.LOST, f"{', '.join(lost)} in {text!r}")
+        if twice := [mark for mark in marks if text.count(mark) > max(1, expected.count(mark))]:
+            raise _Ended(Verdict.DIFFERS, f"{', '.join(twice)} is there twice, in {text!r}")
+        if verdict is Verdict.EXACT:  # templates have an order of their own, but results without ids are taken by place
+            has_ids = any(message.get("tool_call_id", text) in text for message in said if message["role"] == "tool")
+            ordered = [] if has_ids else [message for message in ordered if message["role"] == "tool"]
+        wanted = _marks(ordered)
+        if wanted != sorted(wanted, key=text.find):
+            raise _Ended(Verdict.DIFFERS, f"{', '.join(wanted)} in another order in {text!r}")
 
     def _require_safe(self, prompt: Prompt, said: Sequence[JsonObject]) -> None:
-        """Require that no control token stands where the text of a user or a tool stands."""
+        """Require that no control token stands in the text of a user or a tool."""
         contents = [message["content"].strip() for message in said if message["role"] in ("user", "tool")]
         if not any(text in content for content in contents for text in self._subject.control_texts):
             return
-        data, spots, position = bytearray(), list[int](), 0
+        data, spots, end = bytearray(), list[int](), 0
         for token_id in prompt.path():
-            if token_id in self._subject.control_ids:
-                spots.append(len(data))
+            spots += [len(data)] if token_id in self._subject.control_ids else []
             data += self._renderer.detokenizer.bytes_of(token_id)
-        for content in contents:
-            found = data.find(content.encode(), position)
-            if content and found >= 0:
-                position = found + len(content.encode())
-                if any(found <= spot < position for spot in spots):
-                    raise _Ended(Verdict.FORGED, f"{content!r} has a control token in the prompt")
+        for content in filter(None, contents):
+            begin = data.find(content.encode(), end)
+            end = begin + len(content.encode()) if begin >= 0 else end  # escaped, where the template writes it as JSON
+            if begin >= 0 and any(begin <= spot < end for spot in spots):
+                raise _Ended(Verdict.FORGED, f"{content!r} has a control token in it")
 
 
-def _properties(tool: JsonObject) -> JsonObject:
-    return tool["function"]["parameters"]["properties"]
+MORE = " and more"
+"""What the model adds to an answer that was begun for it."""
 
 
-def _brief(messages: Sequence[JsonObject]) -> str:
-    return orjson.dumps(messages, default=str).decode()
+def _without(message: JsonObject, name: str) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if key != name}
 
 
 def _marks(value: Any) -> list[str]:
-    """Return the marks in messages, thinking left out, because templates may leave it out."""
-    if isinstance(value, str):
-        return MARK.findall(value)
+    """Return the marks in messages, but for thinking, which templates leave out."""
+    return _MARK.findall(orjson.dumps(_plain(value)).decode())
+
+
+def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         items = cast("JsonObject", value).items()
-        return [mark for key, item in items if key != "reasoning_content" for mark in (*_marks(key), *_marks(item))]
-    if isinstance(value, (list, tuple)):
-        return [mark for item in cast("Sequence[Any]", value) for mark in _marks(item)]
-    return []
-
-
-def _require_order(marks: Sequence[str], text: str, told: str) -> None:
-    places = [text.find(mark) for mark in marks]
-    if places != sorted(places):
-        raise _Ended(Verdict.DIFFERS, f"{told}: {', '.join(sorted(marks, key=text.find))} instead of {', '.join(marks)}")
+        return {key: _plain(item) for key, item in items if key != "reasoning_content"}
+    return [_plain(item) for item in cast("Sequence[Any]", value)] if isinstance(value, (list, tuple)) else value
 
 
 def _in_order_of_calls(messages: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return the messages with the results that follow calls in the order of the calls."""
-    ordered, ids = list[JsonObject](), list[str]()
-    run = list[JsonObject]()
-    for message in (*messages, {"role": "end"}):
-        if message["role"] == "tool":
-            run.append(message)
-            continue
-        known = [one for one in run if one.get("tool_call_id") in ids]
-        ordered += sorted(known, key=lambda one: ids.index(one["tool_call_id"])) if len(known) == len(run) else run
-        run = []
-        ids = [call["id"] for call in message.get("tool_calls", ())]
+    """Return the messages, the results that follow calls being in the order of the calls."""
+    ordered, ids, first = list[JsonObject](), list[str](), 0
+    for message in messages:
         ordered.append(message)
-    return ordered[:-1]
-
-
-class _Spans:
-    """The text of a prompt, cut where sampled answers stand in it."""
-
-    def __init__(self, subject: Subject, prompt: Prompt, tools: Sequence[JsonObject]) -> None:
-        self._subject = subject
-        self._tools = tools
-        text_of = subject.renderer.detokenizer.text_of
-        pieces: list[tuple[Sequence[int], Answer | None, list[Answer]]] = []  # ids, whose they are, answers within
-        for one in prompt.lineage():
-            if one.parent:
-                pieces.append((one.parent.block, one.parent, []))
-            length, cut = 0, list[Answer]()
-            for index, (ids, answer, within) in enumerate(pieces):
-                length += len(ids)
-                if length > one.fork_at:
-                    cut = [answer for _, answer, _ in pieces[index:] if answer] if answer else []
-                    cut = [a for _, answer, within in pieces[index:] for a in ([answer] if answer else within)]
-                    if one.fork_at > length - len(ids):
-                        raise _Ended(Verdict.DIFFERS, "a fork is in the middle of a span")
-                    del pieces[index:]
-                    break
-            is_last = one is prompt
-            ids = one.new_ids if is_last else one.new_ids[: len(one.new_ids) - one.num_opened]
-            pieces.append((ids, None, cut))
-        self.text = text_of(prompt.path())
-        self._injected, self._sampled = [""], list[str]()
-        for ids, answer, within in pieces:
-            text = text_of(ids)
-            if answer:
-                self._sampled.append(text)
-                self._injected.append("")
-                continue
-            for one in within:
-                said = self._said_after_thinking(one)
-                before, found, after = text.partition(said) if said else (text, "", "")
-                if found:
-                    self._injected[-1] += before
-                    self._sampled.append(said)
-                    self._injected.append("")
-                    text = after
-            self._injected[-1] += text
-
-    def _said_after_thinking(self, answer: Answer) -> str:
-        thinking = self._subject.renderer.thinking
-        text = self._without_end(self._subject.renderer.detokenizer.text_of(answer.block))
-        if thinking.end in text:
-            return text.rpartition(thinking.end)[2].strip()
-        return "" if answer.has_thinking or answer.prompt.is_thinking else text.strip()
-
-    def _without_end(self, text: str) -> str:
-        ends = {*self._subject.renderer.end_texts, self._subject.tokenizer.eos_token}
-        for end in ends:
-            text = text.strip().removesuffix(cast("str", end))
-        return text
-
-    def difference(self, expected: str | None, *, is_whole: bool = True) -> str | None:
-        """Return the first difference from what the template writes, or None. If not `is_whole`, more may follow."""
-        if expected is None:
-            return "the template refuses the messages"
-        first, *others = self._injected
-        if not expected.startswith(first):
-            return _parting(first, expected)
-        position = len(first)
-        for number, (sampled, following) in enumerate(zip(self._sampled, others, strict=True), 1):
-            is_end = is_whole and number == len(others)
-            found = position - 1
-            while (found := self._next(expected, following, found + 1, is_end=is_end)) >= 0:
-                if self._reads_the_same(sampled, expected[position:found]):
-                    break
-                if is_end:
-                    found = -1
-                    break
-            if found < 0:
-                return f"after the answer {sampled!r}: {following[:160]!r}, the template: {expected[position:][:200]!r}"
-            position = found + len(following)
-        if is_whole and position != len(expected):
-            return _parting(self.text, expected)
-        return None
-
-    def _next(self, text: str, part: str, start: int, *, is_end: bool) -> int:
-        if not is_end:
-            return text.find(part, start)
-        return len(text) - len(part) if text.endswith(part) and len(text) - len(part) >= start else -1
-
-    def _reads_the_same(self, sampled: str, written: str) -> bool:
-        """Return whether an answer that was sampled and the template's text of it are the same answer."""
-        one, other = self._without_end(sampled), self._without_end(written)
-        if "".join(one.split()) == "".join(other.split()):
-            return True
-        parse = self._subject.renderer.answer_format.parse
-        a, b = parse(one, tools=self._tools), parse(other, tools=self._tools)
-        return (
-            a.tool_calls == b.tool_calls
-            and (a.content.strip() == b.content.strip() or (a.tool_calls and not b.content))
-            and (a.reasoning or "") == (b.reasoning or "").replace(UNSAID, "")
-            and (a.reasoning is None or b.reasoning is not None)
-        )
-
-
-def _parting(got: str, expected: str) -> str:
-    at = next((at for at, pair in enumerate(zip(got, expected, strict=False)) if pair[0] != pair[1]), min(len(got), len(expected)))
-    return f"after {expected[:at][-60:]!r}: {got[at:][:120]!r}, the template: {expected[at:][:120]!r}"
+        if message["role"] != "tool":
+            ids, first = [call["id"] for call in message.get("tool_calls", ())], len(ordered)
+        elif all(one.get("tool_call_id") in ids for one in ordered[first:]):
+            ordered[first:] = sorted(ordered[first:], key=lambda one: ids.index(one["tool_call_id"]))
+    return ordered

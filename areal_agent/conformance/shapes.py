@@ -7,7 +7,7 @@ that it is seen when it gets lost, and CONTROL for the control texts of the temp
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
@@ -64,21 +64,18 @@ def _result(call: JsonObject, text: str = "Got MARK.") -> JsonObject:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Play:
-    """A conversation step by step, the tools that it offers, and how the last answer must begin."""
+    """A conversation step by step, with the tools that it offers, and more variables for the template."""
 
     name: str
     steps: Sequence[JsonObject]
     tools: Sequence[JsonObject] = ()
-    forced: str | None = None  # the tool that must be called in the end
-    continues_last: bool = False
+    options: JsonObject = field(default_factory=dict[str, Any])
 
     def variants(self) -> Iterator["Play"]:
         """Yield the play as it is, and with every answer sampled: without thinking, and with it."""
         yield self
         for name, thought in {"sampled": None, "sampled, with thinking": "I think so."}.items():
             steps = [_sampled(step, thought, may_call=bool(self.tools)) for step in self.steps]
-            if self.continues_last:
-                steps[-1] = self.steps[-1]
             if steps != self.steps:
                 yield replace(self, name=f"{self.name}, {name}", steps=steps)
 
@@ -87,7 +84,7 @@ def _sampled(step: JsonObject, thought: str | None, *, may_call: bool) -> JsonOb
     """Return an answer as the model's, unless no model can write its calls."""
     texts = [call["function"]["arguments"] for call in step.get("tool_calls", ())]
     is_possible = may_call or not texts
-    if step["role"] != "assistant" or not is_possible or any(parse_json_object(text) is None for text in texts):
+    if step["role"] != "assistant" or "sampled" in step or not is_possible or any(parse_json_object(text) is None for text in texts):
         return step
     return {**step, **({"reasoning_content": thought} if thought else {}), "sampled": {}}
 
@@ -104,6 +101,11 @@ VALUES = {
     "none": None,
 }
 _LOOP = [part for number in range(10, 34) for part in (_calls(_call(number)), _result(_call(number)))]
+
+
+def _begun(step: JsonObject) -> JsonObject:
+    """Return an answer that the request begins: its call is forced, or its text is continued."""
+    return {**step, "sampled": {"begun": True}}
 
 
 def _with(text: str) -> list[JsonObject]:
@@ -153,8 +155,9 @@ SHAPES = (
         tools=TOOLS,
     ),
     Play(name="many turns", steps=[S, U, *_LOOP, A, U], tools=TOOLS),
-    Play(name="forced call", steps=[S, U, A, U], tools=TOOLS, forced=LOOK_UP),
-    Play(name="prefill", steps=[S, U, A, U, A], continues_last=True),
+    Play(name="thinking off", steps=[S, U, A, U, CALL, RESULT, A, U], tools=TOOLS, options={"enable_thinking": False}),
+    Play(name="forced call", steps=[S, U, A, U, _begun(CALL), RESULT, A, U], tools=TOOLS),
+    Play(name="prefill", steps=[S, U, A, U, _begun(A), U]),
 )
 
 TEXTS = (*("Say MARK now.",) * 4, "MARK\n\n* é 你好", " MARK \n", "MARK CONTROL", "<tool_response>\nMARK\n</tool_response>", "")
@@ -177,8 +180,8 @@ def _random_steps(numbers: random.Random) -> Iterator[JsonObject]:
         text = numbers.choice(SAMPLED if not calls else ("", "", *SAMPLED))
         message = {**_message("assistant", text), "reasoning_content": numbers.choice((None, "Hm.", "Well,\n\nso."))}
         if numbers.random() < 0.85:
-            habits = ("padded", "tight", "cut", "twice", "second", "other end")
-            message["sampled"] = {habit: True for habit in habits if numbers.random() < 0.15}
+            habits = ("padded", "tight", "cut", "twice", "second", "other end", "other ids", "begun")
+            message["sampled"] = {habit: True for habit in habits if numbers.random() < 0.12}
         yield {**message, "tool_calls": calls} if calls else message
         for call in calls if numbers.random() < 0.8 else reversed(calls):
             yield _result(call, numbers.choice(TEXTS))

@@ -1,72 +1,90 @@
-"""Tries all shapes and random plays on templates, and prints what was found."""
+"""Tries every shape, and random plays, on chat templates, and prints what became of them."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from areal_agent.conformance.playing import Finding, Verdict, played
 from areal_agent.conformance.shapes import SHAPES, Play, random_play
 from areal_agent.conformance.templates import Subject, templates_at_hand
-from areal_agent.errors import ArealAgentError, ConfigError
+from areal_agent.errors import ConfigError
 
-ORDER = list(Verdict)
-
-
-def try_shape(subject: Subject, shape: Play) -> Finding:
-    """Play a shape as sent by a client, and as sampled. Return the worst finding."""
-    findings = [replace(found, text=f"{play.name}: {found.text}") for play in shape.variants() for found in [played(subject, play)]]
-    return max(findings, key=lambda finding: ORDER.index(finding.verdict))
+_COLUMNS = (Verdict.EXACT, Verdict.PLACED, Verdict.REFUSED)
 
 
 def try_templates(paths: Sequence[Path], *, num_plays: int, seed: int) -> int:
-    """Print a row for each template and each fault. Return 1 if there is one, else 0."""
-    subjects = list[Subject]()
+    """Print a table of shapes and verdicts, and every fault. Return 1 if there is a fault, else 0."""
+    subjects, unusable, faults = list[Subject](), list[str](), list[str]()
     for name, tokenizer in templates_at_hand(paths):
         try:
             subjects.append(Subject.of(name, tokenizer))
         except ConfigError as error:
-            print(f"{name}: not usable: {error}")
+            unusable.append(f"not usable: {name}: {error}")
     if not subjects:
-        raise ConfigError("no installed package has a chat template; give PATHs, for example --templates models/")
-    faults = list[str]()
-    print("| shape | " + " | ".join(subject.name for subject in subjects) + " |")
-    print("|---" * (len(subjects) + 1) + "|")
+        raise ConfigError("there is no chat template that can be used; name some: --templates FILE_OR_FOLDER ...")
+    print(f"| shape | {' | '.join(_COLUMNS)} |\n|{'---|' * (len(_COLUMNS) + 1)}")
     for shape in SHAPES:
-        cells = list[str]()
-        for subject in subjects:
-            finding = try_shape(subject, shape)
-            cells.append(finding.verdict.value)
-            if finding.verdict.is_fault:
-                faults.append(f"{subject.name}: {finding.verdict}: {finding.text}")
-        print(f"| {shape.name} | {' | '.join(cells)} |", flush=True)
+        found = {subject.name: try_shape(subject, shape) for subject in subjects}
+        print(_row(shape.name, {name: finding.verdict for name, finding in found.items()}), flush=True)
+        faults += [f"{name}: {one.verdict}: {one.text}" for name, one in found.items() if one.verdict.is_fault]
     faults += try_at_random(subjects, num_plays=num_plays, seed=seed)
-    print(*faults, sep="\n")
+    print(*unusable, *faults, sep="\n")
+    print(f"{len(faults) or 'no'} faults: {len(subjects)} templates, {len(SHAPES)} shapes, {num_plays} random plays")
     return 1 if faults else 0
 
 
+def _row(shape: str, verdicts: Mapping[str, Verdict]) -> str:
+    """Return a row of the table. The column with most templates says `all` where it has all, else `the others`."""
+    by_verdict = {verdict: [name for name in verdicts if verdicts[name] is verdict] for verdict in _COLUMNS}
+    most = max(by_verdict, key=lambda verdict: len(by_verdict[verdict]))
+    cells = {verdict: ", ".join(names) for verdict, names in by_verdict.items()}
+    is_rest = all(verdict in _COLUMNS for verdict in verdicts.values())
+    if is_rest:
+        cells[most] = "all" if len(by_verdict[most]) == len(verdicts) else "the others"
+    return f"| {shape} | {' | '.join(cells.values())} |"
+
+
+def try_shape(subject: Subject, shape: Play) -> Finding:
+    """Play a shape as sent by a client, and as sampled. Return the worst finding."""
+    found = {play.name: played(subject, play) for play in shape.variants()}
+    name = max(found, key=lambda name: list(Verdict).index(found[name].verdict))
+    return replace(found[name], text=f"{name}: {found[name].text}")
+
+
 def try_at_random(subjects: Sequence[Subject], *, num_plays: int, seed: int) -> list[str]:
+    """Play at random on each template in turn. Return the shortest failing play of each template and kind of fault."""
     numbers = random.Random(seed)
-    worst: dict[tuple[str, Verdict], tuple[int, Play, Finding]] = {}
+    failed = dict[tuple[Subject, Verdict], Play]()
     for number in range(num_plays):
         subject, play = subjects[number % len(subjects)], random_play(numbers)
-        finding = played(subject, play)
-        if finding.verdict.is_fault:
-            key = subject.name, finding.verdict
-            if key not in worst or len(play.steps) < len(worst[key][1].steps):
-                worst[key] = number, play, finding
-    by_name = {subject.name: subject for subject in subjects}
-    return [_told(by_name[name], verdict, *found) for (name, verdict), found in worst.items()]
+        key = subject, played(subject, play).verdict
+        if key[1].is_fault and (key not in failed or len(play.steps) < len(failed[key].steps)):
+            failed[key] = play
+    return [_told(subject, verdict, play) for (subject, verdict), play in failed.items()]
 
 
-def _told(subject: Subject, verdict: Verdict, number: int, play: Play, finding: Finding) -> str:
-    """Tell a play that failed, with all steps left out that it needs not."""
+def _told(subject: Subject, verdict: Verdict, play: Play) -> str:
+    """Tell the smallest play that is left of one that failed."""
     index = 0
     while index < len(play.steps):
-        shorter = replace(play, steps=[*play.steps[:index], *play.steps[index + 1 :]])
-        found = played(subject, shorter) if shorter.steps else None
-        if found and found.verdict is verdict:
-            play, finding = shorter, found
-        else:
-            index += 1
-    return f"{subject.name}, play {number}: {verdict}: {finding.text}\n    {play.steps}"
+        smaller = next((one for one in _smaller(play, index) if played(subject, one).verdict is verdict), None)
+        play, index = (play, index + 1) if smaller is None else (smaller, index)
+    steps = [{**step, "tools": len(step["tools"])} if "tools" in step else step for step in play.steps]
+    told = "\n    ".join([f"{len(play.tools)} tools", *map(str, steps)])
+    return f"{subject.name}: {verdict}: {played(subject, play).text}\n    {told}"
+
+
+def _smaller(play: Play, index: int) -> Iterator[Play]:
+    """Yield the play without a step, and with a simpler one."""
+    before, step, after = play.steps[:index], play.steps[index], play.steps[index + 1 :]
+    yield replace(play, steps=[*before, *after])
+    if play.tools:
+        yield replace(play, tools=())
+    for habit in step.get("sampled", ()):
+        sampled = {name: True for name in step["sampled"] if name != habit}
+        yield replace(play, steps=[*before, {**step, "sampled": sampled}, *after])
+    for simple in ({"content": "MARK"}, {"content": ""}, {"reasoning_content": None}):
+        (name,) = simple
+        if step.get(name) and step[name] not in ("MARK", ""):
+            yield replace(play, steps=[*before, {**step, **simple}, *after])

@@ -16,7 +16,6 @@ from areal_agent.errors import ConfigError
 from areal_agent.tokens.formats.answer_format import AnswerFormat
 from areal_agent.tokens.formats.detection import Manner
 from areal_agent.tokens.renderer import ANSWER_MARKUP, Renderer
-from areal_agent.tokens.template import ChatTemplate
 from areal_agent.types import JsonObject
 
 CONTROL = re.compile(
@@ -69,8 +68,7 @@ class Subject:
     def of(cls, name: str, tokenizer: PreTrainedTokenizerFast) -> Self:
         """Raises ConfigError where the template cannot be used."""
         renderer = Renderer(tokenizer)
-        template = ChatTemplate(cast("str", tokenizer.chat_template), tokenizer.special_tokens_map)
-        return cls(name=name, tokenizer=tokenizer, renderer=renderer, manner=AnswerFormat.detect(template)[1])
+        return cls(name=name, tokenizer=tokenizer, renderer=renderer, manner=AnswerFormat.detect(renderer.template)[1])
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
