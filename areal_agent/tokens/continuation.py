@@ -12,11 +12,12 @@ tokens, or, where the template leaves out its thinking, those after the thinking
 the template strips the thinking of earlier answers, the turn leaves the path at the first stripped answer.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 
 from areal_agent.errors import RequestError
-from areal_agent.tokens.prompt import Answer, Prompt, StandIn, TextHash
+from areal_agent.tokens.arrangement import CallIds
+from areal_agent.tokens.prompt import Answer, Prompt, StandIn
 from areal_agent.tokens.renderer import Ended, Renderer
 from areal_agent.types import ForkReason, JsonObject
 
@@ -31,22 +32,24 @@ class Extension:
     fork_at: int
     new_ids: list[int]
     opened: str
-    text_hash: TextHash
     stand_in: StandIn
+    slices: tuple[tuple[int, int], ...] = ()
     fork_reason: ForkReason | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Walk:
-    """Consecutive answers, and the text that the template wrote from the first one's place on."""
+    """Consecutive answers, as the template writes them from the first one's place on."""
 
-    first: Answer
     fork_at: int  # the number of tokens of the last answer's path that are kept
-    new_ids: list[int]  # the tokens after them, up to the place of the next answer
     opened: str  # the thinking that the template opens for the next answer
-    kept_text: str  # the text before the first answer's place
-    added_text: str  # the text from there on
-    has_stripped: bool
+    new_ids: list[int] = field(default_factory=list[int])  # the tokens after them, up to the place of the next answer
+    slices: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # those of them that were sampled
+    has_stripped: bool = False
+
+    def add_sampled(self, token_ids: Sequence[int]) -> None:
+        self.slices.append((len(self.new_ids), len(self.new_ids) + len(token_ids)))
+        self.new_ids += token_ids
 
 
 class Continuation:
@@ -59,17 +62,16 @@ class Continuation:
         self._tool_forms = renderer.tool_forms(tools)
         self._options = options
 
-    def root(self, messages: Sequence[JsonObject]) -> Extension:
-        """Start a new path with normalised messages. Raises RequestError when the template refuses them."""
-        stand_in = self._whole([self._renderer.form(message) for message in messages])
+    def root(self, messages: Sequence[JsonObject], sampled: Collection[int] = ()) -> Extension:
+        """Start a new path with normalised messages; `sampled` are the places of the session's own answers.
+
+        Raises RequestError when the template refuses the messages, or leaves out a part of one.
+        """
+        forms = self._renderer.forms(messages)
+        self._require_complete(forms, num_new=len(forms), num_messages=len(forms), sampled=sampled)
+        stand_in = self._whole(forms)
         history, opened = self._renderer.split_opened(stand_in.text)
-        return Extension(
-            fork_at=0,
-            new_ids=self._renderer.ids_of(history),
-            opened=opened,
-            text_hash=TextHash(history.encode()),
-            stand_in=stand_in,
-        )
+        return Extension(fork_at=0, new_ids=self._renderer.ids_of(history), opened=opened, stand_in=stand_in)
 
     def extend(
         self, parent: Answer, echo: JsonObject, new: Sequence[JsonObject], normalise: Normalise
@@ -78,29 +80,49 @@ class Continuation:
 
         Raises RequestError when the template refuses the conversation.
         """
-        added = [self._answer_form(parent, echo), *(self._renderer.form(message) for message in new)]
+        ids = CallIds(self._renderer.arrangement)
+        added = [self._answer_form(parent, echo, ids), *(self._renderer.form(message, ids) for message in new)]
+        num_messages = parent.prompt.num_messages + len(added)
         short = self._short(parent.prompt.stand_in)
         if short is not None:
-            extension = self._extend(parent, short, added)
+            extension = self._extend(parent, short, added, num_messages)
             if extension is not None or short.is_whole:
                 return extension
         whole = self._whole(self._forms(parent.prompt, normalise), may_cut=short is None)
-        return self._extend(parent, whole, added)
+        return self._extend(parent, whole, added, num_messages)
 
-    def is_proved(self, prompt: Prompt, normalise: Normalise) -> bool:
-        """Render the whole conversation of a prompt. Return whether it is exactly what its turns added."""
+    def difference(self, prompt: Prompt, normalise: Normalise) -> str | None:
+        """Render the whole conversation of a prompt. Say how its ids differ from that, sampled answers aside, or None."""
+        renderer, path = self._renderer, prompt.path()[: prompt.block_at]
         try:
             text = self._render(self._forms(prompt, normalise))
-        except RequestError:
-            return False  # the template refuses the conversation, a part of which it wrote
-        history, _ = self._renderer.split_opened(text)
-        return prompt.text_hash is not None and TextHash(history.encode()).digest() == prompt.text_hash.digest()
+        except RequestError as error:
+            return f"a prompt was made of which the whole conversation is refused ({error})"
+        rest, place = renderer.split_opened(text)[0], 0
+        for start, end in (*prompt.sampled_spans(), (len(path), len(path))):
+            injected = renderer.detokenizer.text_of_part(path[place:start])
+            following = renderer.after(rest, injected)
+            if following is None or (start == len(path) and following):
+                return (
+                    "a prompt is not what the chat template writes: after a sampled answer it has "
+                    f"{injected[:200]!r}, and the template {rest[:200]!r}"
+                )
+            written = renderer.split_at_end(following) if end > start else None
+            if written is not None:
+                has_end = renderer.id_of(written.end) == path[end - 1]
+                rest = written.rest if has_end else written.end + written.rest
+            place = end
+        return None
 
     # ---------------------------------------------------------------------------------------------- one turn
 
-    def _extend(self, parent: Answer, before: StandIn, added: Sequence[JsonObject]) -> Extension | None:
+    def _extend(
+        self, parent: Answer, before: StandIn, added: Sequence[JsonObject], num_messages: int
+    ) -> Extension | None:
+        forms = [*before.messages, *added]
         try:
-            text = self._render([*before.messages, *added])
+            self._require_complete(forms, num_new=len(added) - 1, num_messages=num_messages)
+            text = self._render(forms)
         except RequestError:
             if before.is_whole:
                 raise
@@ -110,14 +132,11 @@ class Continuation:
             walk = self._walk_from_stripped(parent, before, text)
         if walk is None:
             return None
-        text_hash = _text_hash(walk, before)
-        if text_hash is None:
-            return None
         return Extension(
             fork_at=walk.fork_at,
             new_ids=walk.new_ids,
+            slices=tuple(walk.slices),
             opened=walk.opened,
-            text_hash=text_hash,
             stand_in=before.grown(added, text),
             fork_reason=ForkReason.TEMPLATE_STRIPS_THINKING if walk.has_stripped else None,
         )
@@ -139,7 +158,14 @@ class Continuation:
     # --------------------------------------------------------------------------------------- forms and stand-ins
 
     def _render(self, forms: Sequence[JsonObject]) -> str:
-        return self._renderer.template.render(forms, self._tool_forms, options=self._options)
+        return self._renderer.write(forms, self._tool_forms, options=self._options)
+
+    def _require_complete(
+        self, forms: Sequence[JsonObject], *, num_new: int, num_messages: int, sampled: Collection[int] = ()
+    ) -> None:
+        self._renderer.arrangement.require_complete(
+            forms, num_new=num_new, num_messages=num_messages, has_tools=bool(self._tool_forms), sampled=sampled
+        )
 
     def _whole(self, forms: Sequence[JsonObject], *, may_cut: bool = True) -> StandIn:
         return StandIn(messages=tuple(forms), text=self._render(forms), num_tail=len(forms), may_cut=may_cut)
@@ -162,31 +188,28 @@ class Continuation:
     def _forms(self, prompt: Prompt, normalise: Normalise) -> list[JsonObject]:
         """Return all messages of a prompt's conversation, with probes in the place of thinking."""
         forms: list[JsonObject] = []
+        ids = CallIds(self._renderer.arrangement)
         for one in prompt.lineage():
             for message in one.delta:
                 normalised = normalise(message, len(forms))
                 if one.parent and message is one.delta[0]:
-                    forms.append(self._answer_form(one.parent, normalised))
+                    forms.append(self._answer_form(one.parent, normalised, ids))
                 else:
-                    forms.append(self._renderer.form(normalised))
+                    forms.append(self._renderer.form(normalised, ids))
         return forms
 
-    def _answer_form(self, answer: Answer, echo: JsonObject) -> JsonObject:
-        """Return an echoed answer as the template receives it, with a probe in the place of its thinking."""
-        if not answer.has_thinking:
-            return self._renderer.form(echo)
-        return self._renderer.form_with_thinking(echo, self._renderer.probe(answer.number))
+    def _answer_form(self, answer: Answer, echo: JsonObject, ids: CallIds) -> JsonObject:
+        """Return an echoed answer as the template receives it, with a probe in the place of its thinking.
 
-
-def _text_hash(walk: _Walk, before: StandIn) -> TextHash | None:
-    """Return the hash of all text up to the place of the next answer, or None if that of the old text was dropped."""
-    if before.is_whole:
-        return TextHash((walk.kept_text + walk.added_text).encode())
-    if walk.first.prompt.text_hash is None:
-        return None
-    text_hash = walk.first.prompt.text_hash.copy()
-    text_hash.update(walk.added_text.encode())
-    return text_hash
+        A template that drops the text beside calls is not given it: the sampled tokens have it.
+        """
+        renderer, has_text = self._renderer, True
+        if echo.get("tool_calls"):
+            echo, has_text = ids.inward(echo, answer.own_ids), not renderer.arrangement.has_text_apart
+        echo = echo if has_text else {**echo, "content": ""}
+        if answer.has_thinking and (has_text or not renderer.thinking.is_inline):
+            return renderer.form_with_thinking(echo, renderer.probe(answer.number))
+        return renderer.form(echo)
 
 
 def _live_thinking(answer: Answer) -> list[Answer]:
@@ -208,8 +231,8 @@ def _walk_answers(renderer: Renderer, answers: Sequence[Answer], before: str, af
     history, opened = renderer.split_opened(before)
     if not after.startswith(history):
         return None
-    added, next_opened = renderer.split_opened(after[len(history) :])
-    fork_at, new_ids, rest, has_stripped = answers[0].prompt.block_at, list[int](), added, False
+    rest, next_opened = renderer.split_opened(after[len(history) :])
+    walk = _Walk(fork_at=answers[0].prompt.block_at, opened=next_opened)
     for answer in answers:
         written = renderer.split_at_end(rest)
         if written is None:
@@ -218,23 +241,18 @@ def _walk_answers(renderer: Renderer, answers: Sequence[Answer], before: str, af
         if not following:
             return None
         if not _is_kept(renderer, answer, written, opened):
-            has_stripped = True
-            ids = _ids_after_thinking(renderer, answer, written)
+            walk.has_stripped = True
+            lead, ids = _after_thinking(renderer, answer, written)
+            walk.new_ids += lead
+            walk.add_sampled(ids)
+            ids = lead + ids
         elif answer is answers[0]:
-            fork_at, ids = answer.path_length, answer.sampled.tolist()
+            walk.fork_at, ids = answer.path_length, answer.sampled.tolist()
         else:
             ids = answer.block.tolist()
-        bridge = renderer.ids_after(ids, following)
-        new_ids += bridge if fork_at == answer.path_length else ids + bridge
-    return _Walk(
-        first=answers[0],
-        fork_at=fork_at,
-        new_ids=new_ids,
-        opened=next_opened,
-        kept_text=history,
-        added_text=added,
-        has_stripped=has_stripped,
-    )
+            walk.add_sampled(ids)
+        walk.new_ids += renderer.ids_after(ids, following)
+    return walk
 
 
 def _up_to_next_answer(renderer: Renderer, written: Ended, *, is_last: bool) -> tuple[str, str]:
@@ -253,30 +271,39 @@ def _is_kept(renderer: Renderer, answer: Answer, written: Ended, opened: str) ->
     return not answer.has_thinking or renderer.probe(answer.number) in written.answer
 
 
-def _ids_after_thinking(renderer: Renderer, answer: Answer, written: Ended) -> list[int]:
+def _after_thinking(renderer: Renderer, answer: Answer, written: Ended) -> tuple[list[int], list[int]]:
     """Return the tokens of an answer whose thinking the template left out, without an end token.
 
-    They are the sampled tokens, verbatim, if one of them starts exactly where the white space after the thinking ends;
-    otherwise their text is tokenised anew. They are preceded by what the template writes there.
+    First those that the template writes in the place of the thinking, then the sampled ones, verbatim, if one of them
+    starts exactly where the white space after the thinking ends; otherwise their text is tokenised anew. If the
+    template writes something else, all tokens are those of its text, and none is a sampled one.
     """
     block = answer.block.tolist()
     if block and block[-1] in renderer.stop_token_ids:
         block.pop()
-    lead = renderer.thinking.lead(written.answer)
     ids = _after_last(block, renderer.thinking_end_ids)
-    if ids is None:
-        text = renderer.detokenizer.text_of(block)
-        if renderer.thinking.end in text:
-            text = text.rpartition(renderer.thinking.end)[2].lstrip()
-        elif answer.has_thinking or answer.prompt.is_thinking:
-            text = ""  # cut off while it was thinking
-        return renderer.ids_of(lead + text)
-    text = renderer.detokenizer.text_of(ids)
+    text = renderer.detokenizer.text_of(block if ids is None else ids)
+    if ids is None and renderer.thinking.end in text:
+        text = text.rpartition(renderer.thinking.end)[2]
+    elif ids is None and (answer.has_thinking or answer.prompt.is_thinking):
+        text = ""  # cut off while it was thinking
+    text, lead = text.lstrip() if ids is None else text, renderer.thinking.lead(written.answer)
+    if not _begins_as(renderer, written.answer[len(lead) :], text):
+        return renderer.ids_of(written.answer), []
     for wanted, prefix in ((lead + text.lstrip(), ""), (text.lstrip(), lead)):
-        start = _start_of(renderer, ids, wanted)
-        if start is not None:
-            return renderer.ids_of(prefix) + ids[start:]
-    return renderer.ids_of(lead + text.lstrip())
+        start = None if ids is None else _start_of(renderer, ids, wanted)
+        if ids is not None and start is not None:
+            return renderer.ids_of(prefix), ids[start:]
+    return renderer.ids_of(lead), renderer.ids_of(text.lstrip())
+
+
+def _begins_as(renderer: Renderer, written: str, text: str) -> bool:
+    """Return whether the template writes what was sampled after the thinking, as far as the agent sent it back."""
+    ours, theirs = (
+        renderer.answer_format.parse(one.replace("\r\n", "\n")) for one in (renderer.without_shields(written), text)
+    )
+    said, sampled = ours.content.strip(), theirs.content.strip()
+    return ours.reasoning is None and (said.startswith(sampled) or sampled.startswith(said))
 
 
 def _after_last(ids: list[int], mark: list[int]) -> list[int] | None:

@@ -15,6 +15,7 @@ with its reason.
 Plain completions (`/v1/completions`) are placed by the text or the ids of their prompt (`Completions`).
 """
 
+import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,8 @@ from areal_agent.tokens.prompt import Answer, Key, Prompt, Reply, packed
 from areal_agent.tokens.recognition import AnswersByData, Line, Lines, Requests, best_by_echo
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import ForkReason, JsonObject
+
+logger = logging.getLogger(__name__)
 
 FIRST_AUDIT = 20
 """The depth in turns at which a text made from stand-ins is first audited; each later audit is at twice the depth."""
@@ -104,7 +107,7 @@ class Forest:
         self._normalise: Normalise = _as_it_is  # that of the newest request
         self._num_answers = 0
         self.num_mismatches = 0
-        """The number of audits in which a text made from stand-ins was not what the template writes."""
+        """The number of audits in which the text of a prompt's ids was not what the template writes."""
 
     # -------------------------------------------------------------------------------------------------- plan
 
@@ -153,7 +156,6 @@ class Forest:
             num_repeats=self._requests.add(key),
             num_messages=0,
             delta=(),
-            text_hash=None,
             stand_in=None,
             sent=prompt if isinstance(prompt, str) else self._renderer.detokenizer.text_of(prompt),
         )
@@ -218,13 +220,15 @@ class Forest:
                     return prompt
             request = replace(request, reason=ForkReason.TEMPLATE_REWRITES_HISTORY)
         whole = request.new if parent is None else sent.normalised()
-        return self._prompt(request, None, continuation.root(whole), sent)
+        sampled = {one.prompt.num_messages for one in parent.lineage()} if parent else ()
+        return self._prompt(request, None, continuation.root(whole, sampled), sent)
 
     def _prompt(self, request: _Request, parent: Answer | None, extension: Extension, sent: _Sent) -> Prompt:
         prompt = Prompt(
             parent=parent,
             fork_at=extension.fork_at,
             new_ids=packed(extension.new_ids),
+            slices=extension.slices,
             opened=extension.opened,
             fork_reason=extension.fork_reason or request.reason,
             key=request.key,
@@ -232,7 +236,6 @@ class Forest:
             delta=tuple(sent.messages[parent.prompt.num_messages if parent else 0 :]),
             depth=parent.prompt.depth + 1 if parent else 1,
             next_audit=parent.prompt.next_audit if parent else FIRST_AUDIT,
-            text_hash=extension.text_hash,
             stand_in=extension.stand_in,
             sent=sent.messages,
         )
@@ -287,6 +290,7 @@ class Forest:
             sampled=packed(reply.token_ids),
             body=self._answers.key_after(prompt.key.body, reply.message),
             call_ids=call_ids(reply.message),
+            own_ids=reply.own_ids,
             asides=asides(reply.message),
             has_thinking=reply.has_thinking,
             number=self._num_answers,
@@ -302,20 +306,23 @@ class Forest:
     # ------------------------------------------------------------------------------------------------- audit
 
     def audit(self) -> int:
-        """Render every conversation that nothing continues in full. Return the number of texts that were wrong."""
-        doubtful = [prompt for prompt in self._leaves if prompt.stand_in and not prompt.stand_in.is_whole]
-        return sum(not self._audit(prompt, self._normalise) for prompt in doubtful)
+        """Render every conversation that nothing continues in full. Return the number of prompts that were wrong."""
+        return sum(not self._audit(prompt, self._normalise) for prompt in self._leaves)
 
     def _is_audit_due(self, prompt: Prompt) -> bool:
         return prompt.stand_in is not None and not prompt.stand_in.is_whole and prompt.depth >= prompt.next_audit
 
     def _audit(self, prompt: Prompt, normalise: Normalise) -> bool:
-        """Return whether the template writes the prompt's text; if not, stop using stand-ins for good."""
+        """Return whether the prompt's ids have the text that the template writes; if not, use no more stand-ins."""
         prompt.next_audit = 2 * prompt.depth
-        if self._continuations[prompt.key.tools].is_proved(prompt, normalise):
+        difference = self._continuations[prompt.key.tools].difference(prompt, normalise)
+        if difference is None:
             return True
         self.num_mismatches += 1
         self._renderer.may_elide = False
+        if not self._renderer.is_mismatch_logged:
+            self._renderer.is_mismatch_logged = True
+            logger.warning("%s; from now on such turns are counted in history_mismatches alone", difference)
         return False
 
 

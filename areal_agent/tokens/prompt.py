@@ -16,7 +16,7 @@ messages. This holds for the templates in use, not for every possible one, so th
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from typing import Any
 
 from areal_agent.tokens.canonical import Asides
 from areal_agent.types import ForkReason, JsonObject
@@ -29,10 +29,6 @@ MIN_TAIL = 4
 
 NEAR_USER = 8
 """The last user message is kept if it is among this many last messages: thinking is often kept from there on."""
-
-TextHash = blake2b
-"""The running hash of a conversation's text; each turn extends it with the text that it adds."""
-
 
 def packed(token_ids: Sequence[int]) -> "array[int]":
     """Return token ids in 4 bytes each. Ids that are packed already are not copied, because nobody changes them."""
@@ -55,6 +51,7 @@ class Reply:
     completion_id: str
     token_ids: Sequence[int]
     message: JsonObject  # normalised: see `canonical`
+    own_ids: tuple[str | None, ...] = ()  # the ids that the model gave its calls, where its format has any
     has_thinking: bool = False
     stop_text: str = ""  # the stop text that ended it: sampled, not in the message, and perhaps added by the agent
 
@@ -67,7 +64,8 @@ class Answer:
     prompt: "Prompt" = field(repr=False)
     sampled: "array[int]" = field(repr=False)
     body: bytes  # the key of the body of the conversation that ends with it
-    call_ids: tuple[str, ...]
+    call_ids: tuple[str, ...]  # as the agent has them
+    own_ids: tuple[str | None, ...]  # as the model wrote them
     asides: Asides
     has_thinking: bool
     number: int  # its number among the answers of the forest, from 1
@@ -88,7 +86,7 @@ class Answer:
         if not self.num_continuations:
             self.prompt.num_waiting -= 1
             if not self.prompt.num_waiting:
-                self.prompt.forget_text(is_last=not self.has_thinking)
+                self.prompt.stand_in = None
         self.num_continuations += 1
 
     def lineage(self) -> Iterator["Answer"]:
@@ -106,6 +104,7 @@ class Prompt:
     parent: Answer | None
     fork_at: int  # the number of tokens of the parent's path that it keeps
     new_ids: "array[int]" = field(repr=False)
+    slices: tuple[tuple[int, int], ...] = ()  # the parts of `new_ids` that were sampled, in answers whose thinking is gone
     num_opened: int = 0  # the last of `new_ids` that belong to the answer: thinking or a tool call, opened for it
     opened: str = ""  # the thinking that the template opens for the answer
     opening: str = ""  # the text that the answer must begin with, after `opened`
@@ -118,7 +117,6 @@ class Prompt:
     depth: int = 1  # turns from the root
     next_audit: int = 0  # the depth at which its text is to be proved again
     stand_in: "StandIn | None" = field(repr=False)  # until all its answers were continued
-    text_hash: TextHash | None = field(repr=False)  # of the text before the answer's block; kept while it may be needed
     num_waiting: int = 0  # answers that nothing continues yet
     known_path: "array[int] | None" = field(default=None, repr=False)  # the whole path, while the forest keeps it
     sent: Sequence[JsonObject] | str | None = field(default=None, repr=False)  # the whole request, until it is recorded
@@ -141,12 +139,6 @@ class Prompt:
     def identity(self) -> bytes:
         """Return equal bytes for equal requests, in every run: messages, tools, opening, number of the repetition."""
         return self.key.head + self.key.body + self.key.tools + self.num_repeats.to_bytes(8) + self.opening.encode()
-
-    def forget_text(self, *, is_last: bool) -> None:
-        """Drop the text, as all answers were continued. Keep the hash if thinking may be stripped later."""
-        self.stand_in = None
-        if is_last:
-            self.text_hash = None
 
     def path(self) -> "array[int]":
         """Return the full prompt, from the root, packed. It is assembled once; do not change it."""
@@ -173,6 +165,16 @@ class Prompt:
         older = [answer.prompt for answer in self.parent.lineage()] if self.parent else []
         return [*reversed(older), self]
 
+    def sampled_spans(self) -> list[tuple[int, int]]:
+        """Return the places `[start, end)` of the path that hold answers, with what was opened for them."""
+        spans: list[tuple[int, int]] = []
+        for prompt in self.lineage():
+            if prompt.parent:
+                spans.append((prompt.parent.prompt.block_at, prompt.parent.path_length))
+            spans = [(start, min(end, prompt.fork_at)) for start, end in spans if start < prompt.fork_at]
+            spans += [(prompt.fork_at + start, prompt.fork_at + end) for start, end in prompt.slices]
+        return spans
+
     def messages(self) -> list[JsonObject]:
         """Return the whole conversation, as it was first sent."""
         return [message for prompt in self.lineage() for message in prompt.delta]
@@ -198,24 +200,25 @@ class StandIn:
 
     def cut(self) -> tuple[int, int] | None:
         """Return the messages `[i, j)` to leave out, or None if it is short enough or must not be cut."""
-        return longest_cut(self.messages) if self.may_cut and len(self.messages) > MAX_MESSAGES else None
+        return longest_cut(list(map(_kind, self.messages))) if self.may_cut and len(self.messages) > MAX_MESSAGES else None
 
     def index_of(self, *, num_back: int) -> int | None:
         """Return the index of the message `num_back` before the end, or None if it may have been cut."""
         return len(self.messages) - num_back if num_back <= self.num_tail else None
 
 
-def longest_cut(messages: Sequence[JsonObject]) -> tuple[int, int] | None:
-    """Return the longest stretch `[i, j)` that can be left out, or None.
+def longest_cut(kinds: Sequence[tuple[Any, ...]]) -> tuple[int, int] | None:
+    """Return the longest stretch `[i, j)` of messages of these kinds that can be left out, or None.
 
-    >>> loop = [{"role": "user"}, *[{"role": "assistant"}, {"role": "tool"}] * 6]
-    >>> longest_cut(loop)
+    A kind begins with the role of its message.
+
+    >>> longest_cut([("user",), *[("assistant",), ("tool",)] * 6])
     (3, 9)
     """
-    kinds = [_kind(message) for message in messages]
-    first, last = _head_length(kinds), _tail_start(kinds)
+    roles = [kind[0] for kind in kinds]
+    first, last = _head_length(roles), _tail_start(roles)
     for start in range(first, last):
-        if kinds[start] == "tool":
+        if roles[start] == "tool":
             continue  # results stay with their call
         for end in range(last, start, -1):
             if kinds[start] == kinds[end] and kinds[start - 1] == kinds[end - 1]:
@@ -223,16 +226,16 @@ def longest_cut(messages: Sequence[JsonObject]) -> tuple[int, int] | None:
     return None
 
 
-def _kind(message: JsonObject) -> str:
-    return message["role"] + ("+calls" if message.get("tool_calls") else "")
+def _kind(message: JsonObject) -> tuple[Any, ...]:
+    return message["role"], bool(message.get("tool_calls"))
 
 
-def _head_length(kinds: Sequence[str]) -> int:
+def _head_length(roles: Sequence[str]) -> int:
     """Return the length of the head, which includes the first user message."""
-    return kinds.index("user") + 1 if "user" in kinds else 1
+    return roles.index("user") + 1 if "user" in roles else 1
 
 
-def _tail_start(kinds: Sequence[str]) -> int:
-    last_user = max((n for n, kind in enumerate(kinds) if kind == "user"), default=0)
-    start = len(kinds) - MIN_TAIL
-    return min(start, last_user) if last_user >= len(kinds) - NEAR_USER else start
+def _tail_start(roles: Sequence[str]) -> int:
+    last_user = max((n for n, role in enumerate(roles) if role == "user"), default=0)
+    start = len(roles) - MIN_TAIL
+    return min(start, last_user) if last_user >= len(roles) - NEAR_USER else start

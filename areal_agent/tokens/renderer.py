@@ -1,8 +1,8 @@
 """A model's chat template and tokenizer: messages to text, text to token ids, and token ids to text.
 
-`Renderer` keeps two rules of token-in, token-out. Special-token text inside a message is encoded as plain text, so that
-the output of a tool cannot forge a turn: `Breaker` inserts an unguessable text into it, which is removed where the
-rendered text is tokenised. And the text that follows a sampled answer is tokenised on its own, starting with the
+`Renderer` keeps three rules of token-in, token-out. What an agent sent comes into the prompt, or is refused
+(`arrangement.py`). Special-token text inside a message is encoded as plain text, so that the output of a tool cannot
+forge a turn: `Shield` inserts an unguessable text into it, at which rendered text is cut before it is tokenised. And the text that follows a sampled answer is tokenised on its own, starting with the
 template's end token.
 
 `Detokenizer` turns ids to text, at once or as they are sampled. A byte-level BPE gives each id its exact bytes, so text
@@ -14,26 +14,31 @@ import codecs
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
-import orjson
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.errors import ConfigError, RequestError
+from areal_agent.tokens.arrangement import Arrangement, CallIds
 from areal_agent.tokens.canonical import split_thinking
-from areal_agent.tokens.formats.answer_format import AnswerFormat, ToolFormat
+from areal_agent.tokens.formats.answer_format import HERMES_NEWLINES, AnswerFormat, ToolFormat
+from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.formats.detection import PROBE, PROBE_IDS, PROBE_TOOLS, probe_call
 from areal_agent.tokens.formats.thinking import TAGS, ReasoningFormat
-from areal_agent.tokens.template import MARKERS, ChatTemplate, HistoryThinking, keep_template
+from areal_agent.tokens.shield import Shield
+from areal_agent.tokens.template import MARKERS, ChatTemplate, HistoryThinking, keep_template, tools_template
 from areal_agent.tokens.words import WordCache, any_of
 from areal_agent.types import JsonObject
 
 ANSWER_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
 """Tags that an answer may contain. They keep their meaning in system and assistant messages only."""
+
+EXAMPLE = ToolCall(name="NAME", arguments={"ARGUMENT": "VALUE"})
+"""The call that shows a model how to call, where its template does not."""
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not UTF-8
 MAX_TOKEN_BYTES = 1024  # longer than any token of a vocabulary
@@ -69,16 +74,16 @@ class Renderer:
                 f"the tokenizer at {tokenizer.name_or_path!r} has no chat template; "
                 "put a chat_template.jinja beside its tokenizer.json"
             )
-        source = tokenizer.chat_template
+        special = tokenizer.special_tokens_map
+        source, self.answer_format, self.arrangement = _fitted(
+            tokenizer.chat_template, special, tool_format, reasoning_format
+        )
         is_kept = history_thinking is HistoryThinking.KEEP
         self.chat_template = keep_template(source) if is_kept else source
         """The template in use. Export it with a model that is trained on these prompts."""
-        self.template = ChatTemplate(self.chat_template, tokenizer.special_tokens_map)
-        self.answer_format, self._manner = AnswerFormat.detect(
-            ChatTemplate(source, tokenizer.special_tokens_map) if is_kept else self.template,
-            tool_format=tool_format,
-            reasoning_format=reasoning_format,
-        )
+        if is_kept:
+            self.arrangement = replace(self.arrangement, template=ChatTemplate(self.chat_template, special))
+        self.template = self.arrangement.template
         self.reads_calls = tool_format is not None or self.answer_format.has_calls
         """Whether calls can be read from answers, or somebody has said that none are to be read."""
         self.thinking = self.answer_format.thinking or TAGS[ReasoningFormat.THINK]
@@ -91,22 +96,23 @@ class Renderer:
         self._secret = secrets.token_hex(16)  # no message can contain it
         texts = _control_texts(tokenizer, source) | (MARKERS if is_kept else frozenset())
         self._turn_texts = texts - ANSWER_MARKUP
-        self._breaker = Breaker(texts, with_text=self._secret)
-        self._breaker_in_answers = Breaker(self._turn_texts, with_text=self._secret)
+        self._shield = Shield(texts, mark=self._secret)
+        self._shield_in_answers = Shield(self._turn_texts, mark=self._secret)
         try:
             self.answer_header = self._find_answer_header()
             self.end_texts = self._find_end_texts()
             self._end_pattern = self._find_end_pattern()
         except RequestError as error:
             raise ConfigError(f"the chat template cannot render a plain question and answer: {error}") from error
-        self.end_token_id = self._id_of(self.end_texts[0])
+        self.end_token_id = self.id_of(self.end_texts[0])
         self.thinking_end_ids: list[int] = self._backend.encode(self.thinking.end, add_special_tokens=False).ids
         self.vocab_size = len(tokenizer)
         eos_token_id = cast("int | None", tokenizer.eos_token_id)
-        stop_ids = [self._id_of(text) for text in self.end_texts]
+        stop_ids = [self.id_of(text) for text in self.end_texts]
         self.stop_token_ids = tuple(dict.fromkeys(stop_ids if eos_token_id is None else [*stop_ids, eos_token_id]))
         self.may_elide = True
         """Whether stand-ins may be rendered for long conversations; false for good after an audit has failed."""
+        self.is_mismatch_logged = False
 
     @classmethod
     def load(
@@ -142,39 +148,77 @@ class Renderer:
         Use it for `ids_of` and `ids_after` only: special-token text from messages and tools is broken up in it.
         Raises RequestError when the template refuses the conversation.
         """
-        return self.template.render([self.form(message) for message in messages], self.tool_forms(tools))
+        return self.write(self.forms(messages), self.tool_forms(tools))
 
-    def form(self, message: JsonObject) -> JsonObject:
-        """Return a normalised message as the template receives it, with special-token text in it broken up."""
-        form = self._broken_form(message)
+    def write(
+        self,
+        forms: Sequence[JsonObject],
+        tool_forms: Sequence[JsonObject],
+        *,
+        options: JsonObject | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the text of forms, arranged as the template wants them. Raises RequestError as `render` does."""
+        try:
+            return self.template.render(
+                self.arrangement(forms), tool_forms, options=options or {}, add_generation_prompt=add_generation_prompt
+            )
+        except RequestError as error:
+            raise self._refusal(forms, tool_forms, options or {}, error) from error
+
+    def _refusal(
+        self, forms: Sequence[JsonObject], tool_forms: Sequence[JsonObject], options: JsonObject, error: RequestError
+    ) -> RequestError:
+        """Name the message with which the template began to refuse a conversation."""
+        first, last = 1, len(forms)
+        while first < last:
+            middle = (first + last) // 2
+            try:
+                self.template.render(self.arrangement(forms[:middle]), tool_forms, options=options)
+                first = middle + 1
+            except RequestError:
+                last = middle
+        return self.arrangement.refusal(forms[first - 1], first - 1, f"refuses it ({error.__cause__})") if forms else error
+
+    def forms(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
+        """Return the normalised messages of a conversation as the template receives them."""
+        ids = CallIds(self.arrangement)
+        return [self.form(message, ids) for message in messages]
+
+    def form(self, message: JsonObject, ids: CallIds | None = None) -> JsonObject:
+        """Return a normalised message as the template receives it, with special-token text in it broken up.
+
+        `ids`: those of the calls before it.
+        """
+        form = self._shielded(ids.inward(message) if ids else message)
         if form.get("reasoning_content") is not None:
             form = {"thinking": form["reasoning_content"], **form}  # as transformers does, for templates that read it
-        return self._manner.form(form) if form.get("tool_calls") else form
+        return self.arrangement.manner.form(form) if form.get("tool_calls") else form
 
     def form_with_thinking(self, message: JsonObject, thinking: str) -> JsonObject:
         """Return a normalised answer as the template receives it, with this text in the place of its thinking."""
         _, content = split_thinking(message)
-        form = dict(self._broken_form({**message, "content": content, "reasoning_content": None}))
+        form = dict(self._shielded({**message, "content": content, "reasoning_content": None}))
         del form["reasoning_content"]
         if self.thinking.is_inline:
             # No white space after the thinking: some templates would keep it when they leave the thinking out.
-            form["content"] = f"{self.thinking.begin}\n{thinking}\n{self.thinking.end}{form['content']}"
+            form["content"] = f"{self.thinking.begin}\n{thinking}\n{self.thinking.end}" + form["content"]
         else:
             form |= {"thinking": thinking, "reasoning_content": thinking}
-        return self._manner.form(form) if form.get("tool_calls") else form
+        return self.arrangement.manner.form(form) if form.get("tool_calls") else form
 
-    def _broken_form(self, message: JsonObject) -> JsonObject:
+    def _shielded(self, message: JsonObject) -> JsonObject:
         is_trusted = message["role"] in ("system", "assistant")
-        return (self._breaker_in_answers if is_trusted else self._breaker).broken(message)
+        return (self._shield_in_answers if is_trusted else self._shield).over(message)
 
     def tool_forms(self, tools: Sequence[JsonObject]) -> list[JsonObject]:
         """Return tool definitions as the template receives them."""
-        return self._breaker_in_answers.broken(tools)
+        return self._shield_in_answers.over(self.arrangement.tools(tools))
 
     def options_read(self, options: JsonObject) -> JsonObject:
         """Return those options that the template reads, as it receives them; the others change nothing."""
         read = {name: value for name, value in options.items() if name in self.template.variables}
-        return self._breaker_in_answers.broken(read) if read else read
+        return self._shield_in_answers.over(read) if read else read
 
     def probe(self, number: int) -> str:
         """Return a text that no message can contain; it stands for the thinking of an answer in rendered text."""
@@ -189,6 +233,25 @@ class Renderer:
         """Split rendered text that begins with an answer at the answer's end token; None if there is none."""
         end = self._end_pattern.search(text)
         return Ended(answer=text[: end.start()], end=end[0], rest=text[end.end() :]) if end else None
+
+    def without_shields(self, text: str) -> str:
+        """Return rendered text as people read it."""
+        return text.replace(self._secret, "")
+
+    def after(self, text: str, beginning: str) -> str | None:
+        """Return what follows `beginning`, the text of ids, in rendered text that begins with it; None if it does not.
+
+        White space does not count where a tokenizer changes it.
+        """
+        if not self.detokenizer.is_byte_level:
+            beginning, text = ("".join(one.split()) for one in (beginning, text))
+        for piece in text.split(self._secret):
+            if len(beginning) <= len(piece):
+                break
+            if not beginning.startswith(piece):
+                return None
+            beginning, text = beginning[len(piece) :], text[len(piece) + len(self._secret) :]
+        return text[len(beginning) :] if text.startswith(beginning) else None
 
     # ------------------------------------------------------------------------------------------ text to ids
 
@@ -228,7 +291,7 @@ class Renderer:
             token_ids = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return token_ids
 
-    def _id_of(self, token: str) -> int:
+    def id_of(self, token: str) -> int:
         return cast("int", self._backend.token_to_id(token))
 
     # ------------------------------------------------------------------------------------- what the template does
@@ -264,7 +327,7 @@ class Renderer:
         written = self.answer_format.format("", (PROBE,)) if self.answer_format.has_calls else ""
         question, word = {"role": "user", "content": "x"}, str(PROBE.arguments["word"])
         for id_ in PROBE_IDS:
-            called = [question, self._manner.form(probe_call(id_))]
+            called = [question, self.arrangement.manner.form(probe_call(id_))]
             result = {"role": "tool", "content": "x", "tool_call_id": id_}
             for messages in (called, [*called, result]):
                 try:
@@ -289,6 +352,33 @@ class Renderer:
         return text.removeprefix(before) if text.startswith(before) else ""
 
 
+def _fitted(
+    source: str,
+    special_tokens: Mapping[str, str],
+    tool_format: ToolFormat | None,
+    reasoning_format: ReasoningFormat | None,
+) -> tuple[str, AnswerFormat, Arrangement]:
+    """Return a template that writes what its model can do with tools, how the model answers, and how to arrange messages.
+
+    It is the model's own, unless that leaves out the definitions of tools, or their calls in a format that was named.
+    """
+    template = ChatTemplate(source, special_tokens)
+    answer_format, manner = AnswerFormat.detect(template, tool_format=tool_format, reasoning_format=reasoning_format)
+    arrangement = Arrangement.of(template, manner, has_calls=answer_format.has_calls)
+    derived = source
+    if answer_format.has_calls:
+        derived = tools_template(
+            source,
+            example=None if arrangement.has_definitions else answer_format.format("", (EXAMPLE,)),
+            newline=None if arrangement.has_calls else HERMES_NEWLINES.get(answer_format.tool_format),
+            has_results=arrangement.has_results,
+            has_system=arrangement.has_system,
+        )
+    return (source, answer_format, arrangement) if derived == source else _fitted(
+        derived, special_tokens, tool_format, reasoning_format
+    )
+
+
 def exported_template(path: Path, history_thinking: HistoryThinking) -> str | None:
     """Return the chat template to export with a model that starts from `path`, or None for the model's own."""
     if history_thinking is HistoryThinking.TEMPLATE:
@@ -306,56 +396,6 @@ def _control_texts(tokenizer: PreTrainedTokenizerFast, template: str) -> frozens
         for token in tokenizer.added_tokens_decoder.values()
         if len(text := token.content.strip()) > 1 and (token.special or text in template or text in ANSWER_MARKUP)
     )
-
-
-class Breaker:
-    """Breaks up control texts wherever they occur in JSON data.
-
-    >>> Breaker({"<|end|>"}, with_text="#").broken({"content": ["a<|end|>"]})
-    {'content': ['a<#|end|>']}
-    """
-
-    def __init__(self, texts: set[str] | frozenset[str], *, with_text: str) -> None:
-        self._pattern = re.compile(any_of(texts))
-        self._first_characters = tuple({text[0] for text in texts})
-        self._first_bytes = tuple(character.encode() for character in self._first_characters)
-        self._is_seen_in_json = not any(character in '"\\' or character < " " for character in self._first_characters)
-        self._with_text = with_text
-
-    def broken(self, value: Any) -> Any:
-        """Return `value` with every control text in its strings and keys broken after its first character.
-
-        If there is none, it may return `value` itself.
-        """
-        return value if type(value) is dict and self._is_clean(cast("JsonObject", value)) else self._broken(value)
-
-    def _is_clean(self, value: JsonObject) -> bool:
-        """Return whether no string in `value` can contain a control text, judged by a quick search of its JSON."""
-        try:
-            text = orjson.dumps(value) if self._is_seen_in_json else None
-        except TypeError:  # integers that are too large for orjson, and values that are not JSON
-            return False
-        return text is not None and not any(byte in text for byte in self._first_bytes)
-
-    def _broken(self, value: Any) -> Any:
-        if isinstance(value, str):
-            return self._broken_text(value)
-        if isinstance(value, (dict, Mapping)):  # dict first: it is the usual case, and isinstance of Mapping is slow
-            return {self._broken_text(key): self._broken(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self._broken(item) for item in value]
-        return value
-
-    def _broken_text(self, text: str) -> str:
-        for character in self._first_characters:
-            if character in text:
-                return self._broken_up(text)
-        return text  # the usual case, ten times faster than a search
-
-    def _broken_up(self, text: str) -> str:
-        while self._pattern.search(text):  # breaking one up may join another
-            text = self._pattern.sub(lambda match: match[0][0] + self._with_text + match[0][1:], text)
-        return text
 
 
 class TextStream(Protocol):
@@ -379,7 +419,8 @@ class Detokenizer:
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
-        self._is_byte_level = isinstance(backend.decoder, ByteLevel)
+        self.is_byte_level = isinstance(backend.decoder, ByteLevel)
+        self._bytes: dict[int, bytes] = {}  # of ids that were asked for
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -388,9 +429,18 @@ class Detokenizer:
         """Return the text of ids, special tokens included."""
         return self._backend.decode(list(token_ids), skip_special_tokens=False)
 
+    def text_of_part(self, token_ids: Sequence[int]) -> str:
+        """Return the text of ids that stand in the middle of others, as exactly as the tokenizer allows."""
+        if not self.is_byte_level:
+            return self.text_of(token_ids)
+        known = self._bytes
+        return b"".join([known.get(one) or known.setdefault(one, self.bytes_of(one)) for one in token_ids]).decode(
+            errors="replace"
+        )
+
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of one id: exact for a byte-level BPE, otherwise those of its text alone."""
-        if not self._is_byte_level:
+        if not self.is_byte_level:
             return self.text_of([token_id]).encode()
         token = self._backend.id_to_token(token_id)
         return b"" if token is None else _bytes_of_token(token)
@@ -409,7 +459,7 @@ class Detokenizer:
 
     def stream(self) -> TextStream:
         """Begin a stream of text for one answer."""
-        return _ByteStream(self) if self._is_byte_level else _WindowStream(self)
+        return _ByteStream(self) if self.is_byte_level else _WindowStream(self)
 
 
 class _ByteStream:

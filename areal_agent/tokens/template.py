@@ -4,8 +4,9 @@
 messages, which are plain JSON already, are not copied.
 
 `keep_template` wraps any chat template. It hands the thinking of each answer to the original as part of the content,
-between markers that no template looks for, and turns the markers into `<think>` tags in the output. The result is an
-ordinary template that is saved with the checkpoint, so that the model is served as it was trained.
+between markers that no template looks for, and turns the markers into `<think>` tags in the output. `tools_template`
+wraps one that leaves out tools, and hands it their definitions, calls and results as text. The results are ordinary
+templates that are saved with the checkpoint, so that the model is served as it was trained.
 """
 
 import json
@@ -22,6 +23,7 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal_agent.errors import ConfigError, RequestError
+from areal_agent.tokens.shield import Shielded, joined
 from areal_agent.types import JsonObject
 
 _DICT_METHODS = frozenset(dir(dict))
@@ -67,7 +69,7 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation. Raises RequestError when the template refuses it."""
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=list(messages),
                 tools=list(tools) or None,
                 documents=None,
@@ -75,6 +77,7 @@ class ChatTemplate:
                 **self.special_tokens,
                 **options,
             )
+            return "".join((text, "")) if isinstance(text, Shielded) else text
         except Exception as error:  # the template is foreign code that runs on foreign data
             raise RequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages"
@@ -83,6 +86,8 @@ class ChatTemplate:
 
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Jinja's sandbox with a shortcut for the usual cases: entries of a dict and attributes of a loop."""
+
+    concat = staticmethod(joined)  # keeps the shields of texts that pass through a macro or a block
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _DICT_METHODS:
@@ -218,3 +223,71 @@ def is_keep_template(template: str) -> bool:
 
 def _filled(part: str) -> str:
     return part.replace("{OPEN}", _OPEN).replace("{CLOSE}", _CLOSE).replace("{CLOSE_ALONE}", _CLOSE_ALONE)
+
+
+_TOOLS = "{#- tools as text -#}"  # how a derived template begins
+
+_DEFINITIONS = """\
+{%- set told = namespace(text='') -%}
+{%- if tools -%}
+{%- set told.text = 'These are the tools, one in each line:' -%}
+{%- for tool in tools -%}{%- set told.text = told.text + '\\n' + (tool | tojson) -%}{%- endfor -%}
+{%- set told.text = told.text + '\\nTo call one, write its name and arguments like this:\\n' + EXAMPLE -%}
+{%- set first = messages[0] if messages and messages[0].role == 'ROLE' else none -%}
+{%- if first -%}{%- set told.text = first.content + '\\n\\n' + told.text -%}{%- endif -%}
+{%- set messages = [{'role': 'ROLE', 'content': told.text}] + (messages[1:] if first else messages) -%}
+{%- endif -%}
+"""
+
+_CALLS = """\
+{%- set told = namespace(messages=[], text='') -%}
+{%- for message in messages -%}
+{%- if message.tool_calls -%}
+{%- set told.text = message.content or '' -%}
+{%- for call in message.tool_calls -%}
+{%- set arguments = call.function.arguments if call.function.arguments is string else call.function.arguments | tojson -%}
+{%- set told.text = told.text + ('\\n' if told.text else '') + '<tool_call>NEWLINE{"name": ' + (call.function.name | tojson)
+    + ', "arguments": ' + arguments + '}NEWLINE</tool_call>' -%}
+{%- endfor -%}
+{%- set message = dict(message.items() | rejectattr(0, 'in', ['content', 'tool_calls']), content=told.text) -%}
+{%- endif -%}
+{%- set told.messages = told.messages + [message] -%}
+{%- endfor -%}
+{%- set messages = told.messages -%}
+"""
+
+_RESULTS = """\
+{%- set told = namespace(messages=[], text='') -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{%- set told.text = told.text + '\\n' if told.text else '' -%}
+{%- set told.text = told.text + '<tool_response>\\n' + message.content + '\\n</tool_response>' -%}
+{%- endif -%}
+{%- if told.text and (loop.last or loop.nextitem.role != 'tool') -%}
+{%- set told.messages = told.messages + [{'role': 'user', 'content': told.text}] -%}
+{%- set told.text = '' -%}
+{%- endif -%}
+{%- if message.role != 'tool' -%}{%- set told.messages = told.messages + [message] -%}{%- endif -%}
+{%- endfor -%}
+{%- set messages = told.messages -%}
+"""
+
+
+def tools_template(
+    template: str, *, example: str | None, newline: str | None, has_results: bool, has_system: bool
+) -> str:
+    """Return a template that also writes what this one leaves out of tools, as Hermes' models have it.
+
+    `example`: a call, for a template that does not write definitions; they go into the system message, or where the
+    template has none into the first user's. `newline`: within calls, for one that writes no calls. `has_results`: it
+    writes their results. Calls of other formats than Hermes' are not written.
+    """
+    before = ""
+    if example is not None:
+        role = "system" if has_system else "user"
+        before += _DEFINITIONS.replace("ROLE", role).replace("EXAMPLE", json.dumps(example, ensure_ascii=False))
+    if newline is not None:
+        before += _CALLS.replace("NEWLINE", newline.replace("\n", "\\n"))
+    if not has_results:
+        before += _RESULTS
+    return _TOOLS + before + template if before and not template.startswith(_TOOLS) else template

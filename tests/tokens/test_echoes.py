@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_agent.tokens.forest import Forest, Prompt, Reply
+from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import ForkReason, JsonObject
 
@@ -55,7 +56,9 @@ class Talk:
         self.num_answers += 1
         thought = message.get("reasoning_content")
         text = f"{thought}</think>\n\n" if thought else ""
-        token_ids = self.renderer.ids_of(f"{text}{message['content']} {message.get('tool_calls')}{stop_text}")
+        calls = [ToolCall(**one["function"]) for one in message.get("tool_calls", ())]
+        text += self.renderer.answer_format.format(message["content"], calls) + stop_text
+        token_ids = self.renderer.ids_of(text)
         return Reply(
             completion_id=f"c{self.num_answers}",
             token_ids=token_ids if stop_text else (*token_ids, self.renderer.end_token_id),

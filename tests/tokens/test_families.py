@@ -71,6 +71,7 @@ class Chat:
 
     def say(self, content: str, *, calls: bool = False, thought: str = "") -> None:
         prompt = self.prompts[-1]
+        content = "" if calls and self.renderer.arrangement.has_text_apart else content
         thought = thought or ("hm" if prompt.is_thinking else "")
         call = {"id": CALL_ID, "type": "function", "function": {"name": "f", "arguments": {"x": len(content)}}}
         message = {"role": "assistant", "content": content, **({"tool_calls": [call]} if calls else {})}

@@ -129,7 +129,7 @@ def test_a_refusal_of_the_template_is_the_requests_error(tokenizer: PreTrainedTo
     (tmp_path / "chat_template.jinja").write_text(refusing + template)
     with pytest.raises(RequestError, match="no tool may begin") as caught:
         Renderer.load(tmp_path).render([{"role": "tool", "content": "x"}])
-    assert caught.value.param == "messages"
+    assert caught.value.param == "messages[0]"
 
 
 def test_a_given_form_of_answers_stands_for_the_templates(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

@@ -73,13 +73,13 @@ def renderer_of(tokenizer: PreTrainedTokenizerFast, template: str, folder: Path)
 kinds = st.sampled_from(["user", "assistant", "tool", "calls"])
 
 
-def message_of(kind: str) -> JsonObject:
-    return {"role": "assistant", "tool_calls": [{}]} if kind == "calls" else {"role": kind}
+def kind_of(kind: str) -> tuple[str, bool]:
+    return ("assistant", True) if kind == "calls" else (kind, False)
 
 
 @given(kinds=st.lists(kinds, min_size=1, max_size=40))
 def test_a_cut_leaves_a_conversation_of_the_same_shape(kinds: list[str]) -> None:
-    found = longest_cut([message_of(kind) for kind in kinds])
+    found = longest_cut([kind_of(kind) for kind in kinds])
     if found is None:
         return
     start, end = found
@@ -91,7 +91,7 @@ def test_a_cut_leaves_a_conversation_of_the_same_shape(kinds: list[str]) -> None
 
 @pytest.mark.parametrize("period", [["calls", "tool"], ["assistant", "user"], ["calls", "tool", "tool"]])
 def test_periods_are_cut(period: list[str]) -> None:
-    messages = [message_of(kind) for kind in ["system", "user", *period * 8]]
+    messages = [kind_of(kind) for kind in ["system", "user", *period * 8]]
     found = longest_cut(messages)
     assert found is not None
     assert (found[1] - found[0]) % len(period) == 0
@@ -99,7 +99,7 @@ def test_periods_are_cut(period: list[str]) -> None:
 
 
 def test_without_a_period_nothing_is_cut() -> None:
-    assert longest_cut([message_of(kind) for kind in ["user", "calls"] + ["tool"] * 20]) is None
+    assert longest_cut([kind_of(kind) for kind in ["user", "calls"] + ["tool"] * 20]) is None
 
 
 def test_the_work_of_a_turn_is_bounded(renderer: Renderer) -> None:

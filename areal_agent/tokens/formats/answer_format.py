@@ -4,14 +4,22 @@ Code outside this package starts here.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Self
 
 from areal_agent.errors import RequestError
 from areal_agent.tokens.formats.base import Family, ParsedAnswer, ToolCall
 from areal_agent.tokens.formats.deepseek import DeepSeek
-from areal_agent.tokens.formats.detection import PROBE, PROBE_TOOLS, Manner, probes, refuses_content
+from areal_agent.tokens.formats.detection import (
+    ANSWER,
+    PROBE,
+    PROBE_TOOLS,
+    REASONING,
+    Manner,
+    answers_with_reasoning,
+    probes,
+)
 from areal_agent.tokens.formats.harmony import FINAL, Harmony, HarmonyReader
 from areal_agent.tokens.formats.hermes import GRANITE, PHI, Hermes
 from areal_agent.tokens.formats.kimi import Kimi
@@ -54,6 +62,9 @@ class ToolFormat(StrEnum):
     NONE = "none"  # no text is taken for a call
 
 
+HERMES_NEWLINES: Mapping[ToolFormat, str] = {ToolFormat.HERMES: "", ToolFormat.QWEN: "\n"}
+"""What the formats write within a call that can be added to a template without calls (`tools_template`)."""
+
 _FAMILIES: Mapping[ToolFormat, Family] = {
     ToolFormat.QWEN_CODER: QWEN_CODER,
     ToolFormat.GLM: GLM,
@@ -74,8 +85,7 @@ _FAMILIES: Mapping[ToolFormat, Family] = {
     ToolFormat.MISTRAL_V11: Mistral(is_list=False),
     ToolFormat.DEEPSEEK: DeepSeek(is_fenced=True),
     ToolFormat.DEEPSEEK_V31: DeepSeek(is_fenced=False),
-    ToolFormat.HERMES: Hermes(newline=""),
-    ToolFormat.QWEN: Hermes(newline="\n"),
+    **{one: Hermes(newline=newline) for one, newline in HERMES_NEWLINES.items()},
     ToolFormat.LLAMA3_JSON: Llama3(),
 }
 
@@ -91,6 +101,8 @@ class AnswerFormat:
 
     tool_format: ToolFormat
     reasoning_format: ReasoningFormat
+    tags: Thinking | None = field(default=None, compare=False, repr=False)
+    """The tags around reasoning as the template writes them, where that is known."""
 
     @classmethod
     def detect(
@@ -112,8 +124,18 @@ class AnswerFormat:
             found = [one for one in formats if one.parse(text, tools=PROBE_TOOLS).tool_calls == (PROBE,)]
             if found:  # formats of one family read the same
                 best = next((one for one in found if one.format("", (PROBE,)).strip() in text), found[0])
-                return best, replace(manner, is_single_text=refuses_content(template, manner))
-        return cls(tool_format=tool_format or ToolFormat.NONE, reasoning_format=reasoning_format), Manner()
+                return best._with_tags_of(template, manner), manner
+        none = cls(tool_format=tool_format or ToolFormat.NONE, reasoning_format=reasoning_format)
+        return none._with_tags_of(template, Manner()), Manner()
+
+    def _with_tags_of(self, template: ChatTemplate, manner: Manner) -> Self:
+        if self.thinking is None or self._is_harmony:
+            return self
+        said, called = answers_with_reasoning(template, manner)
+        tags = self.thinking.as_in(said, REASONING, following=ANSWER)
+        if self._family is not None:
+            tags = tags.as_in(called, REASONING, following=self._family.opening(None).rstrip(), is_call=True)
+        return replace(self, tags=tags)
 
     def parse(
         self,
@@ -167,7 +189,7 @@ class AnswerFormat:
                 param="tool_choice",
                 code="unsupported_parameter",
             )
-        return self._after_thinking(is_thinking) + self._family.opening(tool_name)
+        return self._after_thinking(is_thinking, is_call=True) + self._family.opening(tool_name)
 
     def opening_of_text(self, text: str, *, is_thinking: bool = False) -> str:
         """Return the text that begins an answer without calls, ending reasoning that is open first."""
@@ -199,10 +221,10 @@ class AnswerFormat:
     @property
     def thinking(self) -> Thinking | None:
         """The tags around reasoning."""
-        return TAGS.get(self.reasoning_format)
+        return self.tags or TAGS.get(self.reasoning_format)
 
-    def _after_thinking(self, is_thinking: bool) -> str:
-        return self.thinking.closing if self.thinking and is_thinking else ""
+    def _after_thinking(self, is_thinking: bool, *, is_call: bool = False) -> str:
+        return self.thinking.closing(is_call=is_call) if self.thinking and is_thinking else ""
 
     @property
     def _is_harmony(self) -> bool:

@@ -29,6 +29,7 @@ PROBE_IDS = ("abcdefghi", f"functions.{PROBE.name}:0")
 """Ids of calls: Mistral's templates want nine letters and digits; Kimi's write the id in the place of the name."""
 
 _QUESTION: JsonObject = {"role": "user", "content": "Who lives in fire?"}
+ANSWER, REASONING = "An axolotl.", "It is no newt."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,12 +43,11 @@ class Manner:
 
     has_text_arguments: bool = False
     is_content_null: bool = False  # where an answer has calls and no content
-    is_single_text: bool = False  # an answer with calls may have content or thinking: the content is left out
 
     def form(self, message: JsonObject) -> JsonObject:
         """Return an answer with calls in this form."""
         calls = [self._call(call) for call in message["tool_calls"]]
-        content = "" if self.is_single_text and message.get("thinking") else message["content"]
+        content = message["content"]
         content = None if self.is_content_null and not content else content
         return {**message, "content": content, "tool_calls": calls}
 
@@ -89,15 +89,19 @@ def _num_common(one: str, other: str) -> int:
     return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def refuses_content(template: ChatTemplate, manner: Manner) -> bool:
-    """Return whether a template that writes calls in this form refuses content and thinking beside one."""
-    answer = {**manner.form(probe_call(PROBE_IDS[0])), "content": "x"}
-    is_refused = [_rendered(template, [_QUESTION, {**answer, **more}]) is None for more in ({}, {"thinking": "x"})]
-    return is_refused == [False, True]
+def answers_with_reasoning(template: ChatTemplate, manner: Manner) -> tuple[str, str]:
+    """Return the texts of conversations that end with an answer that had reasoning, and with a call that had."""
+    thought = {"reasoning_content": REASONING, "thinking": REASONING}
+    answers = ({"role": "assistant", "content": ANSWER}, manner.form(probe_call(PROBE_IDS[0])))
+    thinks = {"enable_thinking": True, "thinking": True}  # the names that templates have for it
+    said, called = (_rendered(template, [_QUESTION, {**answer, **thought}], thinks) for answer in answers)
+    return said or "", called or ""
 
 
-def _rendered(template: ChatTemplate, messages: Sequence[JsonObject]) -> str | None:
+def _rendered(
+    template: ChatTemplate, messages: Sequence[JsonObject], options: JsonObject | None = None
+) -> str | None:
     try:
-        return template.render(messages, PROBE_TOOLS, add_generation_prompt=False)
+        return template.render(messages, PROBE_TOOLS, add_generation_prompt=False, options=options or {})
     except RequestError:
         return None

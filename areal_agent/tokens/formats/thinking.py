@@ -1,7 +1,7 @@
 """How models write the reasoning before an answer."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -26,7 +26,8 @@ class Thinking:
     begin: str
     end: str
     inner: str = ""  # written on either side of the reasoning
-    outer: str = ""  # written after it
+    outer: str = ""  # written after it, before text
+    before_call: str | None = None  # written after it, before a call; None: as before text
     is_inline: bool = False  # templates also read it inside the content
 
     @property
@@ -34,14 +35,27 @@ class Thinking:
         """The text with which reasoning begins."""
         return self.begin + self.inner
 
-    @property
-    def closing(self) -> str:
-        """The text between reasoning and what follows it."""
-        return self.inner + self.end + self.outer
+    def closing(self, *, is_call: bool = False) -> str:
+        """Return the text between reasoning and what follows it, text or a call."""
+        outer = self.before_call if is_call and self.before_call is not None else self.outer
+        return self.inner + self.end + outer
+
+    def as_in(self, text: str, reasoning: str, *, following: str, is_call: bool = False) -> "Thinking":
+        """Return the same tags with the white space that a template writes around `reasoning`, and before what follows.
+
+        >>> TAGS[ReasoningFormat.THINK].as_in("<think>hm</think>Yes.", "hm", following="Yes.").write("so", "No.")
+        '<think>so</think>No.'
+        """
+        space = re.search(
+            rf"{re.escape(self.begin)}(\s*){re.escape(reasoning)}\s*{re.escape(self.end)}(\s*){re.escape(following)}", text
+        )
+        if space is None:
+            return self
+        return replace(self, before_call=space[2]) if is_call else replace(self, inner=space[1], outer=space[2])
 
     def write(self, reasoning: str, text: str) -> str:
         """Write reasoning and what follows it."""
-        return self.opening + reasoning + self.closing + text
+        return self.opening + reasoning + self.closing() + text
 
     def is_open(self, text: str) -> bool:
         """Return whether the text that follows `text` is reasoning.
@@ -52,8 +66,8 @@ class Thinking:
         return self.begin in text.rpartition(self.end)[2]
 
     def lead(self, text: str) -> str:
-        """Return what an answer begins with in the place of reasoning that was left out: white space, empty tags."""
-        found = re.match(rf"\s*({re.escape(self.begin)}\s*{re.escape(self.end)}\s*)?", text)
+        """Return what an answer begins with in the place of reasoning that was left out: white space, tags around none."""
+        found = re.match(rf"\s*(({re.escape(self.begin)}\s*)?{re.escape(self.end)}\s*)?", text)
         return found[0] if found else ""
 
     def opened(self) -> re.Pattern[str]:

@@ -107,7 +107,7 @@ OWN = {
     "step_35": (ToolFormat.QWEN_CODER, ReasoningFormat.THINK, Manner()),
     "glm_45": (ToolFormat.GLM, ReasoningFormat.THINK, Manner()),
     "glm_47": (ToolFormat.GLM_47, ReasoningFormat.THINK, Manner()),
-    "gpt_oss": (ToolFormat.HARMONY, ReasoningFormat.HARMONY, Manner(is_single_text=True)),
+    "gpt_oss": (ToolFormat.HARMONY, ReasoningFormat.HARMONY, Manner()),
     "minimax_m2": (ToolFormat.MINIMAX, ReasoningFormat.THINK, Manner()),
     "gemma_4": (ToolFormat.GEMMA_4, ReasoningFormat.GEMMA, Manner()),
     "kimi_k2": (ToolFormat.KIMI_K2, ReasoningFormat.NONE, Manner()),
