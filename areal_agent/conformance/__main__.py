@@ -1,7 +1,7 @@
 """The command line of the proofs.
 
-    python -m areal_agent.conformance URL                        every protocol of a running gateway gives the same records
-    python -m areal_agent.conformance --templates [PATH ...]     every chat template gets all that an agent sends
+    python -m areal_agent.conformance URL                       every protocol of a gateway gives the same records
+    python -m areal_agent.conformance --templates [PATH ...]    every chat template gets all that an agent sends
 
 Exit codes: 0 all is equal; 1 something differs, or the gateway is gone; 2 the command line is wrong.
 """
@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="*",
         help="chat templates: model folders, .jinja files, folders of them; none: those that installed packages ship",
     )
-    parser.add_argument("--plays", metavar="N", type=int, default=0, help="random plays over all templates (%(default)s)")
+    parser.add_argument(
+        "--plays", metavar="N", type=int, default=0, help="random plays over all templates (%(default)s)"
+    )
     options = parser.parse_args(None if argv is None else list(argv))
     if options.templates is not None:
         return try_templates(options.templates, num_plays=options.plays, seed=options.seed)

@@ -399,4 +399,3 @@ async def _compared(
     if found and difference(await player.play(episode, DIALECTS[0]), reference):
         found += f"; chat differs from itself, too: {NOT_REPEATABLE}"
     return play, found
-

@@ -30,8 +30,8 @@ def _tool(name: str, word: str, description: str) -> JsonObject:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-_WORD = "Mark1x"
-TOOLS = (_tool(LOOK_UP, _WORD, "Says Mark2x."), _tool(FETCH, "Mark3x", "Says Mark4x."))
+_WORD = "Tool1x"
+TOOLS = (_tool(LOOK_UP, _WORD, "Says Tool2x."), _tool(FETCH, "Tool3x", "Says Tool4x."))
 
 
 def _changed(**change: Any) -> tuple[JsonObject, ...]:
@@ -84,7 +84,12 @@ def _sampled(step: JsonObject, thought: str | None, *, may_call: bool) -> JsonOb
     """Return an answer as the model's, unless no model can write its calls."""
     texts = [call["function"]["arguments"] for call in step.get("tool_calls", ())]
     is_possible = may_call or not texts
-    if step["role"] != "assistant" or "sampled" in step or not is_possible or any(parse_json_object(text) is None for text in texts):
+    if (
+        step["role"] != "assistant"
+        or "sampled" in step
+        or not is_possible
+        or any(parse_json_object(text) is None for text in texts)
+    ):
         return step
     return {**step, **({"reasoning_content": thought} if thought else {}), "sampled": {}}
 
@@ -145,10 +150,22 @@ SHAPES = (
     Play(name="text of thinking", steps=_with("MARK <think>\nno\n</think>\n\nMARK"), tools=TOOLS),
     Play(
         name="empty contents",
-        steps=[U, _message("assistant", ""), _message("user", ""), CALL, _result(ONE, ""), _message("assistant", " \n"), U],
+        steps=[
+            U,
+            _message("assistant", ""),
+            _message("user", ""),
+            CALL,
+            _result(ONE, ""),
+            _message("assistant", " \n"),
+            U,
+        ],
         tools=TOOLS,
     ),
-    Play(name="thinking", steps=[U, {**A, "reasoning_content": "Hm."}, U, _calls(ONE, thought="So."), RESULT, A, U], tools=TOOLS),
+    Play(
+        name="thinking",
+        steps=[U, {**A, "reasoning_content": "Hm."}, U, _calls(ONE, thought="So."), RESULT, A, U],
+        tools=TOOLS,
+    ),
     Play(
         name="thinking beside call",
         steps=[U, _calls(ONE, text="I look: MARK.", thought="So."), RESULT, _calls(TWO), _result(TWO), A, U],
@@ -160,7 +177,14 @@ SHAPES = (
     Play(name="prefill", steps=[S, U, A, U, _begun(A), U]),
 )
 
-TEXTS = (*("Say MARK now.",) * 4, "MARK\n\n* é 你好", " MARK \n", "MARK CONTROL", "<tool_response>\nMARK\n</tool_response>", "")
+TEXTS = (
+    *("Say MARK now.",) * 4,
+    "MARK\n\n* é 你好",
+    " MARK \n",
+    "MARK CONTROL",
+    "<tool_response>\nMARK\n</tool_response>",
+    "",
+)
 SAMPLED = (*TEXTS[:6], "")
 
 
@@ -176,7 +200,9 @@ def _random_steps(numbers: random.Random) -> Iterator[JsonObject]:
         return _message(role, numbers.choice(TEXTS))
 
     def answered() -> Iterator[JsonObject]:
-        calls = [_call(next(ids), name=numbers.choice((LOOK_UP, FETCH))) for _ in range(numbers.choice((0, 0, 1, 1, 2)))]
+        calls = [
+            _call(next(ids), name=numbers.choice((LOOK_UP, FETCH))) for _ in range(numbers.choice((0, 0, 1, 1, 2)))
+        ]
         text = numbers.choice(SAMPLED if not calls else ("", "", *SAMPLED))
         message = {**_message("assistant", text), "reasoning_content": numbers.choice((None, "Hm.", "Well,\n\nso."))}
         if numbers.random() < 0.85:
