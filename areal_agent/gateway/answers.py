@@ -137,6 +137,19 @@ class Answer:
         return usage
 
 
+NUM_ID_DIGITS = 24
+"""The ids of a response and its items have these digits in common."""
+
+
+def response_id(item_id: str) -> str:
+    """Return the id of the response that an item belongs to.
+
+    >>> response_id("fc_0123456789abcdef01234567_1")
+    'resp_0123456789abcdef01234567'
+    """
+    return f"resp_{item_id.partition('_')[2][:NUM_ID_DIGITS]}"
+
+
 def chat_logprobs(rows: Sequence[TokenRow], num_top: int, detokenizer: Detokenizer) -> dict[str, Any]:
     """Return a chat choice's `logprobs`: each token's text, bytes, log-probability and likeliest alternatives."""
     return {

@@ -7,8 +7,8 @@ Agents call `/v1/*` with the key of their session and can use only that session.
     session.begin ─▶ outlet ─▶ chunks ─▶ (the turns are in the journal) ─▶ finish reasons, usage, [DONE]
 
 When a client hangs up, the engine stops and what was sampled until then is recorded. A stream starts with the first
-token: an earlier failure gets its own status, a later one becomes the last event. A stream that has been silent for a
-while (a tool call is held back until it is whole) sends a comment, which clients ignore, so that no read times out.
+token, or after `keep_alive_s`: an earlier failure gets its own status, a later one becomes the last event. A stream
+that has been silent for as long (a tool call is held back until it is whole) sends an event that means nothing new.
 """
 
 import asyncio
@@ -45,7 +45,6 @@ from areal_agent.types import JsonObject, SessionRecord
 
 RETURN_MEMORY_EVERY_S = 5.0
 STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-KEEP_ALIVE = b": keep-alive\n\n"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 AgentHandler = Callable[[web.Request, Session, JsonObject], Awaitable[web.StreamResponse]]
@@ -67,6 +66,10 @@ class AnswerBody(Protocol):
     def first(self, prompt_ids: Sequence[int]) -> Iterator[JsonObject]: ...
 
     def piece(self, piece: Piece) -> Iterator[JsonObject]: ...
+
+    def idle(self) -> JsonObject:
+        """Return an event that means nothing new: some clients count events to tell that a stream is alive."""
+        ...
 
     def last(self, answer: Answer) -> Iterator[JsonObject]: ...
 
@@ -262,19 +265,17 @@ class Gateway:
         answering = session.begin(exchange, outlet)
         reply = web.StreamResponse(headers=STREAM_HEADERS)
         try:
-            if not await outlet.has_begun():
+            if not await outlet.may_begin(self._limits.keep_alive_s):
                 await asyncio.shield(answering)
             await reply.prepare(http)
-            await reply.write(_events(body, body.first(exchange.prompt_ids)))
-            async for pieces in outlet.batches(self._limits.keep_alive_s):
-                events = b"".join(_events(body, body.piece(piece)) for piece in pieces)
-                await reply.write(events if pieces else KEEP_ALIVE)
+            async for events in self._until_the_end(outlet, body, exchange.prompt_ids):
+                await reply.write(events)
             answer = await asyncio.shield(answering)
             await reply.write(_events(body, body.last(answer)) + body.done)
             await reply.write_eof()
             session.deliveries.delivered(answer.completion_ids)
         except (asyncio.CancelledError, ConnectionError):
-            exchange.hang_up()
+            exchange.hang_up(keeps_calls=True)
             raise
         except Exception as error:  # boundary: an agent that reads a stream learns of a failure from an event
             if not reply.prepared:
@@ -284,6 +285,19 @@ class Gateway:
             await reply.write(_events(body, [body.fault(fault)]))
             await reply.write_eof()
         return reply
+
+    async def _until_the_end(self, outlet: Outlet, body: AnswerBody, prompt_ids: Sequence[int]) -> AsyncIterator[bytes]:
+        """Yield the events before the last ones, and one that means nothing new after each silence."""
+        keep_alive_s, clock = self._limits.keep_alive_s, asyncio.get_running_loop().time
+        idle_s = clock()
+        if events := _events(body, body.first(prompt_ids)):
+            yield events
+            idle_s += keep_alive_s
+        while (pieces := await outlet.take(idle_s)) is not None:
+            events = b"".join(_events(body, body.piece(piece)) for piece in pieces)  # may be none: calls come last
+            if events or clock() >= idle_s:
+                yield events or _events(body, [body.idle()])
+                idle_s = clock() + keep_alive_s
 
     def _require_model(self, model: str, session: Session) -> None:
         if model not in self._models and not {model, ANY_MODEL} & {*session.model_aliases, *self._models}:

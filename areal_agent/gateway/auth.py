@@ -41,16 +41,16 @@ def key_hash(key: str) -> str:
     return sha256(key.encode(errors="surrogateescape")).hexdigest()
 
 
-def caller_hash(headers: Mapping[str, str]) -> str:
-    """Return the hash of a request's key; raises RequestError when it has none."""
-    key = _key_in(headers)
-    if not key:
+def caller_hashes(headers: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the hashes of a request's keys, mostly one; raises RequestError when it has none."""
+    keys = _keys_in(headers)
+    if not keys:
         raise RequestError(
             "no API key; send the header 'Authorization: Bearer sk-...', 'api-key' or 'x-api-key'",
             status=401,
             code="invalid_api_key",
         )
-    return key_hash(key)
+    return tuple(map(key_hash, keys))
 
 
 def without_keys(text: str, headers: Mapping[str, str]) -> str:
@@ -59,17 +59,16 @@ def without_keys(text: str, headers: Mapping[str, str]) -> str:
     >>> without_keys("no model 'sk-0123456789abcdef'; you are hunter22", {"x-api-key": "hunter22"})
     "no model 'sk-***'; you are ***"
     """
-    key = _key_in(headers)
-    if len(key) >= MIN_HIDDEN_CHARS:
-        text = text.replace(key, "***")
+    for key in _keys_in(headers):
+        if len(key) >= MIN_HIDDEN_CHARS:
+            text = text.replace(key, "***")
     return hide_keys(text)
 
 
-def _key_in(headers: Mapping[str, str]) -> str:
-    scheme, _, key = headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        key = headers.get("api-key") or headers.get("x-api-key") or ""
-    return key.strip()
+def _keys_in(headers: Mapping[str, str]) -> list[str]:
+    scheme, _, token = headers.get("Authorization", "").partition(" ")
+    keys = (token if scheme.lower() == "bearer" else "", headers.get("api-key", ""), headers.get("x-api-key", ""))
+    return [key.strip() for key in keys if key.strip()]
 
 
 class HostCheck:

@@ -260,7 +260,7 @@ class Limits:
     session_timeout_s: float | None = None  # a session without a call for this long ends as `timeout`; None: never
     idle_timeout_s: float = 75.0  # a connection without a complete request head for this long is closed
     body_timeout_s: float = 60.0  # from a request's head to the end of its body
-    keep_alive_s: float = 3.0  # a stream that has been silent for this long sends a comment
+    keep_alive_s: float = 3.0  # a stream that has been silent for this long says that it is alive
     stall_timeout_s: float = 60.0  # a client that reads nothing of its answer for this long is disconnected
 
 

@@ -297,6 +297,10 @@ class ChatBody:
         if not piece.gain.deltas and self._tells_tokens(piece.gain):
             yield self._chunk(piece.index, {}, piece.gain)
 
+    def idle(self) -> JsonObject:
+        """Return a chunk with an empty delta."""
+        return self._chunk(0, {})
+
     def last(self, answer: Answer) -> Iterator[JsonObject]:
         """Yield the finish reasons, and the usage if asked for, once everything is recorded."""
         for choice in answer.choices:

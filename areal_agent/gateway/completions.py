@@ -11,7 +11,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.answers import Answer, Choice, completion_logprobs
-from areal_agent.gateway.bodies import Unsupported, json_kind, refuse
+from areal_agent.gateway.bodies import Count, Unsupported, json_kind, refuse
 from areal_agent.gateway.draft import Piece, PlainReading, TokenRow
 from areal_agent.gateway.order import MAX_CHOICES, MAX_TOP_LOGPROBS, Order, OrderBody
 from areal_agent.gateway.server import DONE, error_object
@@ -51,6 +51,9 @@ class CompletionsRequest(OrderBody):
 
     prompt: Prompts
     is_echoed: bool = Field(default=False, alias="echo")
+    max_tokens: Annotated[Count, Field(description="Reduced to the room left. 0 only with `echo`: no turn.")] | None = (
+        None
+    )
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
     suffix: Annotated[Any, Unsupported("")] = None
@@ -66,6 +69,8 @@ class CompletionsRequest(OrderBody):
                 param="echo",
                 code="unsupported_parameter",
             )
+        if self.max_tokens == 0 and not self.is_echoed:
+            refuse("max_tokens", 0, "at least 1, or sent together with echo=true")
         num_prompts = len(self.prompts)
         if num_prompts * self.num_choices > MAX_CHOICES:
             refuse("n", self.num_choices, f"at most {MAX_CHOICES} over all prompts, of which there are {num_prompts}")
@@ -114,6 +119,9 @@ class _Completion:
 
     def reading(self, renderer: Renderer, prompt: Prompt) -> PlainReading:
         return PlainReading()
+
+    def takes_one_call(self, renderer: Renderer) -> bool:
+        return False
 
 
 class CompletionsBody:
@@ -164,6 +172,10 @@ class CompletionsBody:
         if self._request.has_token_ids:
             body["token_ids"] = gain.token_ids
         yield self._chunk(body)
+
+    def idle(self) -> JsonObject:
+        """Return a chunk without text."""
+        return self._chunk(self._choice_body(0, "", ()))
 
     def last(self, answer: Answer) -> Iterator[JsonObject]:
         """Yield the finish reasons, and the usage if asked for, once everything is recorded."""

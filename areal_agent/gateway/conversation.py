@@ -14,9 +14,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import takewhile
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast, get_args
 
 import jsonschema_rs
 import orjson
@@ -38,9 +38,10 @@ from areal_agent.errors import RequestError
 from areal_agent.gateway.bodies import Body, ShallowObject, json_kind, read_as, refuse, require_shallow, wrong
 from areal_agent.gateway.draft import ChatReading
 from areal_agent.tokens.canonical import parse_json_object
-from areal_agent.tokens.forest import Forest, Opening, Prompt
+from areal_agent.tokens.forest import Forest, Prompt
 from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.renderer import Renderer
+from areal_agent.tokens.shield import Shielded
 from areal_agent.types import JsonObject
 
 T = TypeVar("T")
@@ -171,8 +172,18 @@ AnswerContent = Annotated[
 Ignored = Annotated[Any, BeforeValidator(require_shallow), Field(description="Added by client libraries; ignored.")]
 
 
-def text_of(content: str | Sequence[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
+def text_of(content: str | Sequence[TextPart], between: str = "\n") -> str:
+    """Return the text of a message. The parts of a prompt's begin lines of their own; an answer's have "" `between`."""
+    return content if isinstance(content, str) else between.join(part.text for part in content)
+
+
+def read_arguments(value: object) -> dict[str, Any]:
+    """Read the arguments of a call that a client sends back, as text or as they are; no text means none."""
+    if isinstance(value, str):
+        value = parse_json_object(value) if value.strip() else {}
+    if not isinstance(value, dict):
+        raise wrong("a JSON object, or the text of one")
+    return cast("dict[str, Any]", value)
 
 
 class FunctionCall(Body):
@@ -182,17 +193,11 @@ class FunctionCall(Body):
 
     name: str
     arguments: Annotated[
-        Annotated[str, Tag("a string")] | Annotated[dict[str, Any], Tag("an object")],
-        Discriminator(json_kind),
-        Field(description="A JSON object, as text or as it is."),
-    ]
+        dict[str, Any], BeforeValidator(read_arguments, json_schema_input_type=str | dict[str, Any])
+    ] = Field(default_factory=dict[str, Any], description="A JSON object, as text or as it is.")
 
     def normalised(self) -> JsonObject:
-        arguments = self.arguments
-        if isinstance(arguments, str):  # some clients send no arguments as an empty text
-            parsed = parse_json_object(arguments) if arguments.strip() else {}
-            arguments = arguments if parsed is None else parsed
-        return {"name": self.name, "arguments": arguments}
+        return {"name": self.name, "arguments": self.arguments}
 
 
 class EchoedToolCall(Open):
@@ -327,8 +332,13 @@ TOOLS = TypeAdapter(list[Tool])
 class Tools:
     """A checked set of tools. Requests share it, so its definitions must not be changed."""
 
-    definitions: Sequence[JsonObject]  # as they came, in their key order: the template prints them
+    definitions: Sequence[JsonObject]  # as they came, without nulls, in their key order: the template prints them
     accepts: Accepts | None  # accepts or rejects a call; None if no tool is strict
+
+
+def without_nulls(fields: JsonObject) -> JsonObject:
+    """Return the fields that have a value: templates would write the others."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def reader_of_tools(read: Callable[[bytes], T]) -> Callable[[object], T]:
@@ -353,6 +363,7 @@ def read_tools(text: bytes) -> Tools:
     """Check `tools`; raises RequestError naming the place."""
     definitions = orjson.loads(text)
     read_as(TOOLS, definitions, "tools")
+    definitions = [tool | {"function": without_nulls(tool["function"])} for tool in definitions]
     return Tools(definitions=definitions, accepts=strict_tools(definitions))
 
 
@@ -475,11 +486,11 @@ class Conversation:
         if self.may_call_tools and not renderer.reads_calls:
             raise RequestError(UNREADABLE_CALLS, param="tools", code="unsupported_parameter")
         messages: Sequence[JsonObject] = self.messages
-        opening: Opening | None = None
+        opening = ""
         if self.continues_last:
             messages, opening = messages[:-1], self._given_opening(renderer)
         elif self.choice.use is ToolUse.REQUIRED:
-            opening = partial(renderer.answer_format.opening, self.choice.only)
+            opening = renderer.answer_format.opening(self.choice.only)
         return forest.plan(
             messages,
             self.tools.definitions,
@@ -493,7 +504,7 @@ class Conversation:
         return ChatReading(
             answer_format=renderer.answer_format,
             may_call_tools=self.may_call_tools,
-            is_thinking=renderer.thinking.is_open(prompt.opened),
+            is_thinking=prompt.is_thinking,
             opening=prompt.opening,
             given=_text_of_last(self.messages) if self.continues_last else None,
             only_tool=self.choice.only,
@@ -501,11 +512,14 @@ class Conversation:
             tools=self.tools.definitions,
         )
 
+    def takes_one_call(self, renderer: Renderer) -> bool:
+        return self.may_call_tools and renderer.arrangement.has_one_call
+
     def _accepts_allowed(self, call: ToolCall) -> bool:
         assert self.choice.allowed is not None
         return call.name in self.choice.allowed and (self.tools.accepts is None or self.tools.accepts(call))
 
-    def _given_opening(self, renderer: Renderer) -> Opening:
+    def _given_opening(self, renderer: Renderer) -> str:
         """Return the opening that repeats the last message. Raises RequestError if that cannot be continued."""
         last = self.last_param or f"messages[{len(self.messages) - 1}]"
         message = read_message(self.messages[-1], len(self.messages) - 1)
@@ -522,7 +536,7 @@ class Conversation:
                 param=last,
                 code="invalid_value",
             )
-        if renderer.form(message)["content"] != text or any(
+        if isinstance(renderer.form(message)["content"], Shielded) or any(
             tag in text for tag in (renderer.thinking.begin, renderer.thinking.end)
         ):
             raise RequestError(
@@ -530,7 +544,7 @@ class Conversation:
                 param=last,
                 code="invalid_value",
             )
-        return partial(renderer.answer_format.opening_of_text, text)
+        return renderer.answer_format.opening_of_text(text)
 
 
 def _text_of_last(messages: Sequence[JsonObject]) -> str:

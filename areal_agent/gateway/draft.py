@@ -8,7 +8,7 @@ the pieces from the engine to the stream that writes them.
 import asyncio
 import contextlib
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -202,6 +202,7 @@ class Draft:
         is_single_call: bool = False,
     ) -> None:
         self.has_ended = False
+        self.num_through_call = 0  # tokens up to the end of the last whole call, and of its block
         self._stream = detokenizer.stream()
         self._reader = reader
         self._finder = StopFinder(stops)
@@ -299,6 +300,8 @@ class Draft:
         self._num_out += len(text)
         self._texts.append(text)
         deltas = self._reader.feed(text)
+        if any(delta.call is not None for delta in deltas) or (self.num_through_call and not self._reader.has_block):
+            self.num_through_call = len(self._rows)
         if self._is_single_call and self._reader.has_block:
             self.has_ended = True
             self._reader.close()
@@ -377,18 +380,19 @@ class Outlet:
         self._has_begun.set()
         self._has_news.set()
 
-    async def has_begun(self) -> bool:
-        """Wait for the first token; return False if the outlet was closed without one."""
-        await self._has_begun.wait()
-        return self._is_begun
+    async def may_begin(self, patience_s: float) -> bool:
+        """Wait for the first token, at most `patience_s`; return False if the outlet was closed without one."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await self._has_begun.wait()
+        return self._is_begun or not self._is_closed
 
-    async def batches(self, silence_s: float) -> AsyncIterator[list[Piece]]:
-        """Yield all pieces until closed and empty; yield an empty batch after each `silence_s` without any."""
-        while self._pieces or not self._is_closed:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(silence_s):
-                    await self._has_news.wait()
+    async def take(self, until_s: float) -> list[Piece] | None:
+        """Return all new pieces, or none once the event loop's clock says `until_s`; None once closed and empty."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(until_s):
+                await self._has_news.wait()
+        pieces, self._pieces = self._pieces, []
+        if not self._is_closed:
             self._has_news.clear()
-            pieces, self._pieces = self._pieces, []
-            if pieces or not self._is_closed:
-                yield pieces
+        return pieces or (None if self._is_closed else [])

@@ -50,6 +50,7 @@ from areal_agent.gateway.conversation import (
     strict_tools,
     template_options,
     text_of,
+    without_nulls,
 )
 from areal_agent.gateway.draft import Piece
 from areal_agent.gateway.order import MAX_STOPS, Order, SamplingWishes
@@ -108,7 +109,13 @@ UserBlock = Annotated[TextPart | ResultBlock, Field(discriminator="type")]
 AnswerBlock = Annotated[TextPart | ThinkingBlock | RedactedBlock | CallBlock, Field(discriminator="type")]
 
 
-class UserMessage(Body):
+class AnyMessage(Body):
+    """What messages of every role may have."""
+
+    output_config: Harmless = None  # Claude Code repeats that of its request
+
+
+class UserMessage(AnyMessage):
     """What the user says and the results of tools."""
 
     role: Literal["user"]
@@ -128,7 +135,7 @@ class UserMessage(Body):
         return messages or [{"role": "user", "content": ""}]
 
 
-class SystemMessage(Body):
+class SystemMessage(AnyMessage):
     """More instructions in the middle of a conversation."""
 
     role: Literal["system"]
@@ -138,7 +145,7 @@ class SystemMessage(Body):
         return [{"role": "system", "content": text_of(self.content)}]
 
 
-class EarlierAnswer(Body):
+class EarlierAnswer(AnyMessage):
     """An answer of the assistant, sampled or written by the client."""
 
     role: Literal["assistant"]
@@ -149,7 +156,7 @@ class EarlierAnswer(Body):
     def as_chat(self) -> list[JsonObject]:
         if isinstance(self.content, str):
             return [{"role": "assistant", "content": self.content}]
-        text = text_of([block for block in self.content if isinstance(block, TextPart)])
+        text = text_of([block for block in self.content if isinstance(block, TextPart)], "")
         thinking = "".join(block.thinking for block in self.content if isinstance(block, ThinkingBlock))
         calls = [block.as_chat() for block in self.content if isinstance(block, CallBlock)]
         message: dict[str, Any] = {"role": "assistant", "content": text or None if calls else text}
@@ -181,8 +188,8 @@ class CustomTool(Open):
     input_schema: dict[str, Any]
     strict: bool = False
     allowed_callers: Annotated[Any, Unsupported(["direct"])] = None
-    defer_loading: Annotated[Any, Unsupported(False)] = None
-    input_examples: Annotated[Any, Unsupported([])] = None
+    defer_loading: Harmless = None  # nothing here loads definitions later, so all are in the prompt
+    input_examples: Harmless = None
 
     @model_validator(mode="before")
     @classmethod
@@ -202,7 +209,7 @@ class CustomTool(Open):
             "parameters": self.input_schema,
             "strict": self.strict or None,
         }
-        return {"type": "function", "function": {name: one for name, one in function.items() if one is not None}}
+        return {"type": "function", "function": without_nulls(function)}
 
 
 TOOLS = TypeAdapter(list[CustomTool])
@@ -271,7 +278,7 @@ KEEPS_ALL_THINKING = {"type": "clear_thinking_20251015", "keep": "all"}
 
 
 class CountRequest(Body):
-    """The body of a request to count the tokens of a prompt."""
+    """The body of a request to count the tokens of a prompt. It may be that of a messages request."""
 
     model: str
     # As chat completions write them. `read` translates only those that its context, a `Translated`, does not know.
@@ -285,10 +292,22 @@ class CountRequest(Body):
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
     output_format: OutputFormat | None = Field(default=None, description="The older name of `output_config.format`.")
+    max_tokens: PositiveCount | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Count | None = None
+    stop_sequences: Annotated[list[Name], Field(max_length=MAX_STOPS)] = Field(default_factory=list[Name])
+    is_streamed: bool = Field(default=False, alias="stream")
 
     cache_control: Harmless = None
+    container: Annotated[Any, Unsupported()] = None
     context_management: Annotated[Any, Unsupported({}, {"edits": []}, {"edits": [KEEPS_ALL_THINKING]})] = None
+    diagnostics: Harmless = None
+    fallbacks: Annotated[Any, Unsupported([])] = None
+    inference_geo: Harmless = None
     mcp_servers: Annotated[Any, Unsupported([])] = None
+    metadata: Harmless = None
+    service_tier: Annotated[Any, Unsupported("auto", "standard_only")] = None
     speed: Annotated[Any, Unsupported("standard")] = None
     user_profile_id: Harmless = None
     workspace_id: Harmless = None
@@ -333,19 +352,7 @@ class CountRequest(Body):
 class MessagesRequest(CountRequest):
     """The body of a messages request."""
 
-    max_tokens: Annotated[PositiveCount, Field(description="Reduced to the room left in the context.")]
-    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Count | None = None
-    stop_sequences: Annotated[list[Name], Field(max_length=MAX_STOPS)] = Field(default_factory=list[Name])
-    is_streamed: bool = Field(default=False, alias="stream")
-
-    metadata: Harmless = None
-    diagnostics: Harmless = None
-    inference_geo: Harmless = None
-    container: Annotated[Any, Unsupported()] = None
-    fallbacks: Annotated[Any, Unsupported([])] = None
-    service_tier: Annotated[Any, Unsupported("auto", "standard_only")] = None
+    max_tokens: Annotated[PositiveCount, Field(description="Reduced to the room left in the context.")]  # type: ignore
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -441,6 +448,9 @@ class MessagesBody:
             if delta.content:
                 yield from self._in_block({"type": "text", "text": ""})
                 yield self._delta({"type": "text_delta", "text": delta.content})
+
+    def idle(self) -> JsonObject:
+        return {"type": "ping"}
 
     def last(self, answer: Answer) -> Iterator[JsonObject]:
         """Yield the calls, the reason for the end and the usage, once everything is recorded."""

@@ -35,7 +35,7 @@ from areal_agent.gateway.online.wire import (
     StateReply,
     StatusRequest,
 )
-from areal_agent.gateway.order import DEFAULT_MODEL
+from areal_agent.gateway.order import DEFAULT_MODEL, OrderBody
 from areal_agent.gateway.responses import ResponsesRequest
 from areal_agent.gateway.rollouts import Callers, EndedSession, ExportedTrajectory, RewardedSession, StartedSession
 from areal_agent.gateway.server import ANTHROPIC_PATH, json_reply
@@ -490,7 +490,7 @@ def _operation(call: Call, schemas: Mapping[Any, JsonSchemaValue]) -> dict[str, 
     form = ANTHROPIC if ANTHROPIC_PATH.match(call.path) else ""
     answer = schemas[call.name, "serialization"]
     content: dict[str, Any] = {"text/plain" if call.answer is str else "application/json": {"schema": answer}}
-    if call.body is not None and "is_streamed" in call.body.model_fields:
+    if call.body is not None and issubclass(call.body, OrderBody | MessagesRequest):
         content["text/event-stream"] = {"schema": EVENT}
     described: dict[str, Any] = {
         "operationId": call.name,

@@ -57,6 +57,10 @@ class Question(Protocol):
         """Return the way to read the text of an answer."""
         ...
 
+    def takes_one_call(self, renderer: Renderer) -> bool:
+        """Return whether an answer has to end with its first call, because later prompts could not hold another."""
+        ...
+
 
 def _each_once(biases: Mapping[str, float]) -> Mapping[str, float]:
     if len(set(map(int, biases))) < len(biases):

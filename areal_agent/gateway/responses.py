@@ -16,7 +16,17 @@ from enum import IntEnum
 from typing import Annotated, Any, ClassVar, Literal, Self, cast, get_args
 
 import orjson
-from pydantic import AliasChoices, ConfigDict, Discriminator, Field, PlainValidator, Tag, TypeAdapter, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    ConfigDict,
+    Discriminator,
+    Field,
+    PlainValidator,
+    Tag,
+    TypeAdapter,
+    model_validator,
+)
 
 from areal_agent.gateway.bodies import (
     Body,
@@ -41,9 +51,11 @@ from areal_agent.gateway.conversation import (
     ToolName,
     Tools,
     ToolUse,
+    read_arguments,
     reader_of_tools,
     strict_tools,
     template_options,
+    text_of,
 )
 from areal_agent.gateway.order import MAX_TOP_LOGPROBS, Order, OrderBody
 from areal_agent.types import JsonObject
@@ -101,6 +113,11 @@ class ReasoningItem(Loose):
     summary: list[ReasoningText] = Field(default_factory=list[ReasoningText])
 
 
+def _require_arguments(text: str) -> str:
+    read_arguments(text)
+    return text
+
+
 class FunctionCallItem(Loose):
     """A call of a function."""
 
@@ -108,7 +125,7 @@ class FunctionCallItem(Loose):
     call_id: str
     name: str
     namespace: str = ""
-    arguments: str
+    arguments: Annotated[str, AfterValidator(_require_arguments)] = "{}"
 
 
 class CustomCallItem(Loose):
@@ -184,7 +201,9 @@ def _part_of_message(item: Item) -> tuple[Slot | None, JsonObject]:
     """Return a message, or a part of an assistant's message and its slot."""
     match item:
         case MessageItem(role=role, content=content):
-            return Slot.TEXT if role == "assistant" else None, {"role": role, "content": _joined(content)}
+            if role == "assistant":
+                return Slot.TEXT, {"role": role, "content": text_of(content, "")}
+            return None, {"role": role, "content": text_of(content)}
         case ReasoningItem():
             sealed = item.encrypted_content
             text = _joined(item.content) or (sealed[len(SEALED) :] if sealed.startswith(SEALED) else "")
@@ -197,13 +216,13 @@ def _part_of_message(item: Item) -> tuple[Slot | None, JsonObject]:
             call = {"id": item.call_id, "type": "function", "function": function}
             return Slot.CALL, {"role": "assistant", "tool_calls": [call]}
         case CallOutputItem(call_id=call_id, output=output):
-            return None, {"role": "tool", "tool_call_id": call_id, "content": _joined(output)}
+            return None, {"role": "tool", "tool_call_id": call_id, "content": text_of(output)}
         case ItemReference():
             raise AssertionError("references are resolved before")
 
 
-def _joined(texts: str | Sequence[Part | ReasoningText]) -> str:
-    return texts if isinstance(texts, str) else "".join(part.text for part in texts)
+def _joined(texts: Sequence[ReasoningText]) -> str:
+    return "".join(part.text for part in texts)
 
 
 def _read_item(value: object, where: str, find: Callable[[str, str], JsonObject]) -> Item:

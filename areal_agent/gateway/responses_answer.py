@@ -18,7 +18,7 @@ from typing import Any, cast
 from aiohttp import web
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.answers import Answer, Choice, chat_logprobs
+from areal_agent.gateway.answers import Answer, Choice, chat_logprobs, response_id
 from areal_agent.gateway.bodies import refuse
 from areal_agent.gateway.draft import Piece, TokenRow
 from areal_agent.gateway.order import Order
@@ -30,9 +30,6 @@ from areal_agent.gateway.turn import Exchange
 from areal_agent.tokens.formats.base import ToolCall, call_id
 from areal_agent.tokens.renderer import Detokenizer
 from areal_agent.types import JsonObject
-
-NUM_ID_DIGITS = 24
-"""The ids of a response and its items have these digits in common."""
 
 NOT_SET: Mapping[str, Any] = {
     **dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id", "temperature", "top_p")),
@@ -195,7 +192,7 @@ class ResponseBody:
     def first(self, prompt_ids: Sequence[int]) -> Iterator[JsonObject]:
         self._keep(self)
         yield self._event("response.created", response=self.now())
-        yield self._event("response.in_progress", response=self.now())
+        yield self.idle()
 
     def piece(self, piece: Piece) -> Iterator[JsonObject]:
         self._rows += piece.gain.rows
@@ -210,6 +207,9 @@ class ResponseBody:
                         yield from self._done(0, self._reasoning("".join(self._texts)))
                     yield from self._added(self._message("", "in_progress", ()))
                 yield self._grown(delta.content)
+
+    def idle(self) -> JsonObject:
+        return self._event("response.in_progress", response=self.now())
 
     def last(self, answer: Answer) -> Iterator[JsonObject]:
         """Yield the end of the last item, the items that did not stream, and the whole response."""
@@ -377,8 +377,7 @@ class ResponseCalls:
 
     def _item(self, session: Session, item_id: str, param: str) -> JsonObject:
         """Return an item of a kept response."""
-        response_id = f"resp_{item_id.partition('_')[2][:NUM_ID_DIGITS]}"
-        for item in _now(self._find(session, response_id, param, item_id))["output"]:
+        for item in _now(self._find(session, response_id(item_id), param, item_id))["output"]:
             if item["id"] == item_id:
                 return item
         raise _not_found(item_id, param)

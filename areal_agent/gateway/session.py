@@ -21,7 +21,7 @@ import orjson
 from pydantic import Field, PlainValidator, model_validator
 
 from areal_agent.errors import EngineUnreachable, RequestError
-from areal_agent.gateway.answers import Answer, Deliveries, EngineCalls, completion_ids
+from areal_agent.gateway.answers import Answer, Deliveries, EngineCalls, completion_ids, response_id
 from areal_agent.gateway.bodies import Body, GrowingBody, Name, ShallowObject, refuse, wrong
 from areal_agent.gateway.conversation import Conversation, Translated
 from areal_agent.gateway.draft import Outlet
@@ -137,14 +137,16 @@ def with_reward(rewards: Rewards, request: RewardRequest, completion_ids: Collec
         return replace(rewards, parts={**rewards.parts, request.name: request.reward})
     if request.completion_id is None:
         return replace(rewards, final=request.reward)
-    if request.completion_id not in completion_ids:
+    name = request.completion_id
+    completion_id = next((one for one in (name, response_id(name)) if one in completion_ids), None)
+    if completion_id is None:
         raise RequestError(
-            f"this session has no completion {request.completion_id!r}; use the id of a chat completion of this "
-            "session (with n > 1: that id and '-0', '-1' ...)",
+            f"this session has no completion {name!r}; use the id of a chat completion of this session (with n > 1: "
+            "that id and '-0', '-1' ...), of a message, of a response or of one of its items",
             param="interaction_id",
             code="interaction_not_found",
         )
-    return replace(rewards, by_completion={**rewards.by_completion, request.completion_id: request.reward})
+    return replace(rewards, by_completion={**rewards.by_completion, completion_id: request.reward})
 
 
 def has_ended(session_id: str, how: str = "has ended") -> RequestError:
@@ -187,7 +189,7 @@ class Session:
         self._log = TurnLog(record.id, services)
         self._rewards = Rewards()
         self._calls = EngineCalls(services.sampler, services.counters, abort_grace_s=services.abort_grace_s)
-        self._answers: set[asyncio.Task[Answer]] = set()
+        self._answers: dict[asyncio.Task[Answer], Exchange] = {}  # in flight
         self._ending: asyncio.Task[Trajectory] | None = None
 
     # ------------------------------------------------------------------------------------------- exchanges
@@ -203,6 +205,9 @@ class Session:
                 code="unsupported_parameter",
             )
         request.wishes.require_possible(self._services.vocab_size)
+        if hung_up := [task for task, exchange in self._answers.items() if exchange.is_hung_up]:
+            await asyncio.wait(hung_up, timeout=self._services.abort_grace_s)  # the request may continue them
+            self._require_open()
         questions = request.questions
         answer_id = f"{request.id_prefix}{self._services.numbers.getrandbits(96):024x}"
         num_choices = request.num_choices
@@ -247,8 +252,8 @@ class Session:
         failed, RequestError when the session ended meanwhile.
         """
         task = asyncio.create_task(self._answer(exchange, outlet))
-        self._answers.add(task)
-        task.add_done_callback(self._answers.discard)
+        self._answers[task] = exchange
+        task.add_done_callback(self._answers.pop)
         task.add_done_callback(
             lambda done: done.cancelled() or done.exception()
         )  # marks an exception as seen: perhaps nobody awaits the task any more
@@ -265,17 +270,20 @@ class Session:
             if error.param == "messages":  # the chat template's word for them
                 error.param = request.prompt_param
             raise
+        if prompt.parent:  # who continues an answer has it, even if it closed the stream before the end
+            self.deliveries.delivered([prompt.parent.completion_id])
         own_ids = ids[first_index : first_index + request.num_choices]
-        if prompt.num_tokens >= self._services.max_context_tokens:
-            if not self._truncates:
-                raise self._no_room(prompt, request.prompt_param)
+        is_full = prompt.num_tokens >= self._services.max_context_tokens
+        if is_full and not self._truncates:
+            raise self._no_room(prompt, request.prompt_param)
+        if is_full or request.wishes.max_tokens == 0:
             return TruncatedTurn(prompt_ids=prompt.path(), completion_ids=own_ids, first_index=first_index)
         plan = TurnPlan(
             prompt=prompt,
             sampling=self._sampling(request, prompt),
             order=request,
             reading=question.reading(self._services.renderer, prompt),
-            is_single_call=request.is_single_call,
+            is_single_call=request.is_single_call or question.takes_one_call(self._services.renderer),
             completion_ids=own_ids,
             first_index=first_index,
         )

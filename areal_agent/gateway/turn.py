@@ -2,7 +2,8 @@
 
 An `Exchange` is one request of an agent: one turn, or one for each of its prompts. A `TurnLog` holds the turns of a
 session; placing and recording take its lock, sampling does not. An answer streams through the outlet while it is
-sampled. When the agent hangs up, the engine stops and what was sampled is recorded as aborted.
+sampled. When the agent hangs up, the engine stops and what was sampled is recorded: as an answer that ends with the
+calls that the agent may have read, so that it can go on from there, or as aborted.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from typing import Protocol, Self
 from areal_agent.errors import EngineUnreachable
 from areal_agent.gateway.answers import Answer, Choice, Deliveries, EngineCalls, TurnAnswer, Watch, requests_for
 from areal_agent.gateway.conversation import Conversation, num_ignored_fields
-from areal_agent.gateway.draft import Draft, Outlet, Piece, PlainReader, Reading
+from areal_agent.gateway.draft import Draft, Outlet, Piece, PlainReader, Reading, cut
 from areal_agent.gateway.metrics import Counters
 from areal_agent.gateway.order import Order, Question
 from areal_agent.protocols import Journal, Sampler
@@ -65,7 +66,7 @@ class RunnableTurn(Protocol):
 
     async def run(self, outlet: Outlet | None) -> TurnAnswer: ...
 
-    def hang_up(self) -> None: ...
+    def hang_up(self, *, keeps_calls: bool = False) -> None: ...
 
 
 class Exchange:
@@ -104,14 +105,17 @@ class Exchange:
             raise failures[0]
         return Answer(turns=[task.result() for task in tasks])
 
-    def hang_up(self) -> None:
-        """Stop sampling, since nobody waits for the answer: what has been sampled is recorded as aborted."""
-        self.is_hung_up = True
-        self._stop()
+    def hang_up(self, *, keeps_calls: bool = False) -> None:
+        """Stop sampling, since nobody waits for the answer: what has been sampled is recorded as aborted.
 
-    def _stop(self) -> None:
+        With `keeps_calls`, an answer with a whole call is recorded as one that ends there.
+        """
+        self.is_hung_up = True
+        self._stop(keeps_calls=keeps_calls)
+
+    def _stop(self, *, keeps_calls: bool = False) -> None:
         for turn in self._turns:
-            turn.hang_up()
+            turn.hang_up(keeps_calls=keeps_calls)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,6 +292,7 @@ class PendingTurn:
         self._outlet: Outlet | None = None
         self._is_hung_up = False
         self._drafts: list[Draft] = []
+        self._num_kept: list[int] = []  # tokens of each answer when the agent hung up, if those with calls are kept
         self._streamed: dict[int, ParsedAnswer] = {}  # by choice index: the parsed answer of a finished draft
         self.prompt_ids = plan.prompt.path()
         self._requests = requests_for(
@@ -300,7 +305,7 @@ class PendingTurn:
         Raises EngineError when the engine failed or was told to abort; partial answers are recorded even then.
         """
         started_s = time.time()
-        results = [] if self._is_hung_up else await self._sample(outlet)
+        results = [] if self._is_hung_up else self._up_to_calls(await self._sample(outlet))
         if not results or any(result.finish_reason is FinishReason.ABORT for result in results):
             await self._record_aborted(results, started_s)
             raise EngineUnreachable("the engine aborted the request; is it shutting down?")
@@ -313,8 +318,10 @@ class PendingTurn:
                 self._log.keep(choice, self._plan.prompt)
         return TurnAnswer(prompt_ids=self.prompt_ids, choices=choices, num_cached_tokens=results[0].cached_tokens)
 
-    def hang_up(self) -> None:
+    def hang_up(self, *, keeps_calls: bool = False) -> None:
         """Stop sampling, since nobody waits for the answers."""
+        if keeps_calls and not self._is_hung_up:
+            self._num_kept = [draft.num_through_call for draft in self._drafts]
         self._is_hung_up = True
         for request in self._requests:
             self._calls.abort_soon(request.request_id)
@@ -372,6 +379,18 @@ class PendingTurn:
             gain = self._drafts[index].gain(deltas)
             self._outlet.put(Piece(index=self._plan.first_index + index, gain=gain))
 
+    def _up_to_calls(self, results: list[GenerateResult]) -> list[GenerateResult]:
+        """Cut answers after the calls that they had when the agent hung up, if all had any: it may go on from there."""
+        if not self._num_kept or not all(
+            0 < num <= len(one.token_ids) for num, one in zip(self._num_kept, results, strict=True)
+        ):
+            return results
+        results = [cut(one, num) for num, one in zip(self._num_kept, results, strict=True)]
+        for index, one in enumerate(results):
+            text = self._services.renderer.detokenizer.text_of(one.token_ids)
+            self._streamed[index] = self._plan.reading.reader().finish(text)[1]
+        return results
+
     # ------------------------------------------------------------------------------- reading and recording
 
     def _choice(self, index: int, result: GenerateResult) -> Choice:
@@ -426,7 +445,8 @@ class PendingTurn:
 
 
 class TruncatedTurn:
-    """A turn whose prompt fills the context, in a session that wants a clean stop instead of an error.
+    """A turn without an answer: its prompt fills the context, in a session that wants a clean stop instead of an error,
+    or it asks for no token.
 
     The agent gets an empty answer with finish reason `length`, as if the model had been cut off at once, so its loop
     stops. Nothing was sampled, so no turn is recorded and no completion can be rewarded.
@@ -441,7 +461,7 @@ class TruncatedTurn:
         choices = tuple(_empty_choice(self._first_index + i, name) for i, name in enumerate(self._completion_ids))
         return TurnAnswer(prompt_ids=self.prompt_ids, choices=choices, num_cached_tokens=0)
 
-    def hang_up(self) -> None:
+    def hang_up(self, *, keeps_calls: bool = False) -> None:
         """Do nothing: nothing is running."""
 
 

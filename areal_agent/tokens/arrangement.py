@@ -114,7 +114,7 @@ class Arrangement:
             has_results=found._first_missing([user, calls, result], 2, PROBE_TOOLS) != 2,
         )
         beside = [[user, _calling(1, has_text=True, thinks=thinks), result, answer, user] for thinks in (False, True)]
-        if not all(map(found.writes, beside)):
+        if not all(map(found._writes_in_order, beside)):
             apart = replace(found, has_text_apart=True)
             found = apart if all(map(apart.writes, beside)) else found
         if not found.writes([system, user, calls, result]) and replace(found, has_system=False).writes([system, user, calls, result]):
@@ -181,6 +181,11 @@ class Arrangement:
     def writes(self, shapes: Sequence[Shape], *, tools: Sequence[JsonObject] = ()) -> bool:
         """Return whether the template writes all of a conversation of these shapes."""
         return self._first_missing(shapes, 0, tools) is None
+
+    def _writes_in_order(self, shapes: Sequence[Shape]) -> bool:
+        marked = _Marked(shapes, self)
+        text = self._written(marked, ())
+        return text is not None and marked.is_in_order(text)
 
     def require_complete(
         self,
@@ -343,6 +348,11 @@ class _Marked:
     def _call(self) -> JsonObject:
         function = {"name": self._mark(), "arguments": {"word": self._mark()}}
         return {"id": f"call_{next(self._number):04}", "type": "function", "function": function}
+
+    def is_in_order(self, text: str) -> bool:
+        """Return whether every part is in `text`, and those of one message in their order."""
+        places = [[text.find(mark) for mark in marks] for marks in self._marks]
+        return all(-1 not in one and one == sorted(one) for one in places)
 
     def missing_in(self, text: str, start: int = 0) -> int | None:
         """Return the first message from `start` on that has a part that is not in `text`, or None."""

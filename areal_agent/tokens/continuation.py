@@ -99,19 +99,18 @@ class Continuation:
         except RequestError as error:
             return f"a prompt was made of which the whole conversation is refused ({error})"
         rest, place = renderer.split_opened(text)[0], 0
-        for start, end in (*prompt.sampled_spans(), (len(path), len(path))):
+        for start, end in (*prompt.sampled_spans(), (len(path), None)):
             injected = renderer.detokenizer.text_of_part(path[place:start])
             following = renderer.after(rest, injected)
-            if following is None or (start == len(path) and following):
+            written = renderer.split_at_end(following) if following and end is not None else None
+            if (following != "") if end is None else (written is None):
                 return (
                     "a prompt is not what the chat template writes: after a sampled answer it has "
                     f"{injected[:200]!r}, and the template {rest[:200]!r}"
                 )
-            written = renderer.split_at_end(following) if end > start else None
-            if written is not None:
-                has_end = renderer.id_of(written.end) == path[end - 1]
-                rest = written.rest if has_end else written.end + written.rest
-            place = end
+            if written is not None and end is not None:
+                has_end = end > start and renderer.id_of(written.end) == path[end - 1]
+                rest, place = written.rest if has_end else written.end + written.rest, end
         return None
 
     # ---------------------------------------------------------------------------------------------- one turn
@@ -228,7 +227,7 @@ def _walk_answers(renderer: Renderer, answers: Sequence[Answer], before: str, af
 
     Return None when the old text is not a prefix of the new one, or the answers cannot be told apart in it.
     """
-    history, opened = renderer.split_opened(before)
+    history, _ = renderer.split_opened(before)
     if not after.startswith(history):
         return None
     rest, next_opened = renderer.split_opened(after[len(history) :])
@@ -240,7 +239,7 @@ def _walk_answers(renderer: Renderer, answers: Sequence[Answer], before: str, af
         following, rest = _up_to_next_answer(renderer, written, is_last=answer is answers[-1])
         if not following:
             return None
-        if not _is_kept(renderer, answer, written, opened):
+        if not _is_kept(renderer, answer, written):
             walk.has_stripped = True
             lead, ids = _after_thinking(renderer, answer, written)
             walk.new_ids += lead
@@ -264,9 +263,10 @@ def _up_to_next_answer(renderer: Renderer, written: Ended, *, is_last: bool) -> 
     return (written.end + before + header, rest) if found else ("", "")
 
 
-def _is_kept(renderer: Renderer, answer: Answer, written: Ended, opened: str) -> bool:
-    """Return whether the template wrote the whole answer, thinking included, after what it had `opened` for it."""
-    if not written.answer.startswith(opened):
+def _is_kept(renderer: Renderer, answer: Answer, written: Ended) -> bool:
+    """Return whether the template wrote the whole answer, thinking included, after what it had opened for it."""
+    prompt = answer.prompt
+    if not written.answer.startswith(renderer.opened_before(prompt.opening, prompt.opened)):
         return False
     return not answer.has_thinking or renderer.probe(answer.number) in written.answer
 
@@ -281,13 +281,15 @@ def _after_thinking(renderer: Renderer, answer: Answer, written: Ended) -> tuple
     block = answer.block.tolist()
     if block and block[-1] in renderer.stop_token_ids:
         block.pop()
-    ids = _after_last(block, renderer.thinking_end_ids)
+    ids = _after(block, renderer.thinking_end_ids, is_last=renderer.thinking.is_inline)
     text = renderer.detokenizer.text_of(block if ids is None else ids)
     if ids is None and renderer.thinking.end in text:
         text = text.rpartition(renderer.thinking.end)[2]
     elif ids is None and (answer.has_thinking or answer.prompt.is_thinking):
         text = ""  # cut off while it was thinking
     text, lead = text.lstrip() if ids is None else text, renderer.thinking.lead(written.answer)
+    if lead.isspace() and written.answer[len(lead) : len(lead) + 1] != text.lstrip()[:1]:
+        lead = ""  # it belongs to the template's form of a call, which is another (Harmony's)
     if not _begins_as(renderer, written.answer[len(lead) :], text):
         return renderer.ids_of(written.answer), []
     for wanted, prefix in ((lead + text.lstrip(), ""), (text.lstrip(), lead)):
@@ -306,12 +308,10 @@ def _begins_as(renderer: Renderer, written: str, text: str) -> bool:
     return ours.reasoning is None and (said.startswith(sampled) or sampled.startswith(said))
 
 
-def _after_last(ids: list[int], mark: list[int]) -> list[int] | None:
-    """Return what follows the last occurrence of `mark` in `ids`, or None."""
-    for end in range(len(ids), len(mark) - 1, -1):
-        if ids[end - len(mark) : end] == mark:
-            return ids[end:]
-    return None
+def _after(ids: list[int], mark: list[int], *, is_last: bool) -> list[int] | None:
+    """Return what follows the last, or the first, occurrence of `mark` in `ids`; None if there is none."""
+    ends = range(len(mark), len(ids) + 1)
+    return next((ids[end:] for end in (reversed(ends) if is_last else ends) if ids[end - len(mark) : end] == mark), None)
 
 
 def _start_of(renderer: Renderer, ids: list[int], wanted: str) -> int | None:

@@ -20,8 +20,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Protocol
-
 from areal_agent.tokens.canonical import (
     DIGEST_BYTES,
     asides,
@@ -35,7 +33,6 @@ from areal_agent.tokens.canonical import (
     with_stop_text,
 )
 from areal_agent.tokens.continuation import Continuation, Extension, Normalise
-from areal_agent.tokens.formats.thinking import Thinking
 from areal_agent.tokens.prompt import Answer, Key, Prompt, Reply, packed
 from areal_agent.tokens.recognition import AnswersByData, Line, Lines, Requests, best_by_echo
 from areal_agent.tokens.renderer import Renderer
@@ -50,12 +47,6 @@ MAX_LINES = 8
 """The number of conversations recognised as sent: enough for parallel sub-agents; any more are found by data."""
 
 
-class Opening(Protocol):
-    """Returns the text with which an answer must begin; `is_thinking`: the template has opened thinking."""
-
-    def __call__(self, *, is_thinking: bool) -> str: ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Sent:
     """A request as the agent sent it."""
@@ -63,15 +54,11 @@ class _Sent:
     messages: Sequence[JsonObject]
     tools: bytes  # the key of its tools and template options
     normalise: Normalise
-    opening: Opening | None
+    opening: str
 
     def normalised(self, start: int = 0) -> list[JsonObject]:
         """Return the messages from `start` on, normalised."""
         return [self.normalise(message, index) for index, message in enumerate(self.messages[start:], start)]
-
-    def opening_after(self, opened: str, thinking: Thinking) -> str:
-        """Return the text with which the answer must begin, after the thinking that the template has opened."""
-        return self.opening(is_thinking=thinking.is_open(opened)) if self.opening else ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,14 +104,14 @@ class Forest:
         tools: Sequence[JsonObject],
         *,
         normalise: Normalise,
-        opening: Opening | None = None,
+        opening: str = "",
         options: JsonObject | None = None,
         is_counted: bool = True,
     ) -> Prompt:
         """Place a request: find the longest recorded prefix whose tokens can be reused, and the ids of what follows.
 
         `messages` are as the agent sent them; `normalise` is called for those that are not yet known in their position.
-        `opening` only ends the prompt and does not affect where the request is placed. `options` are more variables
+        `opening`, the text with which the answer must begin, does not affect where the request is placed. `options` are more variables
         for the chat template. A request that will not be recorded is not counted: it leaves no trace.
         Raises RequestError when a message is wrong or the chat template refuses the messages.
         """
@@ -168,9 +155,8 @@ class Forest:
         if tip.parent and self._answers.of(replace(tip.key, body=tip.parent.body)) != [tip.parent]:
             return None
         prompt = replace(tip, num_waiting=0, sent=sent.messages)
-        opening = sent.opening_after(tip.opened, self._renderer.thinking)
-        if opening != tip.opening:
-            self._begin_answer(prompt, opening)
+        if sent.opening != tip.opening:
+            self._begin_answer(prompt, sent.opening)
         return prompt
 
     def _recognise(self, line: Line, sent: _Sent) -> _Request | None:
@@ -239,16 +225,17 @@ class Forest:
             stand_in=extension.stand_in,
             sent=sent.messages,
         )
-        self._begin_answer(prompt, sent.opening_after(extension.opened, self._renderer.thinking))
+        self._begin_answer(prompt, sent.opening)
         return prompt
 
     def _begin_answer(self, prompt: Prompt, opening: str) -> None:
         """End a prompt with the thinking that the template opens and the text that the answer must begin with."""
-        begun = packed(self._renderer.ids_of(prompt.opened) + self._renderer.ids_of(opening))
+        opened = self._renderer.opened_before(opening, prompt.opened)
+        begun = packed(self._renderer.ids_of(opened) + self._renderer.ids_of(opening))
         prompt.new_ids = prompt.new_ids[: len(prompt.new_ids) - prompt.num_opened] + begun
         prompt.num_opened = len(begun)
         prompt.opening = opening
-        prompt.is_thinking = self._renderer.thinking.is_open(prompt.opened + opening)
+        prompt.is_thinking = self._renderer.thinking.is_open(opened + opening)
         prompt.known_path = None
 
     # ------------------------------------------------------------------------------------------------ record

@@ -27,7 +27,7 @@ from areal_agent.tokens.arrangement import Arrangement, CallIds
 from areal_agent.tokens.canonical import split_thinking
 from areal_agent.tokens.formats.answer_format import HERMES_NEWLINES, AnswerFormat, ToolFormat
 from areal_agent.tokens.formats.base import ToolCall
-from areal_agent.tokens.formats.detection import PROBE, PROBE_IDS, PROBE_TOOLS, probe_call
+from areal_agent.tokens.formats.detection import ANSWER, PROBE, PROBE_IDS, PROBE_TOOLS, probe_call, thinking_options
 from areal_agent.tokens.formats.thinking import TAGS, ReasoningFormat
 from areal_agent.tokens.shield import Shield
 from areal_agent.tokens.template import MARKERS, ChatTemplate, HistoryThinking, keep_template, tools_template
@@ -102,6 +102,7 @@ class Renderer:
             self.answer_header = self._find_answer_header()
             self.end_texts = self._find_end_texts()
             self._end_pattern = self._find_end_pattern()
+            self._no_thinking = self._find_no_thinking()  # before text, and before a call
         except RequestError as error:
             raise ConfigError(f"the chat template cannot render a plain question and answer: {error}") from error
         self.end_token_id = self.id_of(self.end_texts[0])
@@ -149,6 +150,12 @@ class Renderer:
         Raises RequestError when the template refuses the conversation.
         """
         return self.write(self.forms(messages), self.tool_forms(tools))
+
+    def arrange(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
+        """Return the messages that the template is given for normalised ones, as `apply_chat_template` takes them."""
+        ids, manner = CallIds(self.arrangement), self.arrangement.manner
+        inward = [ids.inward(message) for message in messages]
+        return self.arrangement([manner.form(one) if one.get("tool_calls") else one for one in inward])
 
     def write(
         self,
@@ -200,7 +207,7 @@ class Renderer:
         _, content = split_thinking(message)
         form = dict(self._shielded({**message, "content": content, "reasoning_content": None}))
         del form["reasoning_content"]
-        if self.thinking.is_inline:
+        if self.thinking.is_inline and "reasoning_content" not in self.template.source:
             # No white space after the thinking: some templates would keep it when they leave the thinking out.
             form["content"] = f"{self.thinking.begin}\n{thinking}\n{self.thinking.end}" + form["content"]
         else:
@@ -228,6 +235,16 @@ class Renderer:
         """Split off the thinking that the template opens at the end. Return the text before it, and it."""
         opened = self._opened_thinking.search(text) if text[-1:].isspace() or text.endswith(">") else None
         return (text[: opened.start()], opened[0]) if opened else (text, "")
+
+    def opened_before(self, opening: str, opened: str) -> str:
+        """Return the thinking before an answer that must begin with `opening`, where the template has `opened` some.
+
+        It is none, in the form in which the template writes an answer without thinking.
+        """
+        if not opening or not self.thinking.is_open(opened):
+            return opened
+        is_call = self.answer_format.has_calls and opening.startswith(self.answer_format.opening(None))
+        return self._no_thinking[is_call]
 
     def split_at_end(self, text: str) -> Ended | None:
         """Split rendered text that begins with an answer at the answer's end token; None if there is none."""
@@ -308,14 +325,36 @@ class Renderer:
         return (plain[0],) if calling == plain[0] else (plain[0], calling)
 
     def _find_end_pattern(self) -> re.Pattern[str]:
-        """Return a pattern for what ends an answer in rendered text.
+        """Return a pattern for what ends an answer in rendered text: an end token, or any that no answer has.
 
         An answer that is not the last may end with another token (Harmony's), which also stands within answers.
         """
-        ends, inside = any_of(self.end_texts), self._tokens_after_answer(is_last=False)[:1]
+        written = self.answer_format.format("x", (PROBE,) if self.answer_format.has_calls else ())
+        written += self.thinking.write("x", "x")
+        ends = any_of({*self.end_texts, *(text for text in self._turn_texts if text not in written)})
+        inside = self._tokens_after_answer(is_last=False)[:1]
         if not inside or inside[0] in self.end_texts or not self.answer_header:
             return re.compile(ends)
         return re.compile(f"{ends}|{re.escape(inside[0])}(?!{re.escape(self.answer_header)})")
+
+    def _find_no_thinking(self) -> tuple[str, str]:
+        """Return what the template writes in the place of thinking: where it is turned off, else where there is none."""
+        question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}
+        before = self.template.render([question], add_generation_prompt=False) + self.answer_header
+        off = self.template.render([question], options=thinking_options(False))
+        said = self.template.render([question, answer], add_generation_prompt=False).partition(ANSWER)[0]
+        called = said
+        if self.answer_format.has_calls:
+            call = self.write([question, self.form(probe_call(PROBE_IDS[0]), CallIds(self.arrangement))], (), add_generation_prompt=False)
+            called = call[: call.rfind(self.answer_format.opening(None).lstrip())]
+        found = [
+            next((text[len(before) :] for text in texts if self._is_without_thinking(text, before)), None)
+            for texts in ((off, said), (off, called))
+        ]
+        return tuple(self.thinking.write("", "") if one is None else one for one in found)
+
+    def _is_without_thinking(self, text: str, before: str) -> bool:
+        return text.startswith(before) and not self.thinking.is_open(text[len(before) :])
 
     def _tokens_after_answer(self, *, is_last: bool) -> list[str]:
         answer, question = secrets.token_hex(8), {"role": "user", "content": "x"}

@@ -4,7 +4,7 @@
     python -m areal_agent.view RUN_DIR --list                its newest groups: siblings, rewards, fates
     python -m areal_agent.view RUN_DIR --text                the newest trained conversation
     python -m areal_agent.view RUN_DIR --text GROUP          all siblings of a group
-    python -m areal_agent.view RUN_DIR --text SESSION        one session as a conversation
+    python -m areal_agent.view RUN_DIR --text SESSION        one session as a conversation, also if a group has its name
 
 It only reads, also while the run is live. The page is served on loopback until Ctrl-C. Exit codes: 0 shown; 1 the
 ledger cannot be read; 2 there is no such run, session or group; 130 the page was ended.
@@ -201,11 +201,11 @@ def _show_group(
 
 
 def _show_named(screen: Screen, snapshot: Snapshot, name: str, run_dir: Path, tokenizer: Path | None) -> None:
-    """Print a group or a session. Raises ConfigError, with near names, when there is none of that name."""
-    if siblings := questions.rollouts_of(snapshot, [name])[name]:
+    """Print a session or a group. Raises ConfigError, with near names, when there is none of that name."""
+    group_id = questions.group_of(snapshot, name)
+    if group_id is None and (siblings := questions.rollouts_of(snapshot, [name])[name]):
         _show_group(screen, name, siblings, siblings)
         return
-    group_id = questions.group_of(snapshot, name)
     if group_id is None:
         ids = questions.session_ids(snapshot, NUM_NEAR)
         near = difflib.get_close_matches(name, ids, n=3) or [one for one in ids if name in one][:3]

@@ -2,7 +2,7 @@
 # Makes the image that the tasks build upon: the sandboxes' default image with Codex, one static program, in /usr/local/bin.
 # Needs npm (on this machine only), docker, and `python -m sandboxes image` once. An image that is there is left as it is.
 set -euo pipefail
-version=0.169.0
+version=0.171.0
 image=areal-agent-codex:$version
 programs=${XDG_CACHE_HOME:-$HOME/.cache}/areal_agent/clis
 "$(dirname "$0")/fetch.sh" "codex@$version" "$programs"

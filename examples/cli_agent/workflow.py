@@ -26,7 +26,13 @@ SETTINGS = (
 )
 VARIABLES = {"KEY": "any", "HOME": "/var/tmp"}
 """Requests bear the session's key, whatever Codex sends. HOME is outside of the folder that is judged."""
-LOST = ("ERROR: unexpected status 5", "ERROR: stream disconnected", "ERROR: exceeded retry limit")
+LOST = (
+    "ERROR: unexpected status 5",
+    "ERROR: We’re currently experiencing high demand",  # what it says of a status of 500
+    "ERROR: stream disconnected",
+    "ERROR: exceeded retry limit",
+    "ERROR: Connection failed",
+)
 """How the line begins that Codex ends with if it got no answer. Other ends are the model's: a full context, say."""
 
 

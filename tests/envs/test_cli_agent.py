@@ -35,7 +35,7 @@ from tests.gateway.conftest import TEMPLATE
 pytestmark = pytest.mark.slow
 
 EXAMPLE = Path("examples/cli_agent")
-IMAGE = "areal-agent-codex:0.169.0"
+IMAGE = "areal-agent-codex:0.171.0"
 CONTEXT = 32768
 
 

@@ -2,7 +2,7 @@
 
 - an answer has its text, finish reason, usage and an id of its own
 - tool calls reach the agent, their result reaches the model, and the sampled tokens are reused verbatim
-- a call without arguments may come back with an empty text as its arguments
+- a call without arguments may come back with an empty text or null as its arguments
 - a malformed call is text and counted; with `tool_choice: none` a call is text
 - `n` answers are sampled with different seeds and rewarded by their own ids
 - sampling parameters reach the engine: the request's, else the session's, else the defaults
@@ -58,8 +58,8 @@ async def test_tools_and_verbatim_tokens(open_agent: OpenAgent) -> None:
     assert [message["role"] for message in agent.turns[1].request_delta] == ["tool"]
 
 
-@pytest.mark.parametrize("arguments", ["", " ", "{ }"])
-async def test_a_call_without_arguments_is_recognised(open_agent: OpenAgent, arguments: str) -> None:
+@pytest.mark.parametrize("arguments", ["", " ", "{ }", None])
+async def test_a_call_without_arguments_is_recognised(open_agent: OpenAgent, arguments: str | None) -> None:
     agent = await open_agent('<tool_call>{"name": "python", "arguments": {}}</tool_call><|im_end|>', "so<|im_end|>")
     question = {"role": "user", "content": "go"}
     reply = await agent.ask([question], tools=TOOLS)
@@ -134,9 +134,9 @@ async def test_a_context_without_room_is_openais_error(open_world: OpenWorld) ->
 
 async def test_text_parts_and_developers(open_agent: OpenAgent) -> None:
     agent = await open_agent("a<|im_end|>", "b<|im_end|>")
-    parts = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
+    parts = [{"type": "text", "text": "hello"}, {"type": "text", "text": "world"}]
     await agent.ask([{"role": "developer", "content": "x"}, {"role": "user", "content": parts}])
-    await agent.ask([{"role": "system", "content": "x"}, {"role": "user", "content": "hello"}])
+    await agent.ask([{"role": "system", "content": "x"}, {"role": "user", "content": "hello\nworld"}])
     assert agent.world.engine.requests[0].input_ids == agent.world.engine.requests[1].input_ids
     assert agent.turns[1].fork_reason is ForkReason.REPEATED
     assert agent.world.gateway.stats().forks == {ForkReason.REPEATED: 1}

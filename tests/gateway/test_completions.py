@@ -70,6 +70,18 @@ async def test_a_stop_text_and_an_echo(open_agent: OpenAgent) -> None:
     assert agent.turns[0].completions[0].token_ids == tuple(agent.world.ids(" b\n"))
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_echo_alone_samples_nothing(open_agent: OpenAgent, is_streamed: bool) -> None:
+    agent = await open_agent()
+    reply = await complete(agent, ["a", agent.world.ids("bc")], max_tokens=0, echo=True, stream=is_streamed)
+    texts, last = {0: "", 1: ""}, None
+    for last in [chunk async for chunk in reply] if is_streamed else [reply]:
+        for choice in last.choices:
+            texts[choice.index] += choice.text
+    assert (texts, last.choices[-1].finish_reason) == ({0: "a", 1: "bc"}, "length")
+    assert (agent.turns, agent.world.engine.requests) == ([], [])
+
+
 async def test_log_probabilities_are_columns(open_agent: OpenAgent) -> None:
     agent = await open_agent("xyz<|im_end|>")
     reply = await complete(agent, "a", logprobs=2, extra_body={"return_token_ids": True})
@@ -120,6 +132,7 @@ MINIMAL: dict[str, Any] = {"model": "model", "prompt": "x"}
         ({"logprobs": True}, "logprobs"),
         ({"logprobs": 21}, "logprobs"),
         ({"echo": True, "logprobs": 1}, "echo"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"prompt": ["x"] * 65, "n": 2}, "n"),
         ({"messages": []}, "messages"),
         ({"stop": 1}, "stop"),

@@ -2,11 +2,12 @@
 
 - a stop text removes the tokens after the one that completes it, and the text from its beginning
 - the text of a token that may be the end waits for the next token; the end token has no text
-- an answer with a single call ends with its first call
+- an answer with a single call ends with its first call; the end of the last call, and of its block, is known
 - the gains add up to the answer's text, ids and rows, wherever chunks are cut (property)
 - what the engine did not stream is taken from its result; a result that lost tokens stays an abort
 """
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -109,6 +110,23 @@ def test_a_single_call_ends_the_answer(renderer: Renderer) -> None:
     assert draft.kept(result).token_ids == tuple(first)
     assert [call.name for call in parsed.tool_calls] == ["f"]
     assert parsed.content == "hm"
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "call", "ending"),
+    [
+        (ToolFormat.HERMES, CALL, ""),
+        (ToolFormat.MINIMAX, '<minimax:tool_call>\n<invoke name="f">\n</invoke>', "\n</minimax:tool_call>\n"),
+    ],
+)
+def test_the_end_of_the_last_call_is_known(renderer: Renderer, tool_format: ToolFormat, call: str, ending: str) -> None:
+    answer_format = AnswerFormat(tool_format=tool_format, reasoning_format=ReasoningFormat.THINK)
+    draft = new_draft(renderer, reading=replace(HERMES, answer_format=answer_format))
+    said = [renderer.ids_of(text) for text in ("hm ", call, ending, "well, so")]
+    result = sampled([token_id for ids in said for token_id in ids])
+    for position in range(len(result.token_ids)):
+        draft.feed(chunk_of(result, position, position + 1))
+    assert draft.num_through_call == sum(map(len, said[:3]))
 
 
 def test_a_result_that_lost_tokens_is_not_cut(renderer: Renderer) -> None:

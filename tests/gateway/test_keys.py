@@ -2,7 +2,7 @@
 
 - a missing or wrong key gets 401; a session's key in place of the admin key, or the reverse, gets 403
 - an error about the admin key says where that key is
-- a session's key gives access to its own session only
+- a session's key gives access to its own session only, whichever header has it and whatever another one has
 - health needs no key
 """
 
@@ -49,6 +49,17 @@ async def test_a_key_reaches_its_own_session(open_world: OpenWorld) -> None:
     await one.end()
     assert (len(one.turns), len(other.turns)) == (1, 0)
     assert (await other.reward(reward=1))[0] == 200  # the other goes on
+
+
+@pytest.mark.parametrize("other", ["Basic eDp5", "Bearer sk-ant-oat-of-another-service", "Bearer"])
+@pytest.mark.parametrize("header", ["x-api-key", "api-key"])
+async def test_a_token_of_another_service_is_ignored(open_agent: OpenAgent, other: str, header: str) -> None:
+    agent = await open_agent()
+    for headers in ({"Authorization": other, header: agent.key}, {"Authorization": f"Bearer {agent.key}", header: "x"}):
+        async with agent.world.http.post(
+            f"{agent.world.url}/rl/set_reward", json={"reward": 1}, headers=headers
+        ) as reply:
+            assert reply.status == 200
 
 
 async def test_health_needs_no_key(open_world: OpenWorld) -> None:

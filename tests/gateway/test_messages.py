@@ -222,28 +222,28 @@ async def test_what_is_not_for_the_model_may_change(open_agent: OpenAgent) -> No
     agent = await open_agent(f"a{END}", f"b{END}")
     question = {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {"type": "ephemeral"}}]}
     headers = [{"type": "text", "text": f"x-anthropic-billing-header: cch={number};"} for number in range(2)]
-    system = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    system = [{"type": "text", "text": "Be brief."}, {"type": "text", "text": "Be kind."}]
     answer = await ask(agent, messages=[question], system=[headers[0], *system])
     await ask(agent, messages=[*QUESTION, *then(answer, "y")], system=[headers[1], *system])
     assert agent.turns[1].parent == answer["id"]
-    assert prompt(agent).startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
+    assert prompt(agent).startswith("<|im_start|>system\nBe brief.\nBe kind.<|im_end|>\n")
 
 
 async def test_blocks_of_a_user_become_messages_in_order(open_agent: OpenAgent) -> None:
     agent = await open_agent(f"{CALL}{END}", f"b{END}")
     answer = await ask(agent, tools=[TOOL])
-    texts = [{"type": "text", "text": text} for text in ("and ", "now?")]
+    texts = [{"type": "text", "text": text} for text in ("and", "now?")]
     more = then(answer, [*results(answer, is_error=True), *texts])
     more += [{"role": "user", "content": "?"}, {"role": "system", "content": [{"type": "text", "text": "Hurry."}]}]
     await ask(agent, messages=[*QUESTION, *more], tools=[TOOL])
     assert agent.turns[1].parent == answer["id"]
     assert agent.turns[1].request_delta == (
         {"role": "tool", "tool_call_id": answer["content"][0]["id"], "content": "42", "is_error": True},
-        {"role": "user", "content": "and now?"},
+        {"role": "user", "content": "and\nnow?"},
         {"role": "user", "content": "?"},
         {"role": "system", "content": "Hurry."},
     )
-    said = ["tool\n42", "user\nand now?", "user\n?", "system\nHurry.", "assistant\n"]
+    said = ["tool\n42", "user\nand\nnow?", "user\n?", "system\nHurry.", "assistant\n"]
     assert prompt(agent).endswith("<|im_end|>\n".join(f"<|im_start|>{text}" for text in said))
 
 
@@ -342,7 +342,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 1}]}, "tools[0]"),
     ({"tools": [TOOL, {"name": "g"}]}, "tools[1].input_schema"),
     ({"tools": [{"name": "g", "strict": True, "input_schema": {"type": 7}}]}, "tools[0].input_schema"),
-    ({"tools": [TOOL | {"defer_loading": True}]}, "tools[0].defer_loading"),
     ({"system": [{"type": "image"}]}, "system[0]"),
     ({"messages": []}, "messages"),
     ({"messages": [*QUESTION, {"role": "tool", "content": "x"}]}, "messages[1].role"),
@@ -396,9 +395,12 @@ async def test_what_claude_code_sends(open_agent: OpenAgent) -> None:
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         output_config={"effort": "high"},
         service_tier="auto",
-        tools=[TOOL | {"cache_control": {"type": "ephemeral"}, "eager_input_streaming": True}],
-    )
+        tools=[TOOL | {"cache_control": {"type": "ephemeral"}, "eager_input_streaming": True},
+               TOOL | {"name": "later", "description": None, "defer_loading": True, "input_examples": [{"x": 1}]}],
+        messages=[*QUESTION, {"role": "system", "content": "Hurry.", "output_config": {"effort": "high"}}],
+    )  # fmt: skip
     assert answer["stop_reason"] == "end_turn"
+    assert '{"type": "function", "function": {"name": "later", "parameters": {' in prompt(agent)
 
 
 # ----------------------------------------------------------------------------------------------- around messages
@@ -416,7 +418,9 @@ async def test_paths_and_keys(open_agent: OpenAgent, path: str) -> None:
 async def test_counting_tokens(open_agent: OpenAgent, last: list[Any]) -> None:
     agent = await open_agent(f"a{END}")
     body = {"model": "model", "messages": QUESTION + last, "system": "Be brief.", "tools": [TOOL]}
-    status, count = await agent.world.call("/v1/messages/count_tokens", body, key=agent.key)
+    for_the_answer = {"max_tokens": 9, "temperature": 0.5, "stream": True, "stop_sequences": ["x"], "metadata": {}}
+    counted = body | for_the_answer
+    status, count = await agent.world.call("/v1/messages/count_tokens", counted, key=agent.key)
     assert (status, agent.turns) == (200, [])
     answer = await ask(agent, **body)
     assert count == {"input_tokens": answer["usage"]["input_tokens"]}

@@ -215,6 +215,19 @@ def test_null_is_left_out() -> None:
             [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
             "messages[0].tool_calls[0].function.arguments",
         ),
+        *(
+            (
+                [
+                    {"role": "user", "content": "x"},
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": one}} for one in ("", wrong)],
+                    },
+                ],
+                "messages[1].tool_calls[1].function.arguments",
+            )
+            for wrong in ([], "[1]", '"x"', "{x", '{"x": NaN}')
+        ),
         ([{"role": "user", "content": "x"}, {"role": "tool", "content": None}], "messages[1].content"),
     ],
 )

@@ -3,12 +3,13 @@
 - reasoning, text, and parallel calls of functions and custom tools, echoed whole or streamed, are one chain; its prompt
   ids are those of the same conversation in chat completions, also where only the encrypted reasoning comes back
 - items join into messages in the order reasoning, text, calls; what adds nothing is ignored
-- a stream has the documented events in their order, numbered; its pieces add up to the whole answer
+- a stream has the documented events in their order, numbered; its pieces add up to the whole answer; one that waits
+  says that it is in progress
 - an answer that is cut off is incomplete; a failure in the middle of a stream is an event, and the response has failed
 - `previous_response_id` continues the conversation, without the earlier instructions; items can be named by their id
 - a stored response can be fetched by its own session, until the session ends
 - a response in the background is polled, fetched (which delivers it) and cancelled; a stream can be cancelled, too
-- forced and allowed tools, namespaces, structured text, log-probabilities, token ids
+- a reward may name an item; forced and allowed tools, namespaces, structured text, log-probabilities, token ids
 - parameters and items that are not supported are refused by name
 """
 
@@ -19,6 +20,7 @@ import openai
 import pytest
 
 from areal_agent.errors import EngineUnreachable, RequestError
+from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.responses import ResponsesRequest, messages_of
 from areal_agent.types import Distribution, FinishReason
 
@@ -232,6 +234,29 @@ async def test_an_answer_that_is_cut_off(open_agent: OpenAgent, is_streamed: boo
         "ab",
     )
     assert (reply.usage.output_tokens, reply.output[0].status) == (2, "incomplete")
+
+
+async def test_a_stream_that_waits_is_in_progress(open_agent: OpenAgent) -> None:
+    agent = await open_agent("ab<|im_end|>", is_stepped=True, limits=Limits(keep_alive_s=0.05))
+    kinds: list[str] = []
+    async with agent.client.responses.stream(model="model", input="x") as stream:
+        async for event in stream:
+            assert event.sequence_number == len(kinds)
+            kinds.append(event.type)
+            if kinds.count("response.in_progress") > 3:
+                agent.world.engine.step(1)
+        assert (await stream.get_final_response()).output_text == "ab"
+
+
+async def test_a_reward_may_name_an_item(open_agent: OpenAgent) -> None:
+    agent = await open_agent(*ANSWERS)
+    reply = await say(agent, tools=TOOLS)
+    assert [item.type for item in reply.output] == ["reasoning", "message", "function_call", "custom_tool_call"]
+    for number, item in enumerate(reply.output):
+        assert (await agent.reward(reward=number, interaction_id=item.id))[0] == 200
+    assert (await agent.reward(reward=1, interaction_id="msg_" + "0" * 24))[0] == 400
+    await agent.end()
+    assert agent.world.journal.closed[agent.id].rewards.by_completion == {reply.id: 3.0}
 
 
 async def test_a_failure_in_the_middle_of_a_stream(open_agent: OpenAgent) -> None:
@@ -478,6 +503,7 @@ def test_parameters_are_refused_by_name(body: dict[str, Any], param: str) -> Non
         ({"role": "user", "content": [{"type": "input_text"}]}, "input[1].content[0].text"),
         ({"type": "function_call_output", "output": "x"}, "input[1].call_id"),
         ({"type": "function_call", "call_id": "a", "name": "f", "arguments": {}}, "input[1].arguments"),
+        ({"type": "function_call", "call_id": "a", "name": "f", "arguments": "[1]"}, "input[1].arguments"),
         ({"type": "reasoning", "content": "x"}, "input[1].content"),
     ],
 )

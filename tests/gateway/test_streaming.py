@@ -3,11 +3,12 @@
 - tokens are sent as they are sampled: the role, then content, and the finish reason when the journal has the turn
 - the usage chunk comes last, and only when asked for; answers to one request are told apart by their index
 - reasoning is sent in pieces, a tool call whole, a malformed one as text; a later request repeats what was streamed
-- while a call is held back, comments keep the stream alive
+- while a call is held back, and before the first token, events that mean nothing new leave, in every protocol
 - text is held back only where it may be a stop text or the beginning of a character
 - log-probabilities and token ids are sent with their text and add up to those of the record
-- a client that hangs up stops the engine: what was sampled is recorded, and masked
-- a failure in the middle, or the end of the session, is an event; before the first token it is a status
+- a client that hangs up stops the engine: what was sampled is recorded, and masked; if it hangs up after a whole call,
+  the answer ends there, and a request that continues it makes it delivered, also if only the stream's end was lost
+- a failure in the middle, or the end of the session, is an event; before the first token it is a status, for a while
 """
 
 import asyncio
@@ -19,12 +20,13 @@ import httpx
 import openai
 import pytest
 
+from areal_agent.engine.fake import Operation
 from areal_agent.errors import EngineRejected, EngineUnreachable
 from areal_agent.gateway.bodies import Limits
 from areal_agent.tokens.records import token_records
 from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk
 
-from .conftest import QUESTION, OpenAgent, OpenWorld, World
+from .conftest import QUESTION, Agent, OpenAgent, OpenWorld, World
 from .raw import address
 
 TOOLS = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
@@ -160,13 +162,37 @@ async def test_a_stream_that_holds_a_call_back_says_that_it_is_alive(open_world:
     world.engine.step(3)
     assert (await reader.readline()).startswith(b"HTTP/1.1 200")
     for _ in range(15):  # longer than the other client waits for a byte
-        assert b'"tool_calls"' not in await reader.readuntil(b": keep-alive\n\n")
+        assert b'"tool_calls"' not in await reader.readuntil(b'"delta":{}')
     step_to_the_end(world)
     rest = await reader.readuntil(b"[DONE]")
     assert rest.count(b'"tool_calls":[') == 1
     (delta,) = [delta for chunk in await whole(await asking) if (delta := chunk.choices[0].delta).tool_calls]
     assert delta.tool_calls[0].function.arguments == '{"code": "1"}'
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "idle"),
+    [
+        ("chat/completions", {"messages": QUESTION}, b'"delta":{}'),
+        ("completions", {"prompt": "x"}, b'"text":""'),
+        ("messages", {"messages": QUESTION, "max_tokens": 9}, b'event: ping\ndata: {"type":"ping"}'),
+        ("responses", {"input": "x"}, b"event: response.in_progress"),
+    ],
+)
+async def test_a_stream_begins_without_a_token(open_world: OpenWorld, path: str, asked: Any, idle: bytes) -> None:
+    world = await open_world("a<|im_end|>", is_stepped=True, limits=Limits(keep_alive_s=0.05))
+    agent = await world.start()
+    headers = {"Authorization": f"Bearer {agent.key}"}
+    body = {"model": "model", "stream": True, **asked}
+    async with world.http.post(f"{world.url}/v1/{path}", json=body, headers=headers) as reply:
+        assert reply.status == 200
+        text = b""
+        while text.count(idle) < 3:
+            text += await reply.content.readline()
+        assert world.engine.num_in_flight == 1
+        step_to_the_end(world)
+        assert b'"a"' in await reply.content.read()
 
 
 async def test_only_what_may_be_a_stop_text_is_held_back(open_agent: OpenAgent) -> None:
@@ -236,6 +262,65 @@ async def test_who_hangs_up_stops_the_engine(open_agent: OpenAgent) -> None:
     assert agent.world.engine.num_in_flight == 0
 
 
+async def read_a_call(agent: Agent) -> dict[str, Any]:
+    """Ask, read up to the first call, and hang up. Return the answer as far as it came."""
+    content, stream = "", await agent.ask(QUESTION, tools=TOOLS, stream=True)
+    async for chunk in stream:
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
+        if delta.tool_calls:
+            await stream.close()
+            calls = [call.model_dump(exclude={"index"}) for call in delta.tool_calls]
+            return {"role": "assistant", "content": content, "tool_calls": calls}
+    raise AssertionError("no call came")
+
+
+def after(answer: Any) -> list[Any]:
+    return [*QUESTION, answer, {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "1"}]
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_an_answer_may_end_with_the_call_after_which_its_reader_hung_up(
+    open_agent: OpenAgent, goes_on: bool
+) -> None:
+    agent = await open_agent(f"so {CALL} and {CALL} more<|im_end|>", "ok<|im_end|>", is_stepped=True)
+    sampled = agent.world.ids(f"so {CALL}")
+    agent.world.engine.hang_next(Operation.ABORT)
+    answer = await (await agent.under_way(read_a_call(agent), len(sampled) + 3))
+    going_on = asyncio.create_task(agent.ask(after(answer), tools=TOOLS)) if goes_on else None
+    for _ in range(3):
+        assert (await agent.reward(reward=1))[
+            0
+        ] == 200  # time enough to be placed, before there is an answer to continue
+    agent.world.engine.recover()
+    if going_on:
+        await agent.world.engine.wait_for_requests(2)
+        agent.world.engine.step(10)
+        await going_on
+        assert agent.turns[1].parent == agent.turns[0].completions[0].id
+    await agent.end(status="timeout")
+    trajectory = agent.world.journal.closed[agent.id]
+    completion = trajectory.turns[0].completions[0]
+    assert (completion.token_ids, completion.finish_reason) == (tuple(sampled), FinishReason.STOP)
+    assert trajectory.undelivered == (() if goes_on else (completion.id,))
+    [record] = token_records(trajectory)
+    assert record.loss_mask.sum() == (trajectory.num_sampled_tokens if goes_on else 0)
+
+
+async def test_an_answer_that_is_continued_was_delivered(open_agent: OpenAgent) -> None:
+    agent = await open_agent(f"{CALL}<|im_end|>", "ok<|im_end|>")
+    agent.world.journal.may_write.clear()
+    answer = await read_a_call(agent)
+    await agent.world.journal.is_writing.wait()
+    going_on = asyncio.create_task(agent.ask(after(answer), tools=TOOLS))
+    agent.world.journal.may_write.set()
+    await going_on
+    await agent.end()
+    trajectory = agent.world.journal.closed[agent.id]
+    assert [turn.parent for turn in trajectory.turns] == [None, trajectory.turns[0].completions[0].id]
+    assert trajectory.undelivered == ()
+
+
 class BreakingEngine:
     """Samples one token of each answer, and fails."""
 
@@ -283,6 +368,15 @@ async def test_before_the_first_token_a_failure_is_a_status(
         await (await world.start()).ask(stream=True, tools=TOOLS, tool_choice=tool_choice)
     assert caught.value.status_code == status
     assert world.gateway.stats().errors == {status: 1}
+
+
+async def test_a_failure_after_a_long_wait_is_an_event(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>", is_stepped=True, limits=Limits(keep_alive_s=0.05))
+    stream = aiter(await (await world.start()).ask(stream=True))
+    assert (await anext(stream)).choices[0].delta.role == "assistant"
+    world.engine.die_after(0)
+    with pytest.raises(openai.APIError, match="died"):
+        await whole(stream)
 
 
 async def test_before_the_first_token_a_fault_is_a_status(open_agent: OpenAgent) -> None:

@@ -1,8 +1,9 @@
 """`python -m areal_agent.view` shows what a run recorded, and changes nothing.
 
 1. groups are listed with their siblings, rewards and fates, trained ones first, and can be chosen; 2. a session is
-shown as a conversation: text, reasoning, calls, results, branches with their reasons, versions, what is in the loss
-and why the rest is not; 3. hostile text reaches a terminal as escapes, and cannot pass for a heading; 4. only a
+shown as a conversation, also if its group has its name: text, reasoning, calls, results, branches with their reasons,
+versions, what is in the loss and why the rest is not; 3.
+hostile text reaches a terminal as escapes, and cannot pass for a heading; 4. only a
 terminal gets colours, and NO_COLOR is heeded; 5. a run that goes on is shown as far as it is, and no file changes; 6.
 a name that does not exist gets near ones; what is no readable ledger gets one line; 7. without a tokenizer the tokens
 are counted; 8. an export has the text of answers and whole conversations.
@@ -26,6 +27,8 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.types import SessionPurpose
 from areal_agent.view.__main__ import main
 from areal_agent.view.terminal import visible
+from tests import histories
+from tests.histories import open_ledger
 from tests.view.recorder import QUESTION, Recorder, talk
 
 
@@ -105,6 +108,16 @@ def test_a_session_is_a_conversation(show) -> None:
     assert [line.rpartition("; ")[2] for line in facts] == ["in the loss", "reward 0.25", "in the loss", "in the loss"]
     assert "not in the loss: altered" in facts[1]
     assert "1 by 0:1" in facts[0]
+
+
+async def test_a_session_may_have_its_groups_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async with open_ledger(tmp_path) as ledger:
+        for name in ("alone", "other"):
+            await ledger.own.open_session(histories.session(name, group_id="alone"))
+    assert main([str(tmp_path), "--text", "alone"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("alone  group alone")
+    assert "siblings:  alone" in text and "other" in text
 
 
 def test_what_was_left_out_of_the_loss_is_counted(show) -> None:

@@ -17,7 +17,7 @@ from areal_agent.tokens.formats.detection import (
     PROBE_TOOLS,
     REASONING,
     Manner,
-    answers_with_reasoning,
+    answer_with_reasoning,
     probes,
 )
 from areal_agent.tokens.formats.harmony import FINAL, Harmony, HarmonyReader
@@ -124,18 +124,14 @@ class AnswerFormat:
             found = [one for one in formats if one.parse(text, tools=PROBE_TOOLS).tool_calls == (PROBE,)]
             if found:  # formats of one family read the same
                 best = next((one for one in found if one.format("", (PROBE,)).strip() in text), found[0])
-                return best._with_tags_of(template, manner), manner
+                return best._with_tags_of(template), manner
         none = cls(tool_format=tool_format or ToolFormat.NONE, reasoning_format=reasoning_format)
-        return none._with_tags_of(template, Manner()), Manner()
+        return none._with_tags_of(template), Manner()
 
-    def _with_tags_of(self, template: ChatTemplate, manner: Manner) -> Self:
+    def _with_tags_of(self, template: ChatTemplate) -> Self:
         if self.thinking is None or self._is_harmony:
             return self
-        said, called = answers_with_reasoning(template, manner)
-        tags = self.thinking.as_in(said, REASONING, following=ANSWER)
-        if self._family is not None:
-            tags = tags.as_in(called, REASONING, following=self._family.opening(None).rstrip(), is_call=True)
-        return replace(self, tags=tags)
+        return replace(self, tags=self.thinking.as_in(answer_with_reasoning(template), REASONING, ANSWER))
 
     def parse(
         self,
@@ -177,8 +173,8 @@ class AnswerFormat:
             types=ParameterTypes(tools),
         )
 
-    def opening(self, tool_name: str | None, *, is_thinking: bool = False) -> str:
-        """Return the text that begins a forced call of this tool (None: of any), ending reasoning that is open first.
+    def opening(self, tool_name: str | None) -> str:
+        """Return the text that begins a forced call of this tool (None: of any).
 
         Raises RequestError if the model's format has no calls.
         """
@@ -189,11 +185,11 @@ class AnswerFormat:
                 param="tool_choice",
                 code="unsupported_parameter",
             )
-        return self._after_thinking(is_thinking, is_call=True) + self._family.opening(tool_name)
+        return self._family.opening(tool_name)
 
-    def opening_of_text(self, text: str, *, is_thinking: bool = False) -> str:
-        """Return the text that begins an answer without calls, ending reasoning that is open first."""
-        return self._after_thinking(is_thinking) + (FINAL if self._is_harmony else "") + text
+    def opening_of_text(self, text: str) -> str:
+        """Return the text that begins an answer without calls."""
+        return (FINAL if self._is_harmony else "") + text
 
     def format(self, content: str, tool_calls: Sequence[ToolCall] = (), *, reasoning: str | None = None) -> str:
         """Write the text that `parse` reads back, for a scripted model. Raises ValueError if it cannot be written.
@@ -222,9 +218,6 @@ class AnswerFormat:
     def thinking(self) -> Thinking | None:
         """The tags around reasoning."""
         return self.tags or TAGS.get(self.reasoning_format)
-
-    def _after_thinking(self, is_thinking: bool, *, is_call: bool = False) -> str:
-        return self.thinking.closing(is_call=is_call) if self.thinking and is_thinking else ""
 
     @property
     def _is_harmony(self) -> bool:

@@ -89,13 +89,15 @@ def _num_common(one: str, other: str) -> int:
     return next((number for number, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def answers_with_reasoning(template: ChatTemplate, manner: Manner) -> tuple[str, str]:
-    """Return the texts of conversations that end with an answer that had reasoning, and with a call that had."""
-    thought = {"reasoning_content": REASONING, "thinking": REASONING}
-    answers = ({"role": "assistant", "content": ANSWER}, manner.form(probe_call(PROBE_IDS[0])))
-    thinks = {"enable_thinking": True, "thinking": True}  # the names that templates have for it
-    said, called = (_rendered(template, [_QUESTION, {**answer, **thought}], thinks) for answer in answers)
-    return said or "", called or ""
+def thinking_options(is_on: bool) -> JsonObject:
+    """Return the template options that turn thinking on or off, under the names that templates have for it."""
+    return {"enable_thinking": is_on, "thinking": is_on}
+
+
+def answer_with_reasoning(template: ChatTemplate) -> str:
+    """Return the text of a conversation that ends with an answer that had reasoning."""
+    answer = {"role": "assistant", "content": ANSWER, "reasoning_content": REASONING, "thinking": REASONING}
+    return _rendered(template, [_QUESTION, answer], thinking_options(True)) or ""
 
 
 def _rendered(

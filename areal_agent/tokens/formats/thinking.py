@@ -26,8 +26,7 @@ class Thinking:
     begin: str
     end: str
     inner: str = ""  # written on either side of the reasoning
-    outer: str = ""  # written after it, before text
-    before_call: str | None = None  # written after it, before a call; None: as before text
+    outer: str = ""  # written after it
     is_inline: bool = False  # templates also read it inside the content
 
     @property
@@ -35,27 +34,20 @@ class Thinking:
         """The text with which reasoning begins."""
         return self.begin + self.inner
 
-    def closing(self, *, is_call: bool = False) -> str:
-        """Return the text between reasoning and what follows it, text or a call."""
-        outer = self.before_call if is_call and self.before_call is not None else self.outer
-        return self.inner + self.end + outer
-
-    def as_in(self, text: str, reasoning: str, *, following: str, is_call: bool = False) -> "Thinking":
+    def as_in(self, text: str, reasoning: str, following: str) -> "Thinking":
         """Return the same tags with the white space that a template writes around `reasoning`, and before what follows.
 
-        >>> TAGS[ReasoningFormat.THINK].as_in("<think>hm</think>Yes.", "hm", following="Yes.").write("so", "No.")
+        >>> TAGS[ReasoningFormat.THINK].as_in("<think>hm</think>Yes.", "hm", "Yes.").write("so", "No.")
         '<think>so</think>No.'
         """
         space = re.search(
             rf"{re.escape(self.begin)}(\s*){re.escape(reasoning)}\s*{re.escape(self.end)}(\s*){re.escape(following)}", text
         )
-        if space is None:
-            return self
-        return replace(self, before_call=space[2]) if is_call else replace(self, inner=space[1], outer=space[2])
+        return self if space is None else replace(self, inner=space[1], outer=space[2])
 
     def write(self, reasoning: str, text: str) -> str:
         """Write reasoning and what follows it."""
-        return self.opening + reasoning + self.closing() + text
+        return self.opening + reasoning + self.inner + self.end + self.outer + text
 
     def is_open(self, text: str) -> bool:
         """Return whether the text that follows `text` is reasoning.

@@ -4,6 +4,8 @@ The rules are those that vLLM and SGLang share: text stays text where the schema
 says nothing; otherwise JSON of an allowed type is read as such, and what fits no type stays text.
 """
 
+import ast
+import json
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -50,10 +52,24 @@ def value_of(text: str, types: set[str]) -> Any:
         return None
     if word in ("true", "false") and "boolean" in types:
         return word == "true"
-    parsed = parse_json_value(text)
+    parsed = parse_json_value(text) or _python_value(text, types)
     if parsed is None or ("string" in types and not _is_one_of(parsed[0], types)):
         return text
     return parsed[0]
+
+
+def _python_value(text: str, types: set[str]) -> tuple[Any] | None:
+    """Read an object or a list as Python writes it, for templates that write arguments so (Seed-OSS).
+
+    >>> _python_value("{'k': [True, None]}", {"object"})
+    ({'k': [True, None]},)
+    """
+    if not types & {"object", "array"} or text.strip()[:1] not in ("{", "["):
+        return None
+    try:
+        return parse_json_value(json.dumps(ast.literal_eval(text.strip())))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
 
 
 def text_of(value: Any) -> str:
