@@ -82,7 +82,7 @@ class _Player:
         self._renderer.may_elide = True
         self._forest = Forest(subject.renderer)
         self._play = play
-        self._tools = play.tools
+        self._tools: Sequence[JsonObject] = play.tools
         self._marks = count(100)
         self._talk: list[JsonObject] = []
         self._is_echo: list[bool] = []  # of each message of the talk: whether the model wrote it
@@ -225,11 +225,13 @@ class _Player:
         forced = calls[0]["function"]["name"] if calls else None
         given = [_without(begin, "sampled")] if begin and not calls else []
         try:
+            tools = read_tools(list(self._tools))
+            self._tools = tools.definitions
             if not self._talk:
                 raise RequestError("there are no messages", param="messages[0]")
             conversation = Conversation(
                 messages=[*self._talk, *given],
-                tools=read_tools(list(self._tools)),
+                tools=tools,
                 choice=ToolChoice(use=ToolUse.REQUIRED, only=forced) if forced else ToolChoice(),
                 template_options=self._play.options,
                 continues_last=bool(given),
@@ -279,7 +281,7 @@ class _Player:
     def _forms(self, said: Sequence[JsonObject], prompt: Prompt) -> Iterator[tuple[Verdict, list[JsonObject]]]:
         """Yield the messages as a template may get them: as they were sent, and as they were arranged."""
         answers = {answer.prompt.num_messages: answer for answer in prompt.parent.lineage()} if prompt.parent else {}
-        arrangement, as_sent, own_ids = self._renderer.arrangement, list[JsonObject](), dict[str, str]()
+        arrangement, base, own_ids = self._renderer.arrangement, list[JsonObject](), dict[str, str]()
         for index, one in enumerate(said):
             message: JsonObject = one
             if index in answers:  # an echo may lack thinking and the text beside calls, and have other ids
@@ -291,27 +293,33 @@ class _Player:
                 message = {**sampled, "tool_calls": own_calls} if calls else _without(sampled, "tool_calls")
             if "tool_call_id" in message:
                 message = {**message, "tool_call_id": own_ids.get(message["tool_call_id"], message["tool_call_id"])}
-            as_sent.append(arrangement.manner.form(message) if message.get("tool_calls") else message)
-        ids, arranged = CallIds(arrangement), list[JsonObject]()
-        for index, message in enumerate(as_sent):
-            is_apart = index in answers and arrangement.has_text_apart and message.get("tool_calls")
-            arranged.append(ids.inward(arrangement.manner.form({**message, "content": ""}) if is_apart else message))
-        for verdict, messages in ((Verdict.EXACT, as_sent), (Verdict.PLACED, arrangement(arranged))):
-            yield verdict, messages
-            if any(message.get("reasoning_content") is not None for message in messages):
-                yield verdict, [self._with_thinking(message, is_inline=False) for message in messages]
-                if self._renderer.thinking.is_inline:
-                    yield verdict, [self._with_thinking(message, is_inline=True) for message in messages]
+            base.append(message)
+        thinks = any(message.get("reasoning_content") is not None for message in base)
+        variants = [
+            [write(message) if index in answers else message for index, message in enumerate(base)]
+            for write in (_as_it_is, *((_not_empty, self._inline) if thinks else ()))
+        ]
+        for forms in variants:
+            yield Verdict.EXACT, [self._in_manner(form) for form in forms]
+        bare = answers.keys() if arrangement.has_text_apart else ()  # their text beside calls stands in the prompt
+        for forms in variants:
+            ids = CallIds(arrangement)
+            given = (_without_text(form) if index in bare else form for index, form in enumerate(forms))
+            yield Verdict.PLACED, arrangement([self._in_manner(ids.inward(form)) for form in given])
 
-    def _with_thinking(self, message: JsonObject, *, is_inline: bool) -> JsonObject:
-        """Return an answer with thinking that is not empty, within its content for templates that look for it there."""
-        if message.get("reasoning_content") is None:
+    def _in_manner(self, message: JsonObject) -> JsonObject:
+        return self._renderer.arrangement.manner.form(message) if message.get("tool_calls") else message
+
+    def _inline(self, message: JsonObject) -> JsonObject:
+        """Return an answer with its thinking inside its content, where some templates look for it."""
+        arrangement, thinking = self._renderer.arrangement, self._renderer.thinking
+        is_alone = message.get("tool_calls") and (arrangement.has_text_apart or arrangement.manner.is_content_null)
+        if message.get("reasoning_content") is None or not thinking.is_inline:
             return message
-        thinking, reasoning = self._renderer.thinking, message["reasoning_content"] or UNSAID
-        if not is_inline:
-            return {**message, "reasoning_content": reasoning}
-        content = f"{thinking.begin}\n{reasoning}\n{thinking.end}{message['content'] or ''}"
-        return {**_without(message, "reasoning_content"), "content": content}
+        content = (
+            f"{thinking.begin}\n{message['reasoning_content'] or UNSAID}\n{thinking.end}{message['content'] or ''}"
+        )
+        return _without(message, "reasoning_content") | ({} if is_alone else {"content": content})
 
     def _beginning(
         self, spans: Spans, messages: list[JsonObject], prompt: Prompt, verdict: Verdict, begin: JsonObject
@@ -376,6 +384,19 @@ class _Player:
 
 MORE = " and more"
 """What the model adds to an answer that was begun for it."""
+
+
+def _as_it_is(message: JsonObject) -> JsonObject:
+    return message
+
+
+def _not_empty(message: JsonObject) -> JsonObject:
+    """Return an answer with other thinking than an empty one."""
+    return {**message, "reasoning_content": UNSAID} if message.get("reasoning_content") == "" else message
+
+
+def _without_text(message: JsonObject) -> JsonObject:
+    return {**message, "content": ""} if message.get("tool_calls") else message
 
 
 def _without(message: JsonObject, name: str) -> dict[str, Any]:
