@@ -275,7 +275,9 @@ class _Player:
         """Return the text of messages, by the model's own template, or as they are arranged by the one in use."""
         tools, options = self._tools, {**self._play.options, **options}
         if verdict is Verdict.PLACED:
-            tools, options["chat_template"] = self._renderer.arrangement.tools(tools), self._renderer.chat_template
+            own, used = cast("str", self._subject.tokenizer.chat_template), self._renderer.chat_template
+            tools = self._renderer.arrangement.tools(tools)
+            options["chat_template"] = used if used.endswith(own) else own  # what is derived for tools ends with it
         return self._subject.rendered(messages, tools, **options)
 
     def _forms(self, said: Sequence[JsonObject], prompt: Prompt) -> Iterator[tuple[Verdict, list[JsonObject]]]:

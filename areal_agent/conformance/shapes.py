@@ -105,7 +105,7 @@ VALUES = {
     "list": ["5", "true"],
     "none": None,
 }
-_LOOP = [part for number in range(10, 34) for part in (_calls(_call(number)), _result(_call(number)))]
+_LOOP = [part for number in range(10, 31) for part in (_calls(_call(number)), _result(_call(number)))]
 
 
 def _begun(step: JsonObject) -> JsonObject:
