@@ -1,7 +1,7 @@
 """The command line of the proofs.
 
-    python -m areal_agent.conformance URL                        every protocol of a running gateway gives the same records
-    python -m areal_agent.conformance --templates [PATH ...]     every chat template gets all that an agent sends
+    python -m areal_agent.conformance URL                       every protocol of a gateway gives the same records
+    python -m areal_agent.conformance --templates [PATH ...]    every chat template gets all that an agent sends
 
 Exit codes: 0 all is equal; 1 something differs, or the gateway is gone; 2 the command line is wrong.
 """

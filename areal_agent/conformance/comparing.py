@@ -19,7 +19,7 @@ from areal_agent.conformance.templates import Subject
 from areal_agent.tokens.prompt import Answer, Prompt
 from areal_agent.types import JsonObject
 
-UNSAID = "Nothing."
+UNSAID = "(unsaid)"
 """Stands for empty thinking, which templates may leave out where they write any other."""
 
 
@@ -34,14 +34,22 @@ class Spans:
         for ids, answers, is_sampled in _pieces(prompt):
             text = self._renderer.detokenizer.text_of(ids)
             for answer in answers:
-                found = (said for said in ([text] if is_sampled else self._forms(answer)) if said in text)
-                if said := next(found, ""):
-                    before, _, text = text.partition(said)
-                    self._injected[-1] += before
-                    self._sampled.append((said, answer))
-                    self._injected.append("")
+                said = (
+                    text if is_sampled else next((form for form in self._forms(answer) if form and form in text), None)
+                )
+                if said is not None:
+                    before, _, text = text.partition(said) if said else ("", "", text)
+                    self._add(before, said, answer)
             self._injected[-1] += text
         self.text = self._renderer.detokenizer.text_of(prompt.path())
+
+    def _add(self, before: str, said: str, answer: Answer) -> None:
+        self._injected[-1] += before
+        if self._sampled and not self._injected[-1]:  # right after another answer
+            said = self._sampled.pop()[0] + said
+            self._injected.pop()
+        self._sampled.append((said, answer))
+        self._injected.append("")
 
     def difference(self, expected: str | None, *, is_whole: bool = True) -> str | None:
         """Return the first difference from the template's text, or None. If it is not whole, more text may follow."""
@@ -67,12 +75,12 @@ class Spans:
         """Return whether the template's text of an answer reads as what was sampled."""
         one, other = self._without_end(sampled), self._without_end(inserted)
         bare, bare_other = "".join(one.split()), "".join(other.split())
-        is_cut = answer.sampled[-1:] and answer.sampled[-1] not in self._renderer.stop_token_ids
+        is_cut = bool(answer.sampled) and answer.sampled[-1] not in self._renderer.stop_token_ids
         if bare == bare_other or (is_cut and bare in bare_other):
             return True
         a, b = (self._renderer.answer_format.parse(text, tools=self._tools) for text in (one, other))
         thought, said, written = (b.reasoning or "").replace(UNSAID, ""), a.content.strip(), b.content.strip()
-        return (
+        return (is_cut and a.tool_calls == b.tool_calls) or (
             a.tool_calls == b.tool_calls
             and (written == said or (bool(a.tool_calls) and not written))
             and (thought == (a.reasoning or "") or (bool(a.tool_calls) and thought == said))
@@ -80,7 +88,7 @@ class Spans:
         )
 
     def _forms(self, answer: Answer) -> list[str]:
-        """Return what may stand in the text of a later prompt for an answer: all of it, or what follows its thinking."""
+        """Return what may stand for an answer in a later prompt: all of it, or what follows its thinking."""
         text, end = self._renderer.detokenizer.text_of(answer.block), self._renderer.thinking.end
         parts = text.split(end)
         after = [end.join(parts[number:]).lstrip() for number in range(1, len(parts))]

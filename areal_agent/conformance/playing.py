@@ -23,12 +23,13 @@ from areal_agent.errors import RequestError
 from areal_agent.gateway.answers import Choice
 from areal_agent.gateway.conversation import Conversation, ToolChoice, ToolUse, read_message, read_tools
 from areal_agent.gateway.draft import Draft
+from areal_agent.tokens.arrangement import CallIds
 from areal_agent.tokens.forest import Forest
 from areal_agent.tokens.formats.base import ToolCall, answer_message
 from areal_agent.tokens.prompt import Prompt
 from areal_agent.types import Completion, Distribution, FinishReason, GenerateResult, JsonObject
 
-_MARK = re.compile(r"Mark\d+x")
+_MARK = re.compile(r"(?:Mark|Tool)\d+x")
 
 
 class Verdict(StrEnum):
@@ -81,7 +82,7 @@ class _Player:
         self._renderer.may_elide = True
         self._forest = Forest(subject.renderer)
         self._play = play
-        self._tools = play.tools
+        self._tools: Sequence[JsonObject] = play.tools
         self._marks = count(100)
         self._talk: list[JsonObject] = []
         self._is_echo: list[bool] = []  # of each message of the talk: whether the model wrote it
@@ -170,7 +171,7 @@ class _Player:
             detokenizer=renderer.detokenizer,
             reader=conversation.reading(renderer, prompt).reader(),
             stop_token_ids=renderer.stop_token_ids,
-            is_single_call=conversation.is_single_call(True),
+            is_single_call=conversation.is_single_call(not renderer.arrangement.has_one_call),
         )
         logprobs = (0.0,) * len(ids)
         result = GenerateResult(token_ids=tuple(ids), logprobs=logprobs, versions=(), finish_reason=reason)
@@ -224,11 +225,13 @@ class _Player:
         forced = calls[0]["function"]["name"] if calls else None
         given = [_without(begin, "sampled")] if begin and not calls else []
         try:
+            tools = read_tools(list(self._tools))
+            self._tools = tools.definitions
             if not self._talk:
                 raise RequestError("there are no messages", param="messages[0]")
             conversation = Conversation(
                 messages=[*self._talk, *given],
-                tools=read_tools(list(self._tools)),
+                tools=tools,
                 choice=ToolChoice(use=ToolUse.REQUIRED, only=forced) if forced else ToolChoice(),
                 template_options=self._play.options,
                 continues_last=bool(given),
@@ -243,35 +246,46 @@ class _Player:
     def _judged(self, error: RequestError) -> Verdict:
         """Return whether a refusal names a place that the agent can change."""
         index = re.search(r"\bmessages\[(\d+)\]", f"{error.param} {error}")
-        is_named = index and not any(self._is_echo[int(index[1]) : int(index[1]) + 1])
-        is_named = is_named or (not index and re.match("tools|tool_choice", error.param or ""))
-        return Verdict.REFUSED if is_named else Verdict.UNNAMED
+        if index is None:
+            return Verdict.REFUSED if re.match("tools|tool_choice", error.param or "") else Verdict.UNNAMED
+        at = int(index[1])
+        is_asked_twice = at > 0 and self._talk[at - 1]["role"] == "assistant"  # without a word in between
+        return Verdict.UNNAMED if any(self._is_echo[at : at + 1]) and not is_asked_twice else Verdict.REFUSED
 
     def _check(self, prompt: Prompt, begin: JsonObject | None) -> None:
         said = [read_message(message, index) for index, message in enumerate(self._talk)]
-        spans, differences = Spans(self._subject, prompt, self._tools), list[str]()
+        spans, differences = Spans(self._subject, prompt, self._tools), dict[Verdict, str]()
         for verdict, messages in self._forms(said, prompt):
-            expected = self._rendered(messages)
-            found = spans.difference(expected) if begin is None else self._beginning(spans, messages, expected, begin)
+            expected = self._rendered(messages, verdict)
+            if begin is None:
+                found = spans.difference(expected)
+            else:
+                found = self._beginning(spans, messages, prompt, verdict, begin)
             if found is None:
                 self._require_all(said, spans.text, expected or spans.text, verdict)
                 self._require_safe(prompt, said)
                 self._worst = max(self._worst, verdict, key=list(Verdict).index)
                 return
-            differences.append(found)
+            differences.setdefault(verdict, found)
         lost = [mark for mark in _marks([said, self._tools]) if mark not in spans.text]
-        raise _Ended(
-            Verdict.LOST if lost else Verdict.DIFFERS, f"{', '.join(lost) or differences[0]} in {spans.text!r}"
-        )
+        told = ", ".join(lost) or "; as it was arranged: ".join(differences.values())
+        raise _Ended(Verdict.LOST if lost else Verdict.DIFFERS, f"{told} in {spans.text!r}")
 
-    def _rendered(self, messages: Sequence[JsonObject], **options: Any) -> str | None:
-        return self._subject.rendered(messages, self._tools, **{**self._play.options, **options})
+    def _rendered(self, messages: Sequence[JsonObject], verdict: Verdict, **options: Any) -> str | None:
+        """Return the text of messages, by the model's own template, or as they are arranged by the one in use."""
+        tools, options = self._tools, {**self._play.options, **options}
+        if verdict is Verdict.PLACED:
+            own, used = cast("str", self._subject.tokenizer.chat_template), self._renderer.chat_template
+            tools = self._renderer.arrangement.tools(tools)
+            options["chat_template"] = used if used.endswith(own) else own  # what is derived for tools ends with it
+        return self._subject.rendered(messages, tools, **options)
 
     def _forms(self, said: Sequence[JsonObject], prompt: Prompt) -> Iterator[tuple[Verdict, list[JsonObject]]]:
         """Yield the messages as a template may get them: as they were sent, and as they were arranged."""
         answers = {answer.prompt.num_messages: answer for answer in prompt.parent.lineage()} if prompt.parent else {}
-        as_sent, own_ids = list[JsonObject](), dict[str, str]()
-        for index, message in enumerate(said):
+        arrangement, base, own_ids = self._renderer.arrangement, list[JsonObject](), dict[str, str]()
+        for index, one in enumerate(said):
+            message: JsonObject = one
             if index in answers:  # an echo may lack thinking and the text beside calls, and have other ids
                 sampled = self._answers[answers[index].completion_id]
                 calls, text = message.get("tool_calls", []), self._renderer.detokenizer.text_of(answers[index].sampled)
@@ -279,53 +293,58 @@ class _Player:
                     own_ids[call["id"]] = own["id"] if own["id"] in text else call["id"]
                 own_calls = [{**call, "id": own_ids[call["id"]]} for call in calls]
                 message = {**sampled, "tool_calls": own_calls} if calls else _without(sampled, "tool_calls")
-            if message.get("tool_calls"):
-                manner = self._renderer.arrangement.manner
-                message = manner.form(message)
             if "tool_call_id" in message:
                 message = {**message, "tool_call_id": own_ids.get(message["tool_call_id"], message["tool_call_id"])}
-            as_sent.append(message)
-        arrange = getattr(self._renderer, "arrange", None)
-        for verdict, messages in ((Verdict.EXACT, as_sent), (Verdict.PLACED, arrange(as_sent) if arrange else as_sent)):
-            if verdict is Verdict.PLACED and messages == as_sent:
-                return
-            yield verdict, messages
-            if any(message.get("reasoning_content") is not None for message in messages):
-                yield verdict, [self._with_thinking(message, is_inline=False) for message in messages]
-                if self._renderer.thinking.is_inline:
-                    yield verdict, [self._with_thinking(message, is_inline=True) for message in messages]
+            base.append(message)
+        thinks = any(message.get("reasoning_content") is not None for message in base)
+        variants = [
+            [write(message) if index in answers else message for index, message in enumerate(base)]
+            for write in (_as_it_is, *((_not_empty, self._inline) if thinks else ()))
+        ]
+        for forms in variants:
+            yield Verdict.EXACT, [self._in_manner(form) for form in forms]
+        bare = answers.keys() if arrangement.has_text_apart else ()  # their text beside calls stands in the prompt
+        for forms in variants:
+            ids = CallIds(arrangement)
+            given = (_without_text(form) if index in bare else form for index, form in enumerate(forms))
+            yield Verdict.PLACED, arrangement([self._in_manner(ids.inward(form)) for form in given])
 
-    def _with_thinking(self, message: JsonObject, *, is_inline: bool) -> JsonObject:
-        """Return an answer with thinking that is not empty, within its content for templates that look for it there."""
-        if message.get("reasoning_content") is None:
+    def _in_manner(self, message: JsonObject) -> JsonObject:
+        return self._renderer.arrangement.manner.form(message) if message.get("tool_calls") else message
+
+    def _inline(self, message: JsonObject) -> JsonObject:
+        """Return an answer with its thinking inside its content, where some templates look for it."""
+        arrangement, thinking = self._renderer.arrangement, self._renderer.thinking
+        is_alone = message.get("tool_calls") and (arrangement.has_text_apart or arrangement.manner.is_content_null)
+        if message.get("reasoning_content") is None or not thinking.is_inline:
             return message
-        thinking, reasoning = self._renderer.thinking, message["reasoning_content"] or UNSAID
-        if not is_inline:
-            return {**message, "reasoning_content": reasoning}
-        content = f"{thinking.begin}\n{reasoning}\n{thinking.end}{message['content'] or ''}"
-        return {**_without(message, "reasoning_content"), "content": content}
+        content = (
+            f"{thinking.begin}\n{message['reasoning_content'] or UNSAID}\n{thinking.end}{message['content'] or ''}"
+        )
+        return _without(message, "reasoning_content") | ({} if is_alone else {"content": content})
 
     def _beginning(
-        self, spans: Spans, messages: Sequence[JsonObject], expected: str | None, begin: JsonObject
+        self, spans: Spans, messages: list[JsonObject], prompt: Prompt, verdict: Verdict, begin: JsonObject
     ) -> str | None:
         """Return how a prompt that begins an answer differs from how the template begins such an answer."""
-        index, calls = len(self._talk), begin.get("tool_calls", ())[:1]
+        index, calls, write = len(self._talk), begin.get("tool_calls", ())[:1], self._renderer.answer_format
         answer = (
             {**begin, "content": "", "tool_calls": calls} if calls else {**begin, "content": begin["content"] + MORE}
         )
         answer = read_message(_without(_without(answer, "sampled"), "reasoning_content"), index)
-        answered = self._rendered(
-            [*messages, self._renderer.arrangement.manner.form(answer) if calls else answer],
-            add_generation_prompt=False,
-        )
-        difference = spans.difference(answered, is_whole=False)
-        write = self._renderer.answer_format
+        answer = self._renderer.arrangement.manner.form(answer) if calls else answer
         opening = write.opening(calls[0]["function"]["name"]) if calls else write.opening_of_text(begin["content"])
-        others = [self._rendered(messages, enable_thinking=False), None if self._opens(expected) else expected]
+        thoughtful = {**answer, "reasoning_content": UNSAID}
+        difference = None
+        for one in (answer, thoughtful):
+            answered = self._rendered([*messages, one], verdict, add_generation_prompt=False)
+            found = spans.difference(answered and answered.replace(UNSAID, ""), is_whole=False)
+            if found is None:
+                return None
+            difference = difference or found
+        others = [self._rendered(messages, verdict, enable_thinking=False)]
+        others += [] if self._renderer.thinking.is_open(prompt.opened) else [self._rendered(messages, verdict)]
         return None if any(spans.difference(one + opening) is None for one in others if one is not None) else difference
-
-    def _opens(self, text: str | None) -> bool:
-        return self._renderer.thinking.is_open(text or "")
 
     # ------------------------------------------------------------------------------------------ what must hold
 
@@ -334,14 +353,20 @@ class _Player:
         marks, ordered = _marks([said, self._tools]), _in_order_of_calls(said)
         if lost := [mark for mark in marks if mark not in text]:
             raise _Ended(Verdict.LOST, f"{', '.join(lost)} in {text!r}")
-        if twice := [mark for mark in marks if text.count(mark) > max(1, expected.count(mark))]:
+        own = {mark for mark in marks if mark.startswith("Mark")}
+        if twice := [mark for mark in own if text.count(mark) > max(1, expected.count(mark))]:
             raise _Ended(Verdict.DIFFERS, f"{', '.join(twice)} is there twice, in {text!r}")
+        has_ids = any(message.get("tool_call_id", text) in text for message in said if message["role"] == "tool")
         if verdict is Verdict.EXACT:  # templates have an order of their own, but results without ids are taken by place
-            has_ids = any(message.get("tool_call_id", text) in text for message in said if message["role"] == "tool")
             ordered = [] if has_ids else [message for message in ordered if message["role"] == "tool"]
-        wanted = [mark for mark in _marks(ordered) if mark not in _marks([self._tools])]
-        if wanted != sorted(wanted, key=text.find):
-            raise _Ended(Verdict.DIFFERS, f"{', '.join(wanted)} in another order in {text!r}")
+        contents = [message["content"] for message in ordered if message["role"] != "system"]  # which has its own place
+        for values in (
+            contents,
+            [call["function"]["arguments"] for one in ordered for call in one.get("tool_calls", ())],
+        ):
+            wanted = [mark for mark in _marks(values) if mark in own]
+            if wanted != sorted(wanted, key=text.find):
+                raise _Ended(Verdict.DIFFERS, f"{', '.join(wanted)} in another order in {text!r}")
 
     def _require_safe(self, prompt: Prompt, said: Sequence[JsonObject]) -> None:
         """Require that no control token stands in the text of a user or a tool."""
@@ -361,6 +386,19 @@ class _Player:
 
 MORE = " and more"
 """What the model adds to an answer that was begun for it."""
+
+
+def _as_it_is(message: JsonObject) -> JsonObject:
+    return message
+
+
+def _not_empty(message: JsonObject) -> JsonObject:
+    """Return an answer with other thinking than an empty one."""
+    return {**message, "reasoning_content": UNSAID} if message.get("reasoning_content") == "" else message
+
+
+def _without_text(message: JsonObject) -> JsonObject:
+    return {**message, "content": ""} if message.get("tool_calls") else message
 
 
 def _without(message: JsonObject, name: str) -> dict[str, Any]:

@@ -30,8 +30,8 @@ def _tool(name: str, word: str, description: str) -> JsonObject:
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-_WORD = "Mark1x"
-TOOLS = (_tool(LOOK_UP, _WORD, "Says Mark2x."), _tool(FETCH, "Mark3x", "Says Mark4x."))
+_WORD = "Tool1x"
+TOOLS = (_tool(LOOK_UP, _WORD, "Says Tool2x."), _tool(FETCH, "Tool3x", "Says Tool4x."))
 
 
 def _changed(**change: Any) -> tuple[JsonObject, ...]:
@@ -105,7 +105,7 @@ VALUES = {
     "list": ["5", "true"],
     "none": None,
 }
-_LOOP = [part for number in range(10, 34) for part in (_calls(_call(number)), _result(_call(number)))]
+_LOOP = [part for number in range(10, 31) for part in (_calls(_call(number)), _result(_call(number)))]
 
 
 def _begun(step: JsonObject) -> JsonObject:

@@ -13,8 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from areal_agent.errors import ConfigError
-from areal_agent.tokens.formats.answer_format import AnswerFormat
-from areal_agent.tokens.formats.detection import Manner
 from areal_agent.tokens.renderer import ANSWER_MARKUP, Renderer
 from areal_agent.types import JsonObject
 
@@ -64,14 +62,11 @@ class Subject:
     name: str
     tokenizer: PreTrainedTokenizerFast
     renderer: Renderer
-    manner: Manner
 
     @classmethod
     def of(cls, name: str, tokenizer: PreTrainedTokenizerFast) -> Self:
         """Raises ConfigError where the template cannot be used."""
-        renderer = Renderer(tokenizer)
-        tokenizer.chat_template = renderer.chat_template
-        return cls(name=name, tokenizer=tokenizer, renderer=renderer, manner=AnswerFormat.detect(renderer.template)[1])
+        return cls(name=name, tokenizer=tokenizer, renderer=Renderer(tokenizer))
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
@@ -89,21 +84,13 @@ class Subject:
 
         `apply_chat_template` leaves out what is null, also for templates that write calls only where the content is.
         """
-        options = {"add_generation_prompt": True, **options}
-        given = [dict(message) for message in messages]
-        tools = self.renderer.arrangement.tools(tools)
+        given: list[dict[str, Any]] = [dict(message) for message in messages]
+        options = {"tools": list(tools) or None, "add_generation_prompt": True, **options}
         try:
             if all(message["content"] is not None for message in given):
-                text = self.tokenizer.apply_chat_template(given, tools=list(tools) or None, tokenize=False, **options)
-                return cast("str", text)
-            texts, _ = render_jinja_template(
-                [given],
-                tools=list(tools) or None,
-                chat_template=self.tokenizer.chat_template,
-                **self.tokenizer.special_tokens_map,
-                **options,
-            )
-            return cast("str", texts[0])
+                return cast("str", self.tokenizer.apply_chat_template(given, tokenize=False, **options))
+            own: dict[str, Any] = {"chat_template": self.tokenizer.chat_template, **self.tokenizer.special_tokens_map}
+            return render_jinja_template([given], **{**own, **options})[0][0]
         except Exception:  # the template is foreign code that runs on foreign data
             return None
 

@@ -1,5 +1,5 @@
-"""The same episodes through three protocols (`areal_agent.conformance URL`). By the depth of the conversation, the engine
-answers with text, reasoning, calls, parallel ones, a broken one, and nothing:
+"""The same episodes through three protocols (`areal_agent.conformance URL`). By the depth of the conversation, the
+engine answers with text, reasoning, calls, parallel ones, a broken one, and nothing:
 
 - each episode, through each protocol, has the records that it has through chat completions
 - what the episodes are for does happen: calls, forced ones, retries, streams cut off, edits, limits

@@ -1,0 +1,102 @@
+"""Every shape of conversation on the templates of this folder, and random plays (`conformance --templates`):
+
+- each shape is exact, placed elsewhere, or refused with its place; so is each random play
+- the suite sees a text that the template does not write, at the first place; white space of an answer is no difference
+- a play that fails is told as the smallest one that fails in the same way
+- control texts of a template are tokens of the tokenizer that is made for it
+- the command prints a table and ends with 0, or with 1 and the faults; it says where there is no template
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from areal_agent.conformance.__main__ import main
+from areal_agent.conformance.playing import Verdict, played
+from areal_agent.conformance.shapes import SHAPES, A, Play, U
+from areal_agent.conformance.table import try_at_random, try_shape
+from areal_agent.conformance.templates import Subject, make_tokenizer, templates_at_hand
+from areal_agent.errors import ConfigError
+from areal_agent.tokens.renderer import Renderer
+from tests.tokens.conftest import CHATML, STRIPS_THINKING, TEMPLATES
+
+SAMPLED = {**A, "sampled": {}}
+
+
+@cache
+def subjects() -> tuple[Subject, ...]:
+    return tuple(Subject.of(name, tokenizer) for name, tokenizer in templates_at_hand([TEMPLATES]))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_nothing_is_left_out(shape: Play) -> None:
+    found = {subject.name: try_shape(subject, shape) for subject in subjects()}
+    assert {name: finding for name, finding in found.items() if finding.verdict.is_fault} == {}
+
+
+def test_random_plays() -> None:
+    assert try_at_random(subjects(), num_plays=210, seed=0) == []
+
+
+@pytest.mark.full
+def test_ten_thousand_random_plays() -> None:
+    assert try_at_random(subjects(), num_plays=10_000, seed=1) == []
+
+
+def subject(*, served: str, used: str) -> Subject:
+    """Return a subject whose prompts come from another template than the one that transformers is given."""
+    return Subject(name="x", tokenizer=make_tokenizer(served), renderer=Renderer(make_tokenizer(used)))
+
+
+NEXT_TURN = CHATML.replace("message.role + '\\n'", "message.role + ('\\n' if loop.index0 < 2 else ' ')")
+
+
+@pytest.mark.parametrize("answer", [A, SAMPLED])
+def test_another_text_is_a_difference(answer: dict[str, object]) -> None:
+    finding = played(subject(served=CHATML, used=NEXT_TURN), Play(name="x", steps=[U, answer, U]))
+    assert finding.verdict is Verdict.DIFFERS
+    assert "user Say Mark102x now." in finding.text and "user\\nSay Mark102x now." in finding.text
+
+
+def test_what_was_sampled_may_have_other_white_space() -> None:
+    padded = {**A, "sampled": {"padded": True}}
+    trimmed = CHATML.replace("message.content", "message.content | trim")
+    assert played(subject(served=trimmed, used=trimmed), Play(name="x", steps=[U, padded, U])).verdict is Verdict.EXACT
+
+
+def test_thinking_that_the_template_strips_must_not_stay() -> None:
+    thought = {**SAMPLED, "reasoning_content": "Hm."}
+    kept = subject(served=STRIPS_THINKING, used=CHATML.replace("message.content", "message.content | string"))
+    assert played(kept, Play(name="x", steps=[U, thought, U])).verdict is Verdict.EXACT  # as CHATML writes it inline
+
+
+def test_a_failing_play_is_told_as_small_as_it_fails() -> None:
+    [told] = try_at_random([subject(served=CHATML, used=NEXT_TURN)], num_plays=20, seed=0)
+    assert told.startswith("x: DIFFERS: ")
+    assert told.count("{'role': ") <= 3
+
+
+def test_control_texts_are_tokens() -> None:
+    tokenizer = make_tokenizer("{{ '<|im_start|>[INST]<tool_call>' }}{{ '<｜User｜>' if '<other>' }}")
+    assert tokenizer.tokenize("<|im_start|>[INST]<tool_call><｜User｜>") == [
+        "<|im_start|>",
+        "[INST]",
+        "<tool_call>",
+        "<｜User｜>",
+    ]
+    assert len(tokenizer.tokenize("<other>")) > 1
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "chatml.jinja").write_text(CHATML)
+    assert main(["--templates", str(tmp_path), "--plays", "10"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| shape | exact | placed elsewhere | refused |"
+    assert "| two users | all |  |  |" in lines
+    assert lines[-1] == f"no faults: 1 templates, {len(SHAPES)} shapes, 10 random plays"
+
+
+def test_the_command_without_a_template(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no chat template; give a model's folder"):
+        main(["--templates", str(tmp_path)])
