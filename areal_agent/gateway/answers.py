@@ -66,7 +66,7 @@ class Choice:
             "content": self.parsed.content,
             "tool_calls": [
                 {
-                    "id": call_id(call, self.completion.id, index),
+                    "id": call_id(self.completion.id, index),
                     "type": "function",
                     "function": {"name": call.name, "arguments": call.arguments},
                 }
@@ -83,6 +83,7 @@ class Choice:
             completion_id=self.completion.id,
             token_ids=token_ids,
             message=self.message,
+            own_ids=tuple(call.id for call in self.parsed.tool_calls),
             has_thinking=self.parsed.reasoning is not None,
             stop_text=self.stop_text,
         )

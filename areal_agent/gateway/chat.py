@@ -337,6 +337,6 @@ def _delta(delta: AnswerDelta, completion_id: str) -> JsonObject:
     if delta.content:
         body["content"] = delta.content
     if delta.call is not None:
-        call = call_form(delta.call, call_id(delta.call, completion_id, delta.call_index))
+        call = call_form(delta.call, call_id(completion_id, delta.call_index))
         body["tool_calls"] = [{"index": delta.call_index, **call}]
     return body

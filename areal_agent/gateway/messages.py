@@ -490,7 +490,7 @@ def _call(choice: Choice, index: int, arguments: object) -> JsonObject:
     call = choice.parsed.tool_calls[index]
     return {
         "type": "tool_use",
-        "id": call_id(call, choice.completion.id, index),
+        "id": call_id(choice.completion.id, index),
         "name": call.name,
         "input": arguments,
     }

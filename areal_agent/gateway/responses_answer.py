@@ -171,7 +171,7 @@ class ResponseBody:
         tools = self._request.tools
         namespace = tools.namespaces.get(call.name, "")
         item: dict[str, Any] = {
-            "call_id": call_id(call, completion_id, index),
+            "call_id": call_id(completion_id, index),
             "name": call.name.removeprefix(f"{namespace}."),
             "status": "completed",
         }

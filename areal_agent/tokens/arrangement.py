@@ -41,7 +41,7 @@ Shape = tuple[Any, ...]
 """One message without its words: its role, and which parts it has."""
 
 _SYSTEM, _USER, _ANSWER = ("system", True), ("user", True), ("assistant", True, False, 0, False)
-_CALLS, _RESULTS = ("assistant", True, False, 2, False), (("tool", True, 1), ("tool", True, 0))
+_CALLS, _RESULTS = ("assistant", False, False, 2, False), (("tool", True, 1), ("tool", True, 0))
 
 CLIENTS: Mapping[str, Sequence[Shape]] = {
     "chats": (_SYSTEM, _USER, _ANSWER, _USER),

@@ -207,8 +207,10 @@ class Forest:
                     return prompt
             request = replace(request, reason=ForkReason.TEMPLATE_REWRITES_HISTORY)
         whole = request.new if parent is None else sent.normalised()
-        sampled = {one.prompt.num_messages for one in parent.lineage()} if parent else ()
-        return self._prompt(request, None, continuation.root(whole, sampled), sent)
+        sampled = parent.prompt.answer_places() | {parent.prompt.num_messages} if parent else frozenset[int]()
+        prompt = self._prompt(request, None, continuation.root(whole, sampled), sent)
+        prompt.rewritten = sampled
+        return prompt
 
     def _prompt(self, request: _Request, parent: Answer | None, extension: Extension, sent: _Sent) -> Prompt:
         prompt = Prompt(

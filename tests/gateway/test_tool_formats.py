@@ -71,7 +71,7 @@ async def test_a_call_and_its_result(open_world: OpenWorld, name: str) -> None:
         "",
         "Hm." if model.answer_format.thinking else None,
     )
-    assert name != "kimi_k2" or call.id == "functions.look_up:0"  # the model's own id
+    assert "look_up" not in call.id  # it is ours: a model may give one twice
     result = {"role": "tool", "tool_call_id": call.id, "content": "a salamander"}
     final = await agent.ask([*QUESTION, message, result], tools=[TOOL])
     assert final.choices[0].message.content == "A salamander."

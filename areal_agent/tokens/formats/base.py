@@ -54,15 +54,15 @@ CALL_ID_LENGTH = 9
 """Mistral's chat templates only accept tool call ids of nine letters and digits."""
 
 
-def call_id(call: ToolCall, completion_id: str, index: int) -> str:
-    """Return the id that the model gave a call, or derive one, so that it is the same in a stream and in the record.
+def call_id(completion_id: str, index: int) -> str:
+    """Return the id of a call as agents get it: no other call of the session has it.
 
-    >>> call_id(ToolCall(name="f", arguments={}), "chatcmpl-7", 0)
+    It is the same in a stream and in the record. A model that gives ids may give one twice.
+
+    >>> call_id("chatcmpl-7", 0)
     '3dac58382'
     """
-    return (
-        call.id or blake2b(f"{completion_id}/{index}".encode(), digest_size=CALL_ID_LENGTH).hexdigest()[:CALL_ID_LENGTH]
-    )
+    return blake2b(f"{completion_id}/{index}".encode(), digest_size=CALL_ID_LENGTH).hexdigest()[:CALL_ID_LENGTH]
 
 
 def call_form(call: ToolCall, id_: str) -> JsonObject:
@@ -78,7 +78,7 @@ def answer_message(parsed: ParsedAnswer, content: str, completion_id: str) -> Js
     if parsed.tool_calls:
         message["content"] = content or None
         message["tool_calls"] = [
-            call_form(call, call_id(call, completion_id, index)) for index, call in enumerate(parsed.tool_calls)
+            call_form(call, call_id(completion_id, index)) for index, call in enumerate(parsed.tool_calls)
         ]
     return message
 
@@ -197,6 +197,8 @@ def read_envelope(
         elif key in argument_keys:
             cursor.expect("{")
             call.read_arguments(cursor)
+        elif key == "id" and cursor.peek('"'):
+            call.id = cursor.read_string()
         elif other_keys is None or key in other_keys:
             cursor.pass_value()
         else:

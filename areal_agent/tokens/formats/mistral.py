@@ -42,7 +42,7 @@ class Mistral:
     def _read_named(self, cursor: Cursor, call: PartialCall) -> None:
         call.set_name(cursor.take(BARE_NAME))
         if cursor.accept(_CALL_ID):
-            cursor.take(BARE_NAME)
+            call.id = cursor.take(BARE_NAME)
         cursor.expect(_ARGS)
         cursor.expect("{")
         call.read_arguments(cursor)
