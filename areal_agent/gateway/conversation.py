@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
 from itertools import takewhile
-from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeVar, cast, get_args
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar, cast, get_args
 
 import jsonschema_rs
 import orjson
@@ -172,7 +172,14 @@ AnswerContent = Annotated[
 Ignored = Annotated[Any, BeforeValidator(require_shallow), Field(description="Added by client libraries; ignored.")]
 
 
-def text_of(content: str | Sequence[TextPart], between: str = "\n") -> str:
+class HasText(Protocol):
+    """A part of a message's content."""
+
+    @property
+    def text(self) -> str: ...
+
+
+def text_of(content: str | Sequence[HasText], between: str = "\n") -> str:
     """Return the text of a message. The parts of a prompt's begin lines of their own; an answer's have "" `between`."""
     return content if isinstance(content, str) else between.join(part.text for part in content)
 

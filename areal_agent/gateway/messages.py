@@ -92,12 +92,30 @@ class CallBlock(Open):
         return {"id": self.id, "type": "function", "function": function}
 
 
+class ReferencePart(Open):
+    """A tool that a search of the client's has found: from now on the client sends its definition with the others."""
+
+    type: Literal["tool_reference"]
+    tool_name: str
+
+    @property
+    def text(self) -> str:
+        return f"The tool {self.tool_name} is there now."
+
+
+ResultContent = Annotated[
+    Annotated[str, Tag("a string")]
+    | Annotated[list[Annotated[TextPart | ReferencePart, Field(discriminator="type")]], Tag("a list")],
+    Discriminator(json_kind),
+]
+
+
 class ResultBlock(Open):
     """The result of a tool call. Chat templates are not told of errors: `is_error` is only recorded."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Content = ""
+    content: ResultContent = ""
     is_error: bool = False
 
     def as_chat(self) -> JsonObject:

@@ -412,7 +412,9 @@ class Run:
         limit_s = config.trainer.startup_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                template = await asyncio.to_thread(exported_template, model, config.rollout.history_thinking)
+                template = await asyncio.to_thread(
+                    exported_template, model, config.rollout.history_thinking, config.rollout.tool_format
+                )
                 setup = TrainerSetup(
                     model=weights,
                     base=model,

@@ -374,7 +374,7 @@ class _Marked:
 
     def _call(self) -> JsonObject:
         function = {"name": self._mark(), "arguments": {"word": self._mark()}}
-        return {"id": f"call_{next(self._number):04}", "type": "function", "function": function}
+        return {"id": f"call_{next(self._number):08}", "type": "function", "function": function}
 
     def is_in_order(self, text: str) -> bool:
         """Return whether every part is in `text`, and those of one message in their order."""

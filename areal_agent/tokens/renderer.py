@@ -81,6 +81,7 @@ class Renderer:
         is_kept = history_thinking is HistoryThinking.KEEP
         self.chat_template = keep_template(source) if is_kept else source
         """The template in use. Export it with a model that is trained on these prompts."""
+        self.is_derived = self.chat_template != tokenizer.chat_template
         if is_kept:
             self.arrangement = replace(self.arrangement, template=ChatTemplate(self.chat_template, special))
         self.template = self.arrangement.template
@@ -421,11 +422,12 @@ def _fitted(
     )
 
 
-def exported_template(path: Path, history_thinking: HistoryThinking) -> str | None:
+def exported_template(
+    path: Path, history_thinking: HistoryThinking, tool_format: ToolFormat | None = None
+) -> str | None:
     """Return the chat template to export with a model that starts from `path`, or None for the model's own."""
-    if history_thinking is HistoryThinking.TEMPLATE:
-        return None
-    return Renderer.load(path, history_thinking=history_thinking).chat_template
+    renderer = Renderer.load(path, history_thinking=history_thinking, tool_format=tool_format)
+    return renderer.chat_template if renderer.is_derived else None
 
 
 def _control_texts(tokenizer: PreTrainedTokenizerFast, template: str) -> frozenset[str]:
