@@ -264,10 +264,14 @@ def check_for_dry_run(preflight: Preflight) -> str:
 
 
 def told_calls(renderer: Renderer) -> str:
-    """Return how the model's chat template has tool calls, for people."""
+    """Return how the model's chat template has tool calls, and what it can serve, for people."""
     if not renderer.answer_format.has_calls:
         return "writes no tool calls that can be read back, so requests with tools are refused"
-    return f"tool calls as {renderer.answer_format.tool_format}"
+    (served, refused), changes = renderer.arrangement.clients(), renderer.arrangement.changes()
+    told = [f"tool calls as {renderer.answer_format.tool_format}", f"serves {', '.join(served) or 'nobody'}"]
+    told += [f"would refuse some messages of {', '.join(refused)}"] if refused else []
+    told += [f"given otherwise than sent: {', '.join(changes)}"] if changes else []
+    return "; ".join(told)
 
 
 def import_own_functions(algorithm: AlgorithmConfig) -> None:

@@ -168,13 +168,9 @@ def _message(value: object, index: int) -> JsonObject:
         return message
     calls: Sequence[JsonObject] = message.get("tool_calls") or ()
     for number, call in enumerate(calls):
-        where, function = f"messages[{index}].tool_calls[{number}].function", call["function"]
-        if not function["name"]:
-            raise RequestError(f"{where}.name is ''; name the tool that is called")
-        if isinstance(arguments := function["arguments"], str):  # it could not be read
-            raise RequestError(
-                f"{where}.arguments is {arguments!r:.60}, and no JSON object; write the call's arguments as one"
-            )
+        if not call["function"]["name"]:
+            where = f"messages[{index}].tool_calls[{number}].function.name"
+            raise RequestError(f"{where} is ''; name the tool that is called")
     fields = cast("JsonObject", value)
     if unknown := [name for name in fields if name not in OF_ANSWERS and fields[name] not in EMPTY]:
         raise RequestError(f"messages[{index}] has the unknown key {unknown[0]!r}; {nearest(unknown[0], OF_ANSWERS)}")

@@ -77,10 +77,8 @@ class ChatRenderer:
         if renderer.answer_header:
             return
         asked: list[JsonObject] = [{"role": "user", "content": "x"}]
-        answered = renderer.template.render(
-            [*asked, {"role": "assistant", "content": "y"}], add_generation_prompt=False
-        )
-        header = answered.removeprefix(renderer.template.render(asked)).partition("y")[0]
+        answered = renderer.write([*asked, {"role": "assistant", "content": "y"}], (), add_generation_prompt=False)
+        header = answered.removeprefix(renderer.write(asked, ())).partition("y")[0]
         if header.strip():
             raise ConfigError(
                 f"the chat template has no generation prompt: it writes {header!r} before an answer, but not where the "
@@ -92,7 +90,7 @@ class ChatRenderer:
 
         Raises RequestError when the template refuses the chat, or leaves out what an answer says.
         """
-        forms = [self._renderer.form({name: one[name] for name in one if name != "weight"}) for one in messages]
+        forms = self._renderer.forms([{name: one[name] for name in one if name != "weight"} for one in messages])
         tool_forms = self._renderer.tool_forms(tools)
         found: list[_Growing] = []
         for index, message in enumerate(messages):
@@ -119,10 +117,10 @@ class ChatRenderer:
     def _turn(self, forms: Sequence[JsonObject], tools: Sequence[JsonObject], what: str = "an answer") -> _Turn:
         """Return the text of the answer that comes last in `forms`."""
         renderer, form = self._renderer, forms[-1]
-        prompt = renderer.template.render(forms[:-1], tools)
+        prompt = renderer.write(forms[:-1], tools)
         if not prompt:
             raise RequestError(f"{what} has nothing before it; begin the chat with a question")
-        whole = renderer.template.render(forms, tools, add_generation_prompt=False)
+        whole = renderer.write(forms, tools, add_generation_prompt=False)
         start = len(prompt) if whole.startswith(prompt) else self._start_of_answer(forms, tools, prompt, whole)
         if start is None:
             raise RequestError(
@@ -149,7 +147,7 @@ class ChatRenderer:
         if not header or not history.endswith(header):
             return None
         another = {"role": "assistant", "content": renderer.probe(0)}
-        other = renderer.template.render([*forms[:-1], another], tools, add_generation_prompt=False)
+        other = renderer.write([*forms[:-1], another], tools, add_generation_prompt=False)
         pairs = enumerate(zip(whole, other, strict=False))
         num_shared = next((n for n, (ours, theirs) in pairs if ours != theirs), len(whole))
         start = whole.rfind(header, 0, num_shared) + len(header) + len(opened)

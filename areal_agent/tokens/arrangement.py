@@ -1,7 +1,7 @@
 """What a chat template is given for the messages that an agent sent, so that nothing of them is left out.
 
-Templates drop what they do not expect, or refuse it. `Arrangement.of` finds out by rendering conversations in which every
-part is a word of its own, and gives a template what it writes::
+Templates drop what they do not expect, or refuse it. `Arrangement.of` finds out by rendering conversations in which
+every part is a word of its own, and gives a template what it writes::
 
     sent                                          given, where the template does not write it as it is
     system messages at the head                   one system message (always), or a user's
@@ -14,13 +14,13 @@ part is a word of its own, and gives a template what it writes::
     ids of calls that the template refuses        ids of its own form; a call that the model sampled has the model's
     a tool without description or parameters      empty ones
 
-The arrangement depends on the template alone, so a conversation that grows is arranged in the same way each turn. What is
-still not written is refused by `require_complete`, which looks once at each shape of conversation: who speaks, and
+The arrangement depends on the template alone, so a conversation that grows is arranged in the same way each turn. What
+is still not written is refused by `require_complete`, which looks once at each shape of conversation: who speaks, and
 with which parts.
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import count
@@ -37,14 +37,25 @@ from areal_agent.types import JsonObject
 BETWEEN = "\n\n"
 """Written between messages that are given as one."""
 
+Shape = tuple[Any, ...]
+"""One message without its words: its role, and which parts it has."""
+
+_SYSTEM, _USER, _ANSWER = ("system", True), ("user", True), ("assistant", True, False, 0, False)
+_CALLS, _RESULTS = ("assistant", True, False, 2, False), (("tool", True, 1), ("tool", True, 0))
+
+CLIENTS: Mapping[str, Sequence[Shape]] = {
+    "chats": (_SYSTEM, _USER, _ANSWER, _USER),
+    "tool loops": (_SYSTEM, _USER, _CALLS, *_RESULTS, _ANSWER, _USER),
+    "Codex": (_SYSTEM, _SYSTEM, _USER, _USER, _CALLS, *_RESULTS, _ANSWER, _USER),
+    "Claude Code": (_SYSTEM, _USER, _SYSTEM, _CALLS, *_RESULTS, _SYSTEM, _ANSWER, _USER),
+}
+"""The shapes of what clients send."""
+
 MAX_SHAPES = 4096
 """The number of shapes that are remembered."""
 
 _NINE = re.compile("[A-Za-z0-9]{9}")
 _FUNCTION = re.compile(r"(functions\.)?.+:\d+")
-
-Shape = tuple[Any, ...]
-"""One message without its words: its role, and which parts it has."""
 
 
 def own_id(id_: str, name: str, index: int) -> str:
@@ -75,7 +86,7 @@ class Arrangement:
     """
 
     template: ChatTemplate
-    manner: Manner = Manner()
+    manner: Manner = field(default_factory=Manner)
     has_system: bool = True
     has_later_system: bool = True
     joins_users: bool = False
@@ -94,7 +105,7 @@ class Arrangement:
     def of(cls, template: ChatTemplate, manner: Manner, *, has_calls: bool) -> "Arrangement":
         """Find out what a template writes. `has_calls`: it writes calls, in this `manner`."""
         found = cls(template=template, manner=manner)
-        system, user, answer = _said("system"), _said("user"), _said("assistant")
+        system, user, answer = _SYSTEM, _USER, _ANSWER
         found = replace(found, has_system=found.writes([system, user]))
         found = replace(found, joins_users=not found.writes([user, user]))
         has_later = found.writes([system, user, system]) and found.writes([system, user, answer, system, user])
@@ -117,8 +128,9 @@ class Arrangement:
         if not all(map(found._writes_in_order, beside)):
             apart = replace(found, has_text_apart=True)
             found = apart if all(map(apart.writes, beside)) else found
-        if not found.writes([system, user, calls, result]) and replace(found, has_system=False).writes([system, user, calls, result]):
-            found = replace(found, has_system=False)  # Mistral's write it with the last question, if that is the last message
+        loop = [system, user, calls, result]
+        if not found.writes(loop) and replace(found, has_system=False).writes(loop):
+            found = replace(found, has_system=False)  # Mistral's write it with the last message, if that is a question
         several = [user, _calling(2), result, ("tool", True, 1)]
         if found.writes([user, calls, result]) and not found.writes(several):
             found = replace(found, has_one_call=True)
@@ -128,7 +140,7 @@ class Arrangement:
         """Choose ids with which a call and its result are written, and which are in both or in neither."""
         for inward_id in (own_id, nine_letter_id, function_id):
             arrangement = replace(self, inward_id=inward_id)
-            marked = _Marked([_said("user"), _calling(1), ("tool", True, 0)], arrangement)
+            marked = _Marked([_USER, _calling(1), ("tool", True, 0)], arrangement)
             text = arrangement._written(marked, PROBE_TOOLS)
             if text and marked.missing_in(text) is None and text.count(call_ids(marked.forms[1])[0]) != 1:
                 return arrangement
@@ -154,8 +166,8 @@ class Arrangement:
         answer, results = messages[0], messages[1:]
         calls: Sequence[JsonObject] = answer.get("tool_calls") or ()
         if len(results) > 1:
-            order = {id_: number for number, id_ in enumerate(call_ids(answer))}
-            results = sorted(results, key=lambda one: order.get(one.get("tool_call_id"), len(order)))
+            ids = call_ids(answer)
+            results = sorted(results, key=lambda one: _place_of(one.get("tool_call_id"), ids))
         if calls and self.has_text_apart and answer["content"]:
             yield {name: answer[name] for name in answer.keys() & {"role", "content"}}
             answer = self.manner.form({**answer, "content": ""})
@@ -181,6 +193,22 @@ class Arrangement:
     def writes(self, shapes: Sequence[Shape], *, tools: Sequence[JsonObject] = ()) -> bool:
         """Return whether the template writes all of a conversation of these shapes."""
         return self._first_missing(shapes, 0, tools) is None
+
+    def clients(self) -> tuple[list[str], list[str]]:
+        """Return the clients whose messages the template writes whole, and those of which it would refuse some."""
+        served = {name: self._first_missing(shapes, 0, PROBE_TOOLS) is None for name, shapes in CLIENTS.items()}
+        return [name for name in served if served[name]], [name for name in served if not served[name]]
+
+    def changes(self) -> list[str]:
+        """Return what is given to the template in another way than it was sent, for people."""
+        told = {
+            "a system message as a user's": not self.has_system,
+            "a later system message as a user's": self.has_system and not self.has_later_system,
+            "users' messages in a row as one": self.joins_users,
+            "text beside calls before them": self.has_text_apart,
+            "one call an answer": self.has_one_call,
+        }
+        return [what for what, is_so in told.items() if is_so]
 
     def _writes_in_order(self, shapes: Sequence[Shape]) -> bool:
         marked = _Marked(shapes, self)
@@ -222,7 +250,8 @@ class Arrangement:
     def refusal(self, form: JsonObject, index: int, why: str) -> RequestError:
         """Return the error about one message that the template does not take."""
         role, calls = form["role"], form.get("tool_calls")
-        what = "the result of a call" if role == "tool" else f"a message of the {role}" + (" with calls" if calls else "")
+        what = f"a message of the {role}" + (" with calls" if calls else "")
+        what = "the result of a call" if role == "tool" else what
         said = "".join((form.get("content") or "", ""))
         remedy = {
             "tool": "send a result only after the answer that has its call",
@@ -253,6 +282,8 @@ class Arrangement:
         if text is None:  # of the real conversation, this is the template's own answer
             return None if is_refusal_fine else start
         missing = marked.missing_in(text, start)
+        if missing is None and self.joins_users:  # a result without its call takes the turn of an answer
+            missing = next((n for n, one in enumerate(shapes) if n >= start and one[0] == "tool" and one[2] < 0), None)
         return -1 if missing is None and tools and PROBE.name not in text else missing
 
     def _written(self, marked: "_Marked", tools: Sequence[JsonObject]) -> str | None:
@@ -301,10 +332,6 @@ def shapes_of(forms: Sequence[JsonObject], sampled: Collection[int] = ()) -> lis
         else:
             shapes.append((role, has_text))
     return shapes
-
-
-def _said(role: str) -> Shape:
-    return (role, True, False, 0, False) if role == "assistant" else (role, True)
 
 
 def _calling(num_calls: int, *, has_text: bool = False, thinks: bool = False) -> Shape:
@@ -358,6 +385,10 @@ class _Marked:
         """Return the first message from `start` on that has a part that is not in `text`, or None."""
         found = (n for n, marks in enumerate(self._marks) if n >= start and not all(mark in text for mark in marks))
         return next(found, None)
+
+
+def _place_of(id_: str | None, ids: Sequence[str]) -> int:
+    return ids.index(id_) if id_ in ids else len(ids)
 
 
 def _as_one(messages: Sequence[JsonObject]) -> JsonObject:

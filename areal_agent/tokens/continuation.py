@@ -92,7 +92,7 @@ class Continuation:
         return self._extend(parent, whole, added, num_messages)
 
     def difference(self, prompt: Prompt, normalise: Normalise) -> str | None:
-        """Render the whole conversation of a prompt. Say how its ids differ from that, sampled answers aside, or None."""
+        """Render a prompt's whole conversation. Say how its ids differ from that, sampled answers aside, or None."""
         renderer, path = self._renderer, prompt.path()[: prompt.block_at]
         try:
             text = self._render(self._forms(prompt, normalise))
@@ -163,7 +163,11 @@ class Continuation:
         self, forms: Sequence[JsonObject], *, num_new: int, num_messages: int, sampled: Collection[int] = ()
     ) -> None:
         self._renderer.arrangement.require_complete(
-            forms, num_new=num_new, num_messages=num_messages, has_tools=bool(self._tool_forms), sampled=sampled
+            forms,
+            num_new=num_new,
+            num_messages=num_messages,
+            has_tools=bool(self._tool_forms) and self._renderer.answer_format.has_calls,
+            sampled=sampled,
         )
 
     def _whole(self, forms: Sequence[JsonObject], *, may_cut: bool = True) -> StandIn:
@@ -310,8 +314,8 @@ def _begins_as(renderer: Renderer, written: str, text: str) -> bool:
 
 def _after(ids: list[int], mark: list[int], *, is_last: bool) -> list[int] | None:
     """Return what follows the last, or the first, occurrence of `mark` in `ids`; None if there is none."""
-    ends = range(len(mark), len(ids) + 1)
-    return next((ids[end:] for end in (reversed(ends) if is_last else ends) if ids[end - len(mark) : end] == mark), None)
+    ends = [end for end in range(len(mark), len(ids) + 1) if ids[end - len(mark) : end] == mark]
+    return ids[ends[-1 if is_last else 0] :] if ends else None
 
 
 def _start_of(renderer: Renderer, ids: list[int], wanted: str) -> int | None:

@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+
 from areal_agent.tokens.canonical import (
     DIGEST_BYTES,
     asides,
@@ -111,8 +112,8 @@ class Forest:
         """Place a request: find the longest recorded prefix whose tokens can be reused, and the ids of what follows.
 
         `messages` are as the agent sent them; `normalise` is called for those that are not yet known in their position.
-        `opening`, the text with which the answer must begin, does not affect where the request is placed. `options` are more variables
-        for the chat template. A request that will not be recorded is not counted: it leaves no trace.
+        `opening`, the text with which the answer must begin, does not affect where the request is placed. `options` are
+        more variables for the chat template. A request that will not be recorded is not counted: it leaves no trace.
         Raises RequestError when a message is wrong or the chat template refuses the messages.
         """
         self._normalise = normalise

@@ -30,6 +30,7 @@ MIN_TAIL = 4
 NEAR_USER = 8
 """The last user message is kept if it is among this many last messages: thinking is often kept from there on."""
 
+
 def packed(token_ids: Sequence[int]) -> "array[int]":
     """Return token ids in 4 bytes each. Ids that are packed already are not copied, because nobody changes them."""
     return token_ids if isinstance(token_ids, array) else array("i", token_ids)
@@ -104,7 +105,9 @@ class Prompt:
     parent: Answer | None
     fork_at: int  # the number of tokens of the parent's path that it keeps
     new_ids: "array[int]" = field(repr=False)
-    slices: tuple[tuple[int, int], ...] = ()  # the parts of `new_ids` that were sampled, in answers whose thinking is gone
+    slices: tuple[
+        tuple[int, int], ...
+    ] = ()  # the parts of `new_ids` that were sampled, in answers whose thinking is gone
     num_opened: int = 0  # the last of `new_ids` that belong to the answer: thinking or a tool call, opened for it
     opened: str = ""  # the thinking that the template opens for the answer
     opening: str = ""  # the text that the answer must begin with, after `opened`
@@ -200,7 +203,9 @@ class StandIn:
 
     def cut(self) -> tuple[int, int] | None:
         """Return the messages `[i, j)` to leave out, or None if it is short enough or must not be cut."""
-        return longest_cut(list(map(_kind, self.messages))) if self.may_cut and len(self.messages) > MAX_MESSAGES else None
+        return (
+            longest_cut(list(map(_kind, self.messages))) if self.may_cut and len(self.messages) > MAX_MESSAGES else None
+        )
 
     def index_of(self, *, num_back: int) -> int | None:
         """Return the index of the message `num_back` before the end, or None if it may have been cut."""

@@ -2,8 +2,8 @@
 
 `Renderer` keeps three rules of token-in, token-out. What an agent sent comes into the prompt, or is refused
 (`arrangement.py`). Special-token text inside a message is encoded as plain text, so that the output of a tool cannot
-forge a turn: `Shield` inserts an unguessable text into it, at which rendered text is cut before it is tokenised. And the text that follows a sampled answer is tokenised on its own, starting with the
-template's end token.
+forge a turn: `Shield` inserts an unguessable text into it, at which rendered text is cut before it is tokenised. And
+the text that follows a sampled answer is tokenised on its own, starting with the template's end token.
 
 `Detokenizer` turns ids to text, at once or as they are sampled. A byte-level BPE gives each id its exact bytes, so text
 leaves with the token that completes it. Other tokenizers depend on context (SentencePiece drops a leading space); for
@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, Self, cast
+from typing import Protocol, Self, cast
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
@@ -185,7 +185,9 @@ class Renderer:
                 first = middle + 1
             except RequestError:
                 last = middle
-        return self.arrangement.refusal(forms[first - 1], first - 1, f"refuses it ({error.__cause__})") if forms else error
+        return (
+            self.arrangement.refusal(forms[first - 1], first - 1, f"refuses it ({error.__cause__})") if forms else error
+        )
 
     def forms(self, messages: Sequence[JsonObject]) -> list[JsonObject]:
         """Return the normalised messages of a conversation as the template receives them."""
@@ -338,23 +340,22 @@ class Renderer:
         return re.compile(f"{ends}|{re.escape(inside[0])}(?!{re.escape(self.answer_header)})")
 
     def _find_no_thinking(self) -> tuple[str, str]:
-        """Return what the template writes in the place of thinking: where it is turned off, else where there is none."""
+        """Return what the template writes instead of thinking where that is turned off, or else where there is none."""
         question, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": ANSWER}
         before = self.template.render([question], add_generation_prompt=False) + self.answer_header
         off = self.template.render([question], options=thinking_options(False))
         said = self.template.render([question, answer], add_generation_prompt=False).partition(ANSWER)[0]
         called = said
         if self.answer_format.has_calls:
-            call = self.write([question, self.form(probe_call(PROBE_IDS[0]), CallIds(self.arrangement))], (), add_generation_prompt=False)
+            forms = self.forms([question, probe_call(PROBE_IDS[0])])
+            call = self.write(forms, (), add_generation_prompt=False)
             called = call[: call.rfind(self.answer_format.opening(None).lstrip())]
-        found = [
-            next((text[len(before) :] for text in texts if self._is_without_thinking(text, before)), None)
-            for texts in ((off, said), (off, called))
-        ]
-        return tuple(self.thinking.write("", "") if one is None else one for one in found)
 
-    def _is_without_thinking(self, text: str, before: str) -> bool:
-        return text.startswith(before) and not self.thinking.is_open(text[len(before) :])
+        def first_without(*texts: str) -> str:
+            found = (text[len(before) :] for text in texts if text.startswith(before))
+            return next((text for text in found if not self.thinking.is_open(text)), self.thinking.write("", ""))
+
+        return first_without(off, said), first_without(off, called)
 
     def _tokens_after_answer(self, *, is_last: bool) -> list[str]:
         answer, question = secrets.token_hex(8), {"role": "user", "content": "x"}
@@ -397,7 +398,7 @@ def _fitted(
     tool_format: ToolFormat | None,
     reasoning_format: ReasoningFormat | None,
 ) -> tuple[str, AnswerFormat, Arrangement]:
-    """Return a template that writes what its model can do with tools, how the model answers, and how to arrange messages.
+    """Return a template that writes what its model can do with tools, how the model answers, and the arrangement.
 
     It is the model's own, unless that leaves out the definitions of tools, or their calls in a format that was named.
     """
@@ -413,8 +414,10 @@ def _fitted(
             has_results=arrangement.has_results,
             has_system=arrangement.has_system,
         )
-    return (source, answer_format, arrangement) if derived == source else _fitted(
-        derived, special_tokens, tool_format, reasoning_format
+    return (
+        (source, answer_format, arrangement)
+        if derived == source
+        else _fitted(derived, special_tokens, tool_format, reasoning_format)
     )
 
 

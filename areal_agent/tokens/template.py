@@ -245,9 +245,10 @@ _CALLS = """\
 {%- if message.tool_calls -%}
 {%- set told.text = message.content or '' -%}
 {%- for call in message.tool_calls -%}
-{%- set arguments = call.function.arguments if call.function.arguments is string else call.function.arguments | tojson -%}
-{%- set told.text = told.text + ('\\n' if told.text else '') + '<tool_call>NEWLINE{"name": ' + (call.function.name | tojson)
-    + ', "arguments": ' + arguments + '}NEWLINE</tool_call>' -%}
+{%- set arguments = call.function.arguments -%}
+{%- set arguments = arguments if arguments is string else arguments | tojson -%}
+{%- set begin = '<tool_call>NEWLINE{"name": ' + (call.function.name | tojson) + ', "arguments": ' -%}
+{%- set told.text = told.text + ('\\n' if told.text else '') + begin + arguments + '}NEWLINE</tool_call>' -%}
 {%- endfor -%}
 {%- set message = dict(message.items() | rejectattr(0, 'in', ['content', 'tool_calls']), content=told.text) -%}
 {%- endif -%}

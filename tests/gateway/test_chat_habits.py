@@ -81,7 +81,7 @@ async def test_the_last_message_is_continued(
     reply = await agent.ask(messages, tools=TOOLS, stream=is_streamed, extra_body=extra)
     messages = [chunk.choices[0].delta async for chunk in reply] if is_streamed else [reply.choices[0].message]
     assert "".join(message.content or "" for message in messages) == said
-    assert prompt(agent).endswith(("</think>\n\n" if thinks else "assistant\n") + given)
+    assert prompt(agent).endswith("assistant\n" + given)
     messages = [*QUESTION, {"role": "assistant", "content": given + said}, {"role": "user", "content": "y"}]
     await agent.ask(messages, tools=TOOLS)
     assert agent.turns[1].parent == agent.turns[0].completions[0].id

@@ -102,7 +102,7 @@ async def test_a_forced_call(open_world: OpenWorld, name: str, tool_name: str | 
     sampled, ids = agent.turns[0].completions[0].token_ids, tuple(model.ids_of(rest))
     assert sampled in (ids, ids[:-1])  # the end of the call's block is sampled, too
     prompt = model.text_of(agent.turns[0].new_prompt_ids, has_ended=False)
-    assert prompt.endswith(model.answer_format.opening(tool_name, is_thinking=opens_thinking(model)))
+    assert prompt.endswith(model.answer_format.opening(tool_name))
 
 
 @pytest.mark.parametrize("choice", ["auto", "required"])

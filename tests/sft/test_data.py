@@ -67,7 +67,10 @@ def written(path: Path, *rows: object) -> Path:
         ({"messages": [ASKED, {"role": "assistant", "content": "\n", "reasoning_content": ""}]}, "says nothing"),
         ({"messages": [ASKED, SAID], "tools": False}, "tools"),
         ({"messages": [ASKED, SAID], "tools": [{"type": "x"}]}, r"tools\[0\]"),
-        (calling("{'code'"), r"messages\[1\].tool_calls\[0\].function.arguments is \"\{'code'\", and no JSON object"),
+        (
+            calling("{'code'"),
+            r"messages\[1\].tool_calls\[0\].function.arguments is \"\{'code'\"; it must be a JSON object",
+        ),
         (calling([1]), r"messages\[1\].tool_calls\[0\].function.arguments"),
         (calling({}, name=""), r"messages\[1\].tool_calls\[0\].function.name is ''; name the tool"),
         ({"messages": [ASKED, SAID | {"reasoning_content": "Hm."}]}, r"does not write messages\[1\].reasoning_content"),

@@ -107,9 +107,9 @@ def test_each_answer_follows_the_prompt_that_is_served(name: str, thought: str |
     answers = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
     found = [pair for one in examples for pair in zip(before(renderer, one), learnt(renderer, one), strict=True)]
     assert len(found) == len(answers)
-    forms, tools = [renderer.form(one) for one in messages], renderer.tool_forms(TOOLS)
+    forms, tools = renderer.forms(messages), renderer.tool_forms(TOOLS)
     for index, (prompt, answer) in zip(answers, found, strict=True):
-        assert prompt == renderer.template.render(forms[:index], tools)
+        assert prompt == renderer.write(forms[:index], tools)
         end = next(text for text in renderer.end_texts if answer.endswith(text))
         whole = renderer.template.render(forms[: index + 1], tools, add_generation_prompt=False)
         assert answer.removesuffix(end) in whole[-len(answer) - len(end) :]

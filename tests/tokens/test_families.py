@@ -15,7 +15,6 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,7 +62,7 @@ class Chat:
 
     def force(self) -> Prompt:
         """Ask the last question again, with an answer that must be a call."""
-        opening = partial(self.renderer.answer_format.opening, "f")
+        opening = self.renderer.answer_format.opening("f")
         prompt = self.forest.plan(list(self.messages), self.tools, normalise=as_it_is, opening=opening)
         said = {"role": "assistant", "content": "a forced call"}
         self.forest.record(prompt, [Reply(completion_id=f"f{len(self.prompts)}", token_ids=(9,), message=said)])
@@ -113,9 +112,11 @@ class Chat:
         ]
         return histories.trajectory("s", (), 1.0, turns=tuple(turns))
 
-    def rendered_ids(self) -> list[int]:
-        """Return the ids of the template's own rendering of the conversation."""
-        return self.renderer.ids_of(self.renderer.render(self.full, self.tools))
+    def rendered_ids(self, *, opening: str = "") -> list[int]:
+        """Return the ids of the template's own rendering of the conversation, and of the beginning of a forced answer."""
+        text, opened = self.renderer.split_opened(self.renderer.render(self.full, self.tools))
+        opened = self.renderer.opened_before(opening, opened)
+        return self.renderer.ids_of(text + opened) + self.renderer.ids_of(opening)
 
 
 def turn_of(number: int, prompt: Prompt, token_ids: tuple[int, ...], first_logprob: int) -> Turn:
@@ -176,7 +177,7 @@ def test_prompts_have_the_ids_of_the_full_rendering(
         assert list(prompt.path()) == chat.rendered_ids()
         if forces:
             forced = chat.force()
-            assert list(forced.path()) == chat.rendered_ids() + families[name].ids_of(forced.opening)
+            assert list(forced.path()) == chat.rendered_ids(opening=forced.opening)
         chat.say(content, calls=calls, thought="hm" if thinks and name in THINKING else "")
         is_called = calls
         if prompt.parent and prompt.fork_at == prompt.parent.path_length:
@@ -288,7 +289,7 @@ def test_a_forced_beginning_belongs_to_the_answer(families: dict[str, Renderer])
     renderer = families["qwen25"]
     forest, hello = Forest(renderer), user("hello")
     opening = '<tool_call>\n{"name": "f", "arguments": '
-    first = forest.plan([hello], TOOLS, normalise=as_it_is, opening=lambda *, is_thinking: opening)
+    first = forest.plan([hello], TOOLS, normalise=as_it_is, opening=opening)
     assert renderer.text_of(first.new_ids, has_ended=False).endswith("assistant\n" + opening)
     call = {"id": "", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -300,13 +301,15 @@ def test_a_forced_beginning_belongs_to_the_answer(families: dict[str, Renderer])
     assert text == renderer.render([hello, message, result("1")], TOOLS)
 
 
-def test_a_forced_call_ends_thinking_only_where_it_was_opened(families: dict[str, Renderer]) -> None:
+def test_a_forced_call_has_no_thinking_as_the_template_writes_one(families: dict[str, Renderer]) -> None:
     chat = Chat(renderer=families["deepseek_r1"], tools=TOOLS)
-    chat.hear(user("hello"))
-    assert chat.force().opening.startswith("\n</think>")
-    chat.say("a step", calls=True)
-    chat.hear(result("1"))
-    assert "</think>" not in chat.force().opening
+    text = chat.renderer.text_of(chat.hear(user("hello")).path(), has_ended=False)
+    forced = chat.renderer.text_of(chat.force().path(), has_ended=False)
+    assert (
+        forced
+        == text.removesuffix("<think>\n")
+        + "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json"
+    )
 
 
 @pytest.mark.parametrize(("name", "is_thinking"), [("qwen3", False), ("deepseek", False), ("deepseek_r1", True)])

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from areal_agent.tokens.forest import Forest, Opening, Prompt, Reply
+from areal_agent.tokens.forest import Forest, Prompt, Reply
 from areal_agent.tokens.renderer import HistoryThinking, Renderer
 from areal_agent.types import ForkReason, JsonObject
 
@@ -64,7 +64,7 @@ class Chat:
             ],
         )
 
-    def say(self, *messages: JsonObject, tools: Sequence[JsonObject] = (), opening: Opening | None = None) -> Prompt:
+    def say(self, *messages: JsonObject, tools: Sequence[JsonObject] = (), opening: str = "") -> Prompt:
         return self.forest.plan(messages, tools, normalise=as_it_is, opening=opening)
 
     def turn(self, *messages: JsonObject, reply: str, tools: Sequence[JsonObject] = ()) -> ForkReason | None:
@@ -84,8 +84,7 @@ def call(call_id: str, **arguments: Any) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
-def begins_call(*, is_thinking: bool) -> str:
-    return "</think><tool_call>" if is_thinking else "<tool_call>"
+BEGUN = "<tool_call>"
 
 
 def parent_of(prompt: Prompt) -> str | None:
@@ -187,16 +186,16 @@ def test_a_repeated_prompt_branches(chat: Chat) -> None:
 
 
 @pytest.mark.parametrize("messages", [(HELLO,), (HELLO, assistant("hi"), MORE)], ids=["first turn", "second turn"])
-@pytest.mark.parametrize("openings", [(None, begins_call, None), (begins_call, None, begins_call)])
+@pytest.mark.parametrize("openings", [("", BEGUN, ""), (BEGUN, "", BEGUN)])
 def test_a_repeated_prompt_may_begin_its_answer_in_another_way(
-    chat: Chat, messages: Sequence[JsonObject], openings: Sequence[Opening | None]
+    chat: Chat, messages: Sequence[JsonObject], openings: Sequence[str]
 ) -> None:
     chat.answer(chat.say(HELLO), assistant("hi"), (300, 7, 250, chat.renderer.end_token_id))
     plain = chat.say(*messages)
     reasons: list[ForkReason | None] = []
     for opening in openings:
         prompt = chat.say(*messages, opening=opening)
-        assert list(prompt.path()) == [*plain.path(), *chat.renderer.ids_of("<tool_call>" if opening else "")]
+        assert list(prompt.path()) == [*plain.path(), *chat.renderer.ids_of(opening)]
         assert (parent_of(prompt), prompt.fork_at) == (parent_of(plain), plain.fork_at)
         reasons.append(chat.answer(prompt, assistant("so")))
     assert reasons[1:] == [ForkReason.REPEATED] * 2
@@ -204,7 +203,7 @@ def test_a_repeated_prompt_may_begin_its_answer_in_another_way(
 
 def test_an_answer_with_a_beginning_of_its_own_is_continued(chat: Chat) -> None:
     chat.turn(HELLO, reply="hi")
-    forced = chat.say(HELLO, opening=begins_call)
+    forced = chat.say(HELLO, opening=BEGUN)
     sampled = (300, 7, chat.renderer.end_token_id)
     chat.answer(forced, assistant("", call("c", x=1)), sampled)
     prompt = chat.say(HELLO, assistant("", call("c", x=1)), MORE)
@@ -361,10 +360,10 @@ def test_identity_tells_repetitions_apart(chat: Chat) -> None:
 
 
 def test_identity_tells_openings_apart(chat: Chat) -> None:
-    assert chat.say(HELLO).identity != chat.say(HELLO, opening=begins_call).identity
+    assert chat.say(HELLO).identity != chat.say(HELLO, opening=BEGUN).identity
 
 
 def test_identity_does_not_depend_on_other_openings(renderer: Renderer) -> None:
     one, other = Chat(renderer), Chat(renderer)
-    one.answer(one.say(HELLO, opening=begins_call), assistant("hi"))
+    one.answer(one.say(HELLO, opening=BEGUN), assistant("hi"))
     assert one.say(HELLO).identity == other.say(HELLO).identity

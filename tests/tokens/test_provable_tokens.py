@@ -105,7 +105,7 @@ class Agent:
 
     @staticmethod
     def _plan(forest: Forest, messages: list[dict[str, Any]], begins_with: str) -> Prompt:
-        return forest.plan(messages, (), normalise=as_it_is, opening=lambda *, is_thinking: begins_with)
+        return forest.plan(messages, (), normalise=as_it_is, opening=begins_with)
 
     def _reply(self, ids: list[int], *, is_ended: bool, begins_with: str) -> Reply:
         token_ids = (*ids, self.renderer.end_token_id) if is_ended else tuple(ids)

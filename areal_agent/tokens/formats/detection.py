@@ -100,9 +100,7 @@ def answer_with_reasoning(template: ChatTemplate) -> str:
     return _rendered(template, [_QUESTION, answer], thinking_options(True)) or ""
 
 
-def _rendered(
-    template: ChatTemplate, messages: Sequence[JsonObject], options: JsonObject | None = None
-) -> str | None:
+def _rendered(template: ChatTemplate, messages: Sequence[JsonObject], options: JsonObject | None = None) -> str | None:
     try:
         return template.render(messages, PROBE_TOOLS, add_generation_prompt=False, options=options or {})
     except RequestError:

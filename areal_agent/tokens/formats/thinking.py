@@ -41,7 +41,8 @@ class Thinking:
         '<think>so</think>No.'
         """
         space = re.search(
-            rf"{re.escape(self.begin)}(\s*){re.escape(reasoning)}\s*{re.escape(self.end)}(\s*){re.escape(following)}", text
+            rf"{re.escape(self.begin)}(\s*){re.escape(reasoning)}\s*{re.escape(self.end)}(\s*){re.escape(following)}",
+            text,
         )
         return self if space is None else replace(self, inner=space[1], outer=space[2])
 
@@ -58,7 +59,7 @@ class Thinking:
         return self.begin in text.rpartition(self.end)[2]
 
     def lead(self, text: str) -> str:
-        """Return what an answer begins with in the place of reasoning that was left out: white space, tags around none."""
+        """Return what an answer begins with in the place of reasoning that was left out: white space, empty tags."""
         found = re.match(rf"\s*(({re.escape(self.begin)}\s*)?{re.escape(self.end)}\s*)?", text)
         return found[0] if found else ""
 

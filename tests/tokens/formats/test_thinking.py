@@ -62,7 +62,7 @@ def test_reasoning_is_told_apart_where_no_calls_are_allowed() -> None:
 
 
 def test_a_forced_call_first_ends_open_reasoning() -> None:
-    answer = QWEN.parse(QWEN.opening("f", is_thinking=True) + " {}}\n</tool_call>", is_thinking=True)
+    answer = QWEN.parse("\n</think>\n\n" + QWEN.opening("f") + " {}}\n</tool_call>", is_thinking=True)
     assert answer == ParsedAnswer(content="", reasoning="", tool_calls=(PARSED_CALL,))
 
 
