@@ -16,7 +16,7 @@ COMMANDS = {
     "view": "read what a run recorded: groups, rewards, fates, and conversations as text",
     "ledger": "verify RUN_DIR proves what a run recorded; export RUN_DIR hands it out",
     "gateway": "serve agents that live elsewhere, and lease their rollouts to a trainer",
-    "conformance": "prove that a gateway records the same, whichever protocol its agents speak",
+    "conformance": "prove that every protocol gives the same records, and that templates leave nothing out",
     "engine": "serve a model with the embedded inference engine",
     "engine.environment": "make the environment of SGLang or vLLM",
     "models.tiny": "build the quickstart's model",

@@ -1,7 +1,9 @@
-"""Proofs that a gateway keeps its word.
+"""Proofs that agents get what they are promised: by the command line, `__main__.py`.
 
 protocols.py     the same episodes through every protocol of a running gateway give the same records
-templates.py     the chat templates at hand, each with a tokenizer, and the table of what they do with each shape
-shapes.py        the conversations that are tried, one a shape, and random ones
-playing.py       plays one conversation as the gateway does, and compares its tokens with what transformers renders
+shapes.py        the conversations that are tried on chat templates: one a shape, and random ones
+templates.py     the templates at hand, each with a tokenizer
+playing.py       plays a conversation on a template as the gateway does, and judges every prompt
+comparing.py     compares a prompt with what transformers renders, but for the answers that were sampled
+table.py         tries all shapes and prints what was found
 """

@@ -76,11 +76,11 @@ class Spans:
         one, other = self._without_end(sampled), self._without_end(inserted)
         bare, bare_other = "".join(one.split()), "".join(other.split())
         is_cut = bool(answer.sampled) and answer.sampled[-1] not in self._renderer.stop_token_ids
-        if bare == bare_other or (is_cut and bare in bare_other):
+        if bare == bare_other or (is_cut and all(word in other for word in one.split())):
             return True
         a, b = (self._renderer.answer_format.parse(text, tools=self._tools) for text in (one, other))
         thought, said, written = (b.reasoning or "").replace(UNSAID, ""), a.content.strip(), b.content.strip()
-        return (is_cut and a.tool_calls == b.tool_calls) or (
+        return (
             a.tool_calls == b.tool_calls
             and (written == said or (bool(a.tool_calls) and not written))
             and (thought == (a.reasoning or "") or (bool(a.tool_calls) and thought == said))

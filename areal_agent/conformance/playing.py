@@ -164,8 +164,9 @@ class _Player:
         text, has_calls = self._written(said, prompt, conversation)
         end = renderer.stop_token_ids[len(renderer.end_texts) - 1 if has_calls else 0]
         end = renderer.stop_token_ids[-1] if "other end" in habits else end
-        ids = renderer.ids_of(text)
-        ids = ids[: len(ids) * 2 // 3] if "cut" in habits else [*ids, end]
+        if "cut" in habits:  # behind a header of Harmony's
+            text = text[: max(len(text) * 2 // 3, text.rfind("<|message|>") + len("<|message|>"))]
+        ids = renderer.ids_of(text) + ([] if "cut" in habits else [end])
         reason = FinishReason.LENGTH if "cut" in habits else FinishReason.STOP
         draft = Draft(
             detokenizer=renderer.detokenizer,

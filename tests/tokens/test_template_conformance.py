@@ -56,7 +56,7 @@ NEXT_TURN = CHATML.replace("message.role + '\\n'", "message.role + ('\\n' if loo
 def test_another_text_is_a_difference(answer: dict[str, object]) -> None:
     finding = played(subject(served=CHATML, used=NEXT_TURN), Play(name="x", steps=[U, answer, U]))
     assert finding.verdict is Verdict.DIFFERS
-    assert "user Say Mark102x now." in finding.text and "user\\nSay Mark102x now." in finding.text
+    assert " Say Mark102x now." in finding.text and "\\nSay Mark102x now." in finding.text
 
 
 def test_what_was_sampled_may_have_other_white_space() -> None:
