@@ -113,7 +113,7 @@ class Chat:
         return histories.trajectory("s", (), 1.0, turns=tuple(turns))
 
     def rendered_ids(self, *, opening: str = "") -> list[int]:
-        """Return the ids of the template's own rendering of the conversation, and of the beginning of a forced answer."""
+        """Return the ids of the template's own rendering, and of the beginning of a forced answer."""
         text, opened = self.renderer.split_opened(self.renderer.render(self.full, self.tools))
         opened = self.renderer.opened_before(opening, opened)
         return self.renderer.ids_of(text + opened) + self.renderer.ids_of(opening)
