@@ -166,7 +166,7 @@ class Continuation:
             forms,
             num_new=num_new,
             num_messages=num_messages,
-            has_tools=bool(self._tool_forms) and self._renderer.answer_format.has_calls,
+            has_tools=bool(self._tool_forms) and self._renderer.arrangement.has_definitions,
             sampled=sampled,
         )
 

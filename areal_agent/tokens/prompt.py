@@ -175,7 +175,8 @@ class Prompt:
         for prompt in self.lineage():
             if prompt.parent:
                 spans.append((prompt.parent.prompt.block_at, prompt.parent.path_length))
-            spans = [(start, min(end, prompt.fork_at)) for start, end in spans if start < prompt.fork_at]
+            if spans and spans[-1][1] > prompt.fork_at:
+                spans = [(start, min(end, prompt.fork_at)) for start, end in spans if start < prompt.fork_at]
             spans += [(prompt.fork_at + start, prompt.fork_at + end) for start, end in prompt.slices]
         return spans
 

@@ -406,11 +406,11 @@ def _fitted(
     template = ChatTemplate(source, special_tokens)
     answer_format, manner = AnswerFormat.detect(template, tool_format=tool_format, reasoning_format=reasoning_format)
     arrangement = Arrangement.of(template, manner, has_calls=answer_format.has_calls)
-    derived = source
+    derived, reads_tools = source, "tools" in template.variables  # one that reads them knows why it does not write them
     if answer_format.has_calls:
         derived = tools_template(
             source,
-            example=None if arrangement.has_definitions else answer_format.format("", (EXAMPLE,)),
+            example=None if reads_tools or arrangement.has_definitions else answer_format.format("", (EXAMPLE,)),
             newline=None if arrangement.has_calls else HERMES_NEWLINES.get(answer_format.tool_format),
             has_results=arrangement.has_results,
             has_system=arrangement.has_system,
@@ -464,7 +464,7 @@ class Detokenizer:
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
         self.is_byte_level = isinstance(backend.decoder, ByteLevel)
-        self._bytes: dict[int, bytes] = {}  # of ids that were asked for
+        self._bytes = _BytesOf(self)
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -477,10 +477,7 @@ class Detokenizer:
         """Return the text of ids that stand in the middle of others, as exactly as the tokenizer allows."""
         if not self.is_byte_level:
             return self.text_of(token_ids)
-        known = self._bytes
-        return b"".join([known.get(one) or known.setdefault(one, self.bytes_of(one)) for one in token_ids]).decode(
-            errors="replace"
-        )
+        return b"".join(map(self._bytes.__getitem__, token_ids)).decode(errors="replace")
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of one id: exact for a byte-level BPE, otherwise those of its text alone."""
@@ -504,6 +501,17 @@ class Detokenizer:
     def stream(self) -> TextStream:
         """Begin a stream of text for one answer."""
         return _ByteStream(self) if self.is_byte_level else _WindowStream(self)
+
+
+class _BytesOf(dict[int, bytes]):
+    """The bytes of each id that was asked for."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = self._detokenizer.bytes_of(token_id)
+        return self[token_id]
 
 
 class _ByteStream:
