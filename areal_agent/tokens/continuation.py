@@ -80,6 +80,8 @@ class Continuation:
 
         Raises RequestError when the template refuses the conversation.
         """
+        if new and new[0]["role"] == "assistant" and self._renderer.joins_answers:
+            return None  # where the sampled answer ends cannot be told
         ids = CallIds(self._renderer.arrangement)
         added = [self._answer_form(parent, echo, ids), *(self._renderer.form(message, ids) for message in new)]
         num_messages = parent.prompt.num_messages + len(added)

@@ -102,7 +102,7 @@ class Renderer:
         try:
             self.answer_header = self._find_answer_header()
             self.end_texts = self._find_end_texts()
-            self._end_pattern = self._find_end_pattern()
+            self._end_pattern, self.joins_answers = self._find_end_pattern()
             self._no_thinking = self._find_no_thinking()  # before text, and before a call
         except RequestError as error:
             raise ConfigError(f"the chat template cannot render a plain question and answer: {error}") from error
@@ -207,7 +207,7 @@ class Renderer:
 
     def form_with_thinking(self, message: JsonObject, thinking: str) -> JsonObject:
         """Return a normalised answer as the template receives it, with this text in the place of its thinking."""
-        _, content = split_thinking(message)
+        content = message["content"] if message.get("reasoning_content") else split_thinking(message)[1]
         form = dict(self._shielded({**message, "content": content, "reasoning_content": None}))
         del form["reasoning_content"]
         if self.thinking.is_inline and "reasoning_content" not in self.template.source:
@@ -327,18 +327,19 @@ class Renderer:
         calling = self._token_after_call(plain[0])
         return (plain[0],) if calling == plain[0] else (plain[0], calling)
 
-    def _find_end_pattern(self) -> re.Pattern[str]:
+    def _find_end_pattern(self) -> tuple[re.Pattern[str], bool]:
         """Return a pattern for what ends an answer in rendered text: an end token, or any that no answer has.
 
-        An answer that is not the last may end with another token (Harmony's), which also stands within answers.
+        An answer that is not the last may end with another token (Harmony's), which also stands within answers: then
+        two answers in a row look like one, which is the second value.
         """
         written = self.answer_format.format("x", (PROBE,) if self.answer_format.has_calls else ())
         written += self.thinking.write("x", "x")
         ends = any_of({*self.end_texts, *(text for text in self._turn_texts if text not in written)})
         inside = self._tokens_after_answer(is_last=False)[:1]
         if not inside or inside[0] in self.end_texts or not self.answer_header:
-            return re.compile(ends)
-        return re.compile(f"{ends}|{re.escape(inside[0])}(?!{re.escape(self.answer_header)})")
+            return re.compile(ends), False
+        return re.compile(f"{ends}|{re.escape(inside[0])}(?!{re.escape(self.answer_header)})"), True
 
     def _find_no_thinking(self) -> tuple[str, str]:
         """Return what the template writes instead of thinking where that is turned off, or else where there is none."""
