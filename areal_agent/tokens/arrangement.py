@@ -40,7 +40,9 @@ BETWEEN = "\n\n"
 Shape = tuple[Any, ...]
 """One message without its words: its role, and which parts it has."""
 
-_SYSTEM, _USER, _ANSWER = ("system", True), ("user", True), ("assistant", True, False, 0, False)
+_SYSTEM: Shape = ("system", True)
+_USER: Shape = ("user", True)
+_ANSWER: Shape = ("assistant", True, False, 0, False)
 _CALLS, _RESULTS = ("assistant", False, False, 2, False), (("tool", True, 1), ("tool", True, 0))
 
 CLIENTS: Mapping[str, Sequence[Shape]] = {
