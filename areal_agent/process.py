@@ -26,6 +26,9 @@ Result = TypeVar("Result")
 
 LIFELINE_VARIABLE = "AREAL_AGENT_LIFELINE_FD"
 
+ENDING_WITH_US = ("setpriv", "--pdeathsig", "KILL")
+"""Goes before a command without a lifeline, even one that is stopped, so that it ends with this process. Linux only."""
+
 NEW_OBJECTS_A_COLLECTION = 50_000
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
+from math import fsum
 from typing import Any, Self
 
 import numpy as np
@@ -275,6 +276,8 @@ class Rewards:
 
     >>> Rewards(final=1.0, by_completion={"c1": 0.5}).total
     1.5
+    >>> Rewards(by_completion={str(number): 0.1 for number in range(10)}).total
+    1.0
     """
 
     final: float | None = None
@@ -288,7 +291,7 @@ class Rewards:
     @property
     def total(self) -> float:
         """Final reward plus all rewards by completion; 0.0 when missing (check `is_missing` first)."""
-        return (self.final or 0.0) + sum(self.by_completion.values())
+        return fsum((self.final or 0.0, *self.by_completion.values()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

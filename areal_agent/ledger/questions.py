@@ -339,9 +339,9 @@ OF_ROLLOUTS = (
 """The tables of sessions `s` with their endings `e`, leases `l` and fates `f`."""
 TOTAL = (
     f"CASE WHEN e.status = '{Status.COMPLETED}' THEN "
-    "coalesce(e.final_reward, 0) + (SELECT coalesce(sum(value), 0) FROM json_each(e.rewards)) END"
+    "round(coalesce(e.final_reward, 0) + (SELECT coalesce(sum(value), 0) FROM json_each(e.rewards)), 12) END"
 )
-"""The SQL of `Rewards.total`; NULL for a session that did not complete."""
+"""The SQL of `Rewards.total`, whose sum does not round; NULL for a session that did not complete."""
 NUM_SAMPLED = (
     "(SELECT coalesce(sum(length(c.token_ids)), 0) / 4 FROM turns t JOIN completions c ON c.turn = t.number "
     "WHERE t.session = s.number)"

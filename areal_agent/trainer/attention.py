@@ -12,8 +12,10 @@ cap, sinks and rule (causal, a sliding window, chunks), which are applied here t
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, Self
 
@@ -35,6 +37,8 @@ try:
     from flash_attn import flash_attn_varlen_func  # pyright: ignore  # an extra of the user's, on a GPU
 except ImportError:
     flash_attn_varlen_func = None
+
+logger = logging.getLogger(__name__)
 
 ATTENTION_NAME = "areal_agent_segments"
 QUERIES_PER_BLOCK = 512
@@ -137,18 +141,35 @@ MAX_HEAD_SIZE = 256
 """The largest D that kernels take; they take multiples of 8."""
 
 
-def packed_kernel() -> Kernel | None:
-    """Return the kernel of torch, else that of flash-attn, else None. Both run on a GPU, in bfloat16 or float16."""
-    parameters = () if varlen_attn is None else inspect.signature(varlen_attn).parameters
-    if {"scale", "window_size", "enable_gqa"}.issubset(parameters):  # torch's first versions lack some of them
-        return _by_torch
-    return None if flash_attn_varlen_func is None else _by_flash_attn
+@cache
+def packed_kernel(attend: Any = varlen_attn) -> Kernel | None:
+    """Return torch's kernel `attend`, else flash-attn's, else None, which is logged. They run on a GPU, in 16 bits."""
+    parameters = () if attend is None else inspect.signature(attend).parameters
+    if {"scale", "window_size"}.issubset(parameters):
+        return partial(_by_torch, attend, {"enable_gqa": True} if "enable_gqa" in parameters else {})
+    if flash_attn_varlen_func is not None:
+        return _by_flash_attn
+    logger.warning(
+        "attention runs sequence by sequence, since torch %s has no kernel for all of them: install 2.11 or flash-attn",
+        torch.__version__,
+    )
+    return None
 
 
-def _by_torch(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float) -> Tensor:
-    attend: Any = varlen_attn
+def _by_torch(
+    attend: Any,
+    groups: dict[str, bool],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: Tensor,
+    longest: int,
+    scaling: float,
+) -> Tensor:
+    if not groups:  # torch 2.11 wants a key and a value for each query head
+        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
     spans = (offsets, offsets, longest, longest)
-    return attend(query, key, value, *spans, scale=scaling, window_size=(-1, 0), enable_gqa=True)
+    return attend(query, key, value, *spans, scale=scaling, window_size=(-1, 0), **groups)
 
 
 def _by_flash_attn(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float) -> Tensor:

@@ -244,7 +244,7 @@ def _difference(
     is_same = distance <= TOLERANCE * spread
     has_experts = any(word in name for name, _ in model.named_modules() for word in ("expert", "moe", "router"))
     enough = NEARLY_ALL if has_experts else 1.0
-    if is_same.float().mean() >= enough and bool((distance <= FLIPPED * spread).all()):
+    if int(is_same.sum()) >= enough * len(is_same) and bool((distance <= FLIPPED * spread).all()):
         return None
     inside = _observe(model, compute), [_observe(model, lambda row=row: _plain_logits(model, row)) for row in rows]
     token = int(is_same.long().argmin())

@@ -293,19 +293,21 @@ def choose_device(name: str, *, rank: int = 0, num_ranks: int = 1) -> torch.devi
     return torch.device("cuda", rank)
 
 
-class ValueForward(nn.ModuleDict):
+class ValueForward(nn.Module):
     """The forward pass as one module, because FSDP2 gathers parameters per module."""
 
     def __init__(
         self, decoder: nn.Module, head: nn.Module, kernel: Kernel | None, context: Context | None = None
     ) -> None:
-        super().__init__({"decoder": decoder, "head": head})
+        super().__init__()
+        self.decoder = decoder
+        self.head = head
         self._kernel = kernel
         self._context = context
 
     def forward(self, batch: MicroBatch) -> Tensor:
         own = batch if self._context is None else self._context.part(batch)
-        values = self["head"](hidden_states(self["decoder"], own, self._kernel, self._context)).squeeze(1)
+        values = self.head(hidden_states(self.decoder, own, self._kernel, self._context)).squeeze(1)
         return values if self._context is None else self._context.gather(values, batch)
 
 

@@ -37,6 +37,7 @@ from areal_agent.config import Config
 from areal_agent.engine.fleet.member import MemberState
 from areal_agent.files import RunFolder
 from areal_agent.ledger.verify import verify
+from areal_agent.process import ENDING_WITH_US
 from areal_agent.run import Run
 from areal_agent.run.loop import INTERRUPTED_CODE
 from areal_agent.run.sources import OwnRollouts
@@ -259,7 +260,7 @@ def measure_command(config: Config, num_steps: int, lose: Callable[[subprocess.P
 @contextmanager
 def command(*arguments: str) -> Generator[subprocess.Popen[str]]:
     """Start `python -m areal_agent.train ARGUMENTS`, and at the end interrupt it and wait for its end."""
-    argv = [sys.executable, "-m", "areal_agent.train", *arguments]
+    argv = [*ENDING_WITH_US, sys.executable, "-m", "areal_agent.train", *arguments]
     with subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process

@@ -32,6 +32,8 @@ from meter import cpu_s
 from model import SHAPES, build_model
 from servers import NEW_TOKENS, OURS, NotServing, Server, random_ids, start_ours, start_sglang, start_vllm, wait_ready
 
+from areal_agent.process import ENDING_WITH_US
+
 OFFLINE = ("generate", "continuous", "floor")
 OFFLINE_S = 1800.0
 
@@ -108,7 +110,7 @@ def offline_rate(side: str, folder: Path, num_requests: int, rounds: int) -> flo
     script = str(Path(__file__).parent / "offline.py")
     try:
         done = subprocess.run(
-            [sys.executable, script, side, str(folder), str(num_requests), str(rounds)],
+            [*ENDING_WITH_US, sys.executable, script, side, str(folder), str(num_requests), str(rounds)],
             capture_output=True,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -6,8 +6,8 @@
 The models have random weights of Qwen3's shapes, in bfloat16 on a GPU. Each request has 128 prompt and 128 sampled
 tokens; a last batch has long prompts. Each batch is sent over HTTP to a server of its own, which has slots for just
 these requests. Each figure is the median of some rounds by the clock, prompts included, after as many rounds that warm
-up. Then pushes are timed over shared memory, with this process as the trainer. Failures are printed, and the rest goes
-on.
+up. Then pushes are timed over shared memory, with this process as the trainer. Each figure is printed as soon as it is
+there. Failures are printed, and the rest goes on.
 """
 
 import argparse
@@ -34,11 +34,11 @@ from transformers import AutoModelForCausalLM
 
 from areal_agent.cluster.local import weights_folder
 from areal_agent.errors import EngineError
+from areal_agent.process import ENDING_WITH_US
 from areal_agent.weights.channels import SharedMemoryChannel, layout
 
 ALL_SHAPES = {"tiny": SHAPES["tiny"]} | GPU_SHAPES
 GENERATE_S = 300.0
-SIDES = ("ours", "generate", "floor")
 PUSH_CONTEXT = 4096
 """Long enough for requests that outlast all pushes."""
 PUSH_STEPS = ("write", "send", "stall", "pause", "transfer", "resume")
@@ -102,15 +102,17 @@ async def measure(plan: Plan) -> None:
     print(
         f"\na copy reads and writes {rates.bytes_per_s / 1e9:.0f} GB/s, a product does {rates.flops / 1e12:.1f} TFLOP/s"
     )
-    found = {batch: {"floor": _rate(batch, rates.floor_s(plan.shape, batch, plan.dtype))} for batch in plan.batches}
+    print(f"\n| {plan.name}, requests | tokens each | side | tokens/s | to floor |\n|---|---|---|---|---|", flush=True)
     for batch in plan.batches:
-        found[batch]["generate"] = generate_rate(plan, batch)
+        floor = _rate(batch, rates.floor_s(plan.shape, batch, plan.dtype))
+        print_rate(batch, "floor", floor, floor)
         try:
             async with serving(plan, batch.requests, batch.prompt_tokens + batch.new_tokens) as server:
-                found[batch]["ours"] = await served_rate(plan, server, batch)
+                print_rate(batch, "ours", await served_rate(plan, server, batch), floor)
         except NotServing as error:
             print(f"ours failed with {batch.requests} requests: {error}", flush=True)
-    print_rates(plan.name, found)
+        if rate := generate_rate(plan, batch):
+            print_rate(batch, "generate", rate, floor)
     try:
         async with serving(plan, NUM_REQUESTS, PUSH_CONTEXT) as server:
             print_pushes(plan.name, await push_all(plan, server))
@@ -118,17 +120,9 @@ async def measure(plan: Plan) -> None:
         print(f"pushes failed: {error}", flush=True)
 
 
-def print_rates(name: str, found: dict[Batch, dict[str, float]]) -> None:
-    columns = [f"{name}, requests", "tokens each", *SIDES, "ours / generate", "ours / floor"]
-    print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    for batch, rates in found.items():
-        cells = [f"{rates[side]:.0f}" if rates.get(side) else "failed" for side in SIDES]
-        ratios = [
-            f"{rates.get('ours', 0.0) / rates[other]:.2f}" if rates.get(other) else "-"
-            for other in ("generate", "floor")
-        ]
-        tokens = f"{batch.prompt_tokens} + {batch.new_tokens}"
-        print(f"| {' | '.join([str(batch.requests), tokens, *cells, *ratios])} |", flush=True)
+def print_rate(batch: Batch, side: str, rate: float, floor: float) -> None:
+    tokens = f"{batch.prompt_tokens} + {batch.new_tokens}"
+    print(f"| {batch.requests} | {tokens} | {side} | {rate:.0f} | {rate / floor:.3f} |", flush=True)
 
 
 def print_pushes(name: str, costs: Costs) -> None:
@@ -188,7 +182,7 @@ def generate_rate(plan: Plan, batch: Batch) -> float:
     numbers = (batch.requests, batch.prompt_tokens, batch.new_tokens, plan.rounds)
     try:
         done = subprocess.run(
-            [sys.executable, script, str(plan.folder), str(plan.device), *map(str, numbers)],
+            [*ENDING_WITH_US, sys.executable, script, str(plan.folder), str(plan.device), *map(str, numbers)],
             capture_output=True,
             text=True,
             timeout=GENERATE_S,

@@ -19,6 +19,8 @@ from typing import Any
 
 import aiohttp
 
+from areal_agent.process import ENDING_WITH_US
+
 PROMPT_TOKENS, NEW_TOKENS = 128, 128
 READY_S = 300.0
 HERE = Path(__file__).parent
@@ -138,7 +140,7 @@ def _start(
     one_thread = {name: "1" for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            argv,
+            [*ENDING_WITH_US, *argv],
             stdout=output,
             stderr=output,
             env={**os.environ, **one_thread, **(environment or {})},

@@ -30,6 +30,8 @@ import model
 from agents import PROTOCOLS, Agent
 from meter import CpuBound, cpu_ns, pin, resident_bytes, stop
 
+from areal_agent.process import ENDING_WITH_US
+
 HERE = Path(__file__).parent
 ADMIN_KEY = "benchmark"
 READY_S = 60.0
@@ -331,7 +333,7 @@ def _spawn_gateway(world: World, engine_url: str) -> tuple[subprocess.Popen[byte
     ledger = Path(tempfile.mkdtemp(dir=world.folder)) / "ledger.sqlite"
     arguments = ["--engine", engine_url, "--tokenizer", str(world.tokenizer), "--port", str(port)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "areal_agent.gateway", *arguments, "--ledger", str(ledger)],
+        [*ENDING_WITH_US, sys.executable, "-m", "areal_agent.gateway", *arguments, "--ledger", str(ledger)],
         env={**os.environ, "AREAL_AGENT_ADMIN_KEY": ADMIN_KEY},
         stdout=subprocess.DEVNULL,
     )
@@ -340,7 +342,8 @@ def _spawn_gateway(world: World, engine_url: str) -> tuple[subprocess.Popen[byte
 
 def _start(folder: Path, script: str, *arguments: str) -> tuple[subprocess.Popen[bytes], str]:
     """Start a script of this folder that prints its port."""
-    process = subprocess.Popen([sys.executable, str(HERE / script), *arguments], stdout=subprocess.PIPE, cwd=folder)
+    argv = [*ENDING_WITH_US, sys.executable, str(HERE / script), *arguments]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=folder)
     assert process.stdout is not None
     return process, f"http://127.0.0.1:{int(process.stdout.readline())}"
 

@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from areal_agent.process import ENDING_WITH_US
+
 ROOT = Path(__file__).parents[2]
 PRESETS = ("rloo", "grpo", "ppo", "gspo", "cispo")
 MIN_AFTER = 0.8
@@ -71,7 +73,8 @@ def lowest(metrics: Path) -> float | None:
 
 
 def run(module: list[str]) -> int:
-    done = subprocess.run([sys.executable, "-m", *module], cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
+    argv = [*ENDING_WITH_US, sys.executable, "-m", *module]
+    done = subprocess.run(argv, cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
     return done.returncode
 
 

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 
 from areal_agent.observe.metrics import read_metrics, step_rows
+from areal_agent.process import ENDING_WITH_US
 
 ROOT = Path(__file__).parents[2]
 UNCLIPPED = "trainer.gradient_clip_quantile=null"
@@ -150,7 +151,11 @@ def run_one(trial: Trial, *, out: Path, results: Path | None) -> Outcome:
 
 def run(module: list[str], **environment: str) -> int:
     done = subprocess.run(
-        [sys.executable, "-m", *module], cwd=ROOT, env=os.environ | environment, stdout=subprocess.DEVNULL, check=False
+        [*ENDING_WITH_US, sys.executable, "-m", *module],
+        cwd=ROOT,
+        env=os.environ | environment,
+        stdout=subprocess.DEVNULL,
+        check=False,
     )
     return done.returncode
 

@@ -69,7 +69,7 @@ def main() -> int:
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     peak = args.peak_tflops or next((rate for known, rate in TFLOPS.items() if known in name), None)
     print(f"{name}, torch {torch.__version__}, {args.tokens} tokens in sequences of {args.length}")
-    print("\n| shape | side | tokens/s | to autocast | MFU | peak GiB |\n|---|---|---|---|---|---|")
+    print("\n| shape | side | tokens/s | to autocast | MFU | peak GiB |\n|---|---|---|---|---|---|", flush=True)
     group = Group.of_one(device)
     for shape in args.shapes:
         base = 0.0

@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging as transformers_logging
 
 from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.process import ENDING_WITH_US
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.ranks import Group
 from areal_agent.trainer.state import write_export
@@ -163,7 +164,7 @@ def measure(size: int, *, num_layers: int, hidden_size: int) -> dict[str, dict[s
         folder = Path(name)
         make_model(folder / "small", num_layers=1, hidden_size=16)
         sizes = make_model(folder / "model", num_layers=num_layers, hidden_size=hidden_size)
-        command = [sys.executable, __file__, "--ranks", str(size), "--folder", name, "--rank"]
+        command = [*ENDING_WITH_US, sys.executable, __file__, "--ranks", str(size), "--folder", name, "--rank"]
         ranks = [subprocess.Popen([*command, str(rank)], env={**os.environ, **GIVE_BACK}) for rank in range(size)]
         try:
             codes = [rank.wait() for rank in ranks]

@@ -29,6 +29,7 @@ from areal_agent.ledger.encoding import encode_completion, encode_turn
 from areal_agent.ledger.files import FILE_NAME, FileKind, open_for_writing, reading
 from areal_agent.observe.metrics import MetricsLog, read_metrics, step_rows
 from areal_agent.observe.token_records import SeenTokens, TokenRecorder, read_seen
+from areal_agent.process import ENDING_WITH_US
 from areal_agent.types import Completion, Distribution, FinishReason, SamplingParams, Turn, VersionSpan, WeightVersion
 
 ROOT = Path(__file__).parents[2]
@@ -142,7 +143,7 @@ def endings(count: int) -> Iterator[Sequence[object]]:
 @contextmanager
 def page_of(run: Path) -> Generator[tuple[str, int]]:
     """Serve the page by the command; its address and the id of its process."""
-    command = [sys.executable, "-m", "areal_agent.view", str(run)]
+    command = [*ENDING_WITH_US, sys.executable, "-m", "areal_agent.view", str(run)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -201,7 +202,7 @@ def beside(browser: Browser, num_steps: int) -> None:
     run = Path(tempfile.mkdtemp(prefix="areal_agent_beside_")) / "run"
     command = [sys.executable, "-m", "areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={run}"]
     with subprocess.Popen(
-        [*command, f"steps={num_steps}", "eval.num_tasks=0"], cwd=ROOT, stdout=subprocess.DEVNULL
+        [*ENDING_WITH_US, *command, f"steps={num_steps}", "eval.num_tasks=0"], cwd=ROOT, stdout=subprocess.DEVNULL
     ) as process:
         blocks = list(look(browser, run, process))
     assert process.returncode == 0, f"the run ended with {process.returncode}; see {run / 'logs'}"

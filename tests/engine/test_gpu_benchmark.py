@@ -1,12 +1,40 @@
-"""The GPU benchmark of the engine runs on a CPU, with the same code and a small model."""
+"""The GPU benchmark of the engine runs on a CPU, with the same code and a small model. A server of a benchmark ends
+with it, also one that it has stopped."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
+
+BENCHMARK = """
+import sys, time
+from pathlib import Path
+import psutil
+sys.path.insert(0, "benchmarks/engine")
+import servers
+server = servers._start(["sleep", "600"], Path(sys.argv[1]), 0, "/", servers._native_body)
+while psutil.Process(server.process.pid).name() != "sleep":
+    time.sleep(0.01)
+if sys.argv[2] == "frozen":
+    server.freeze()
+print(server.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("state", ["serving", "frozen"])
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_ends_with_the_benchmark_that_started_it(tmp_path, state, end):
+    command = [sys.executable, "-c", BENCHMARK, str(tmp_path / "log"), state]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as benchmark:
+        server = psutil.Process(int(benchmark.stdout.readline()))
+        benchmark.send_signal(end)
+    server.wait(timeout=60)  # or TimeoutExpired
 
 
 @pytest.mark.slow
@@ -16,5 +44,6 @@ def test_the_benchmark_for_gpus_fills_its_tables_on_a_cpu():
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     assert "failed" not in done.stdout
-    assert "| 2 | 128 + 128 |" in done.stdout and "| 2 | 160 + 128 |" in done.stdout
+    for tokens in ("128 + 128", "160 + 128"):
+        assert all(f"| 2 | {tokens} | {side} |" in done.stdout for side in ("floor", "ours", "generate")), done.stdout
     assert "| shared memory |" in done.stdout

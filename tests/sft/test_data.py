@@ -24,7 +24,7 @@ from areal_agent.sft.data import Data, Row, load_data, read_chats, read_rollouts
 from areal_agent.sft.sequences import Example
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, TranscriptSettings
-from areal_agent.types import SamplingParams, SessionPurpose
+from areal_agent.types import Rewards, SamplingParams, SessionPurpose
 from tests.histories import begin_rollout, completion, end_rollout, open_ledger, session, trajectory, turn
 
 ASKED = {"role": "user", "content": "What is 1 + 1?"}
@@ -179,7 +179,7 @@ def template_of(model: Path) -> str:
 
 @pytest.fixture
 def run_dir(small_model: Path, tmp_path: Path) -> Path:
-    """A ledger with rollouts of rewards 0, 1 and 2; the last is greedy, and one with 2 is an evaluation."""
+    """A ledger with rollouts of rewards 0, 1 (ten times 0.1) and 2; the last is greedy, one with 2 an evaluation."""
 
     async def fill() -> None:
         async with open_ledger(tmp_path) as ledger:
@@ -188,6 +188,8 @@ def run_dir(small_model: Path, tmp_path: Path) -> Path:
                 await begin_rollout(ledger, name, "g")
                 greedy = SamplingParams(temperature=0.0 if name == "best" else 0.7)
                 one = rollout(name, reward, sampling=greedy)
+                if name == "good":
+                    one = replace(one, rewards=Rewards(by_completion={str(number): 0.1 for number in range(10)}))
                 await end_rollout(ledger, replace(one, undelivered=("unseen-c",) if name == "unseen" else ()))
             await ledger.own.open_session(session("graded", purpose=SessionPurpose.EVAL))
             await end_rollout(ledger, rollout("graded", 2.0))
@@ -196,7 +198,7 @@ def run_dir(small_model: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("min_reward", "sessions"), [(0.5, ["best", "good"]), (2.0, ["best"])])
+@pytest.mark.parametrize(("min_reward", "sessions"), [(1.0, ["best", "good"]), (2.0, ["best"])])
 def test_rollouts_are_learnt_by_their_sampled_tokens(
     small_model: Path, run_dir: Path, min_reward: float, sessions: list[str]
 ) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
 
 VOCAB_SIZE = 61
 DENSE = {
@@ -25,6 +25,10 @@ GEMMA = {**DENSE, "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+
+LLAMA4 = {"llama4_text": {**DENSE, "head_dim": 8, "num_local_experts": 4, "attention_chunk_size": 6}}
+HAS_CHUNKS_OF_SEQUENCES = hasattr(masking_utils, "remap_positions_for_packed_sequence")
+"""From transformers 5.23 on. Before, Llama 4's chunks were counted along the whole row."""
 
 PACKED: Mapping[str, dict[str, Any]] = {
     "llama": DENSE,
@@ -47,7 +51,7 @@ PACKED: Mapping[str, dict[str, Any]] = {
     "cohere2": {**DENSE, "logit_scale": 0.2, "sliding_window": 6},
     "olmo3": {**DENSE, "sliding_window": 6},
     "seed_oss": {**DENSE, "head_dim": 8},
-    "llama4_text": {**DENSE, "head_dim": 8, "num_local_experts": 4, "attention_chunk_size": 6},
+    **(LLAMA4 if HAS_CHUNKS_OF_SEQUENCES else {}),
 }
 """Families that pass the proof in packed rows."""
 
@@ -74,6 +78,7 @@ PADDED: Mapping[str, dict[str, Any]] = {
         "logits_scaling": 4.0,
     },
     "bloom": {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    **({} if HAS_CHUNKS_OF_SEQUENCES else LLAMA4),
 }
 """Families that pass it only with a row for each sequence."""
 

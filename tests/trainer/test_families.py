@@ -177,7 +177,7 @@ def test_weights_of_other_shapes_and_broken_files_are_refused(tmp_path: Path) ->
     with pytest.raises(ConfigError, match=r"shapes of its weights are not those of its config.*down_proj"):
         Policy.load(tmp_path, CPU)
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match="not fully covered"):
+    with pytest.raises(ConfigError, match=r"not fully covered|IncompleteBuffer"):
         Policy.load(tmp_path, CPU)
 
 

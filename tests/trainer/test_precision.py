@@ -5,7 +5,8 @@
   float32; that holds for each family, with adapters, critic, reference and recomputed layers, and over a resume.
 - With `fp32_lm_head` the logits are products in float32.
 - One call gives what the loop over sequences gives, values and gradients; windows, soft caps, sinks, float32 and odd
-  sizes are left to the loop. A kernel that fails or sees other sequences is not used.
+  sizes are left to the loop. A kernel that fails or sees other sequences is not used. No verdict rests on how a mean
+  is rounded. A kernel without grouped heads gets keys and values repeated; a torch without one is told once.
 - The benchmark for GPUs runs on a CPU. On a GPU, the kernel is that of torch or flash-attn, and a train step is that of
   a CPU within rounding.
 """
@@ -15,15 +16,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.trainer.attention import OneCall, Rule, packed_kernel, segment_attention
+from areal_agent.trainer.attention import OneCall, Rule, flash_attn_varlen_func, packed_kernel, segment_attention
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.forward import choose_attention
 from areal_agent.trainer.model import Policy
@@ -244,12 +247,44 @@ def test_a_padded_row_needs_no_kernel() -> None:
     assert choose_attention(make("llama", DENSE), is_padded=True, kernel=by_mask) is None
 
 
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="an older torch lacks arguments of its kernel")
+class MeansBelow(TorchFunctionMode):
+    """Every mean is one rounding lower than the exact one, as a GPU's may be."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        return found.nextafter(found - 1) if function in (torch.mean, Tensor.mean) else found
+
+
+def test_the_proof_does_not_rest_on_how_a_mean_is_rounded() -> None:
+    with MeansBelow():
+        assert torch.ones(209).mean() < 1.0
+        choose_attention(make("llama", DENSE), is_padded=False)
+
+
+def each_head(query: Tensor, key: Tensor, value: Tensor, *spans: Any, scale: float, window_size: object) -> Tensor:
+    """torch 2.11's kernel, which wants a key and a value for each query head."""
+    assert key.shape == value.shape == query.shape and window_size == (-1, 0) and spans[0] is spans[1]
+    return by_mask(query, key, value, spans[0], spans[2], scale)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.11", reason="an older torch has no such kernel")
 def test_the_kernel_of_torch_is_called_as_it_asks_to_be() -> None:
     kernel = packed_kernel()
     assert kernel is not None
     query, key, value = (torch.empty(9, heads, 8, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
     assert kernel(query, key, value, torch.tensor([0, 3, 4, 9]), 5, 0.3).shape == (9, 4, 8)
+
+
+def test_a_kernel_for_equally_many_heads_gets_keys_and_values_repeated() -> None:
+    qkv = random_qkv(8, torch.bfloat16)
+    once = OneCall.of(packed_kernel(each_head), LENGTHS, CPU)
+    torch.testing.assert_close(attend(qkv, once), attend(qkv, None), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.skipif(flash_attn_varlen_func is not None, reason="flash-attn has one")
+def test_a_torch_without_a_kernel_is_told_once(caplog) -> None:
+    assert [packed_kernel(None) for _ in range(2)] == [None, None]
+    assert [one.message.split(",")[0] for one in caplog.records] == ["attention runs sequence by sequence"]
 
 
 # ------------------------------------------------------------------------------------------------- on a GPU
