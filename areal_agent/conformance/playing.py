@@ -5,31 +5,39 @@
     step ─▶ request ─▶ Conversation.place ─▶ prompt ─▶ a scripted answer, in the model's own format ─▶ its echo
                  │                             │
                  └─▶ apply_chat_template ──────┴─▶ exact, placed elsewhere, refused, or a fault
+
+    prompt      injected │ sampled │ injected │ sampled │ injected
+                   =          ~         =          ~         =
+    template    the template's text, in which the answers are written from their echoes
+
+What was injected must stand in the template's text to the letter. What was sampled must read as what the template
+writes in its place; white space, the layout of JSON and empty thinking may differ, and the template may leave out text
+beside a sampled call, or make it thinking. Where it leaves out thinking, the sampled text begins behind that.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from itertools import count
 from typing import Any, cast
 
 import orjson
 
-from areal_agent.conformance.comparing import UNSAID, Spans
 from areal_agent.conformance.shapes import Play
 from areal_agent.conformance.templates import Subject
 from areal_agent.errors import RequestError
-from areal_agent.gateway.answers import Choice
 from areal_agent.gateway.conversation import Conversation, ToolChoice, ToolUse, read_message, read_tools
 from areal_agent.gateway.draft import Draft
-from areal_agent.tokens.arrangement import CallIds
 from areal_agent.tokens.forest import Forest
 from areal_agent.tokens.formats.base import ToolCall, answer_message
-from areal_agent.tokens.prompt import Prompt
-from areal_agent.types import Completion, Distribution, FinishReason, GenerateResult, JsonObject
+from areal_agent.tokens.prompt import Prompt, Reply
+from areal_agent.types import FinishReason, GenerateResult, JsonObject
 
-_MARK = re.compile(r"(?:Mark|Tool)\d+x")
+UNSAID = "(unsaid)"
+"""Given as empty thinking, which templates may leave out where they write any other; it is taken out of their text."""
+
+MORE = " and more"
+"""What the model adds to an answer that was begun for it."""
 
 
 class Verdict(StrEnum):
@@ -49,43 +57,33 @@ class Verdict(StrEnum):
         return self.value.isupper()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
-    """A verdict and its reasons."""
+class Finding(Exception):
+    """A verdict and its reasons. It is raised where it ends a play."""
 
-    verdict: Verdict
-    text: str = ""
-
-
-class _Ended(Exception):
-    """The play is over."""
-
-    def __init__(self, verdict: Verdict, text: str) -> None:
-        super().__init__(text)
-        self.finding = Finding(verdict=verdict, text=text)
+    def __init__(self, verdict: Verdict, text: str = "") -> None:
+        super().__init__(f"{verdict}: {text}")
+        self.verdict = verdict
 
 
 def played(subject: Subject, play: Play) -> Finding:
     """Play a conversation and return what was found."""
     try:
-        return Finding(verdict=_Player(subject, play).play())
-    except _Ended as ended:
-        return ended.finding
+        return Finding(_Player(subject, play).play())
+    except Finding as finding:
+        return finding
     except Exception as error:  # whatever the code under test raises is a finding
-        return Finding(verdict=Verdict.RAISED, text=f"{type(error).__name__}: {error}")
+        return Finding(Verdict.RAISED, f"{type(error).__name__}: {error}")
 
 
 class _Player:
     def __init__(self, subject: Subject, play: Play) -> None:
-        self._subject = subject
-        self._renderer = subject.renderer
+        self._subject, self._renderer, self._play = subject, subject.renderer, play
         self._renderer.may_elide = True
         self._forest = Forest(subject.renderer)
-        self._play = play
         self._tools: Sequence[JsonObject] = play.tools
         self._marks = count(100)
         self._talk: list[JsonObject] = []
-        self._is_echo: list[bool] = []  # of each message of the talk: whether the model wrote it
+        self._echoes: set[int] = set()  # the places in the talk of the model's answers
         self._ids: dict[str, str | None] = {}  # by the id of a call in the play: its id here; None if it was not made
         self._answers: dict[str, JsonObject] = {}  # by completion id: as it was sampled
         self._keeps_thinking = True
@@ -94,9 +92,9 @@ class _Player:
     def play(self) -> Verdict:
         for step in self._play.steps:
             self._take(step)
-        self._ask(is_last=True)
+        self._ask()
         if self._forest.audit():
-            raise _Ended(Verdict.DIFFERS, "the audit at the session's end found a difference")
+            raise Finding(Verdict.DIFFERS, "the audit at the session's end found a difference")
         return self._worst
 
     # ------------------------------------------------------------------------------------------------- steps
@@ -104,8 +102,8 @@ class _Player:
     def _take(self, step: JsonObject) -> None:
         match step["role"]:
             case "back":
-                kept = max(1, len(self._talk) - step["by"])
-                del self._talk[kept:], self._is_echo[kept:]
+                del self._talk[max(1, len(self._talk) - step["by"]) :]
+                self._echoes.intersection_update(range(len(self._talk)))
             case "forget thinking":
                 self._keeps_thinking = False
                 self._talk = [_without(message, "reasoning_content") for message in self._talk]
@@ -117,14 +115,9 @@ class _Player:
                 self._answer(self._filled(step))
             case "tool":
                 id_ = self._ids.get(step["tool_call_id"], step["tool_call_id"])
-                if id_ is not None:
-                    self._say({**self._filled(step), "tool_call_id": id_})
+                self._talk += [{**self._filled(step), "tool_call_id": id_}] if id_ else []
             case _:
-                self._say(self._filled(step))
-
-    def _say(self, message: JsonObject, *, is_echo: bool = False) -> None:
-        self._talk.append(message)
-        self._is_echo.append(is_echo)
+                self._talk.append(self._filled(step))
 
     def _filled(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -136,67 +129,53 @@ class _Player:
 
     def _answer(self, said: JsonObject) -> None:
         """Sample an answer that says this, record it, and send it back."""
-        habits, calls = said["sampled"], said.get("tool_calls") or []
-        begin = said if "begun" in habits and (calls or said["content"].strip()) else None
-        prompt, conversation = self._ask(begin)
-        replies, echoes = [], []
-        for index in range(2 if "twice" in habits else 1):
-            one = {**said, "content": f"{said['content']} again"} if index else said
-            choice = self._sampled(one, prompt, conversation)
-            self._answers[choice.completion.id] = choice.message
-            replies.append(choice.reply(choice.completion.token_ids))
-            echoes.append(answer_message(choice.parsed, choice.parsed.content, choice.completion.id))
+        habits, calls = said["sampled"], said.get("tool_calls", [])
+        is_begun = "begun" in habits and bool(self._tools if calls else said["content"].strip())
+        prompt, conversation = self._ask(said if is_begun else None)
+        said_twice = (said, {**said, "content": f"{said['content']} again"})[: 1 + ("twice" in habits)]
+        replies = [self._sampled(one, prompt, conversation) for one in said_twice]
         self._forest.record(prompt, replies)
-        echo = echoes[-1 if "second" in habits else 0]
-        if not self._keeps_thinking:
-            echo = _without(echo, "reasoning_content")
+        echo = self._answers[replies[-1 if "second" in habits else 0].completion_id]
+        echo = echo if self._keeps_thinking else _without(echo, "reasoning_content")
         if "other ids" in habits and "tool_calls" in echo:
-            made = [
-                {**call, "id": f"other{len(self._talk):02}{index:02}"} for index, call in enumerate(echo["tool_calls"])
-            ]
-            echo = {**echo, "tool_calls": made}
+            calls_here = enumerate(echo["tool_calls"], 100 * len(self._talk))
+            echo = {**echo, "tool_calls": [{**call, "id": f"other{number:04}"} for number, call in calls_here]}
         made = [call["id"] for call in echo.get("tool_calls", ())]
         self._ids |= {call["id"]: made[index] if index < len(made) else None for index, call in enumerate(calls)}
-        self._say(echo, is_echo=True)
+        self._echoes.add(len(self._talk))
+        self._talk.append(echo)
 
-    def _sampled(self, said: JsonObject, prompt: Prompt, conversation: Conversation) -> Choice:
+    def _sampled(self, said: JsonObject, prompt: Prompt, conversation: Conversation) -> Reply:
         renderer, habits = self._renderer, said["sampled"]
         text, has_calls = self._written(said, prompt, conversation)
-        end = renderer.stop_token_ids[len(renderer.end_texts) - 1 if has_calls else 0]
-        end = renderer.stop_token_ids[-1] if "other end" in habits else end
-        if "cut" in habits:  # behind a header of Harmony's
-            text = text[: max(len(text) * 2 // 3, text.rfind("<|message|>") + len("<|message|>"))]
-        ids = renderer.ids_of(text) + ([] if "cut" in habits else [end])
-        reason = FinishReason.LENGTH if "cut" in habits else FinishReason.STOP
+        end = renderer.stop_token_ids[-1 if "other end" in habits else len(renderer.end_texts) - 1 if has_calls else 0]
+        ids = renderer.ids_of(text[: len(text) * 2 // 3]) if "cut" in habits else [*renderer.ids_of(text), end]
         draft = Draft(
             detokenizer=renderer.detokenizer,
             reader=conversation.reading(renderer, prompt).reader(),
             stop_token_ids=renderer.stop_token_ids,
             is_single_call=conversation.is_single_call(not renderer.arrangement.has_one_call),
         )
-        logprobs = (0.0,) * len(ids)
-        result = GenerateResult(token_ids=tuple(ids), logprobs=logprobs, versions=(), finish_reason=reason)
+        reason = FinishReason.LENGTH if "cut" in habits else FinishReason.STOP
+        result = GenerateResult(token_ids=tuple(ids), logprobs=(0.0,) * len(ids), versions=(), finish_reason=reason)
         _, parsed = draft.finish(result)
-        kept = draft.kept(result)
-        completion = Completion(
-            id=f"c-{len(self._answers)}",
-            token_ids=kept.token_ids,
-            logprobs=kept.logprobs,
-            versions=(),
-            finish_reason=kept.finish_reason,
-            distribution=Distribution.EXACT,
+        id_ = f"c-{len(self._answers)}"
+        self._answers[id_] = answer_message(parsed, parsed.content, id_)
+        return Reply(
+            completion_id=id_,
+            token_ids=draft.kept(result).token_ids,
+            message=read_message(self._answers[id_], 0),
+            own_ids=tuple(call.id for call in parsed.tool_calls),
+            has_thinking=parsed.reasoning is not None,
         )
-        return Choice(index=0, completion=completion, text=draft.text, parsed=parsed, stop_text=draft.stop_text)
 
     def _written(self, said: JsonObject, prompt: Prompt, conversation: Conversation) -> tuple[str, bool]:
         """Return how the model writes an answer from where the prompt ends, and whether it has calls."""
         answer_format, habits = self._renderer.answer_format, said["sampled"]
-        calls = [
-            ToolCall(name=call["function"]["name"], arguments=orjson.loads(call["function"]["arguments"]))
-            for call in said.get("tool_calls", ())
-        ]
-        if not (conversation.may_call_tools and answer_format.has_calls):
-            calls = []
+        calls = list[ToolCall]()
+        if conversation.may_call_tools and answer_format.has_calls:
+            functions = [call["function"] for call in said.get("tool_calls", ())]
+            calls = [ToolCall(name=one["name"], arguments=orjson.loads(one["arguments"])) for one in functions]
         if prompt.opening:
             begun = answer_format.opening(calls[0].name) if calls else ""
             return answer_format.format("", calls[:1]).partition(begun)[2] if calls else MORE, bool(calls)
@@ -215,191 +194,225 @@ class _Player:
 
     # ---------------------------------------------------------------------------------------------- requests
 
-    def _ask(self, begin: JsonObject | None = None, *, is_last: bool = False) -> tuple[Prompt, Conversation]:
-        """Place the conversation, and judge its prompt. `begin` is the answer that the prompt must begin.
-
-        Of the prompts of a long conversation only some are judged before the last one, because that takes time.
-        """
+    def _ask(self, begin: JsonObject | None = None) -> tuple[Prompt, Conversation]:
+        """Place the conversation, and judge its prompt. `begin` is the answer that the prompt must begin."""
+        if not self._talk:
+            raise Finding(Verdict.REFUSED, "there are no messages")
         calls = (begin or {}).get("tool_calls")
-        if calls and not self._tools:
-            begin = calls = None
-        forced = calls[0]["function"]["name"] if calls else None
         given = [_without(begin, "sampled")] if begin and not calls else []
         try:
             tools = read_tools(list(self._tools))
             self._tools = tools.definitions
-            if not self._talk:
-                raise RequestError("there are no messages", param="messages[0]")
+            only = calls[0]["function"]["name"] if calls else None
             conversation = Conversation(
                 messages=[*self._talk, *given],
                 tools=tools,
-                choice=ToolChoice(use=ToolUse.REQUIRED, only=forced) if forced else ToolChoice(),
+                choice=ToolChoice(use=ToolUse.REQUIRED, only=only) if only else ToolChoice(),
                 template_options=self._play.options,
                 continues_last=bool(given),
             )
             prompt = conversation.place(self._forest, self._renderer)
         except RequestError as error:
-            raise _Ended(self._judged(error), f"{error} (param {error.param})") from None
-        if is_last or len(self._talk) < 16 or len(self._talk) % 8 == 0:
-            self._check(prompt, begin)
+            raise Finding(self._judged(error), f"{error} (param {error.param})") from None
+        self._check(prompt, begin)
         return prompt, conversation
 
     def _judged(self, error: RequestError) -> Verdict:
-        """Return whether a refusal names a place that the agent can change."""
+        """Return whether a refusal names a place that the agent can change: not an answer that it was given."""
         index = re.search(r"\bmessages\[(\d+)\]", f"{error.param} {error}")
         if index is None:
             return Verdict.REFUSED if re.match("tools|tool_choice", error.param or "") else Verdict.UNNAMED
         at = int(index[1])
         is_asked_twice = at > 0 and self._talk[at - 1]["role"] == "assistant"  # without a word in between
-        return Verdict.UNNAMED if any(self._is_echo[at : at + 1]) and not is_asked_twice else Verdict.REFUSED
+        return Verdict.UNNAMED if at in self._echoes and not is_asked_twice else Verdict.REFUSED
 
     def _check(self, prompt: Prompt, begin: JsonObject | None) -> None:
+        """Require that the prompt is the text of the messages as they were sent, or as they were arranged."""
+        text, differences = self._renderer.detokenizer.text_of(prompt.path()), dict[Verdict, str]()
         said = [read_message(message, index) for index, message in enumerate(self._talk)]
-        spans, differences = Spans(self._subject, prompt, self._tools), dict[Verdict, str]()
-        for verdict, messages in self._forms(said, prompt):
-            expected = self._rendered(messages, verdict)
-            if begin is None:
-                found = spans.difference(expected)
-            else:
-                found = self._beginning(spans, messages, prompt, verdict, begin)
-            if found is None:
-                self._require_all(said, spans.text, expected or spans.text, verdict)
-                self._require_safe(prompt, said)
+        unwritten = _texts_beside_calls(said, prompt.answer_places())
+        marks = [mark for mark in _marks([said, self._tools]) if mark not in unwritten]
+        lost = [mark for mark in marks if mark not in text]
+        for verdict, expected in self._expected(prompt, said, begin):
+            difference = self._difference(prompt, text, expected)
+            if difference is None and not lost:
+                self._require_order(said, text, expected, verdict)
+                self._require_safe(prompt, text, said)
                 self._worst = max(self._worst, verdict, key=list(Verdict).index)
                 return
-            differences.setdefault(verdict, found)
-        lost = [mark for mark in _marks([said, self._tools]) if mark not in spans.text]
-        told = ", ".join(lost) or "; as it was arranged: ".join(differences.values())
-        raise _Ended(Verdict.LOST if lost else Verdict.DIFFERS, f"{told} in {spans.text!r}")
+            differences.setdefault(verdict, difference or "nothing")
+        told = ", ".join(lost) or "; as it was arranged: ".join(differences.values()) or "refused by transformers"
+        raise Finding(Verdict.LOST if lost else Verdict.DIFFERS, f"{told} in {text!r}")
 
-    def _rendered(self, messages: Sequence[JsonObject], verdict: Verdict, **options: Any) -> str | None:
-        """Return the text of messages, by the model's own template, or as they are arranged by the one in use."""
-        tools, options = self._tools, {**self._play.options, **options}
-        if verdict is Verdict.PLACED:
-            own, used = cast("str", self._subject.tokenizer.chat_template), self._renderer.chat_template
-            tools = self._renderer.arrangement.tools(tools)
-            options["chat_template"] = used if used.endswith(own) else own  # what is derived for tools ends with it
-        return self._subject.rendered(messages, tools, **options)
+    # -------------------------------------------------------------------------------- what transformers renders
 
-    def _forms(self, said: Sequence[JsonObject], prompt: Prompt) -> Iterator[tuple[Verdict, list[JsonObject]]]:
-        """Yield the messages as a template may get them: as they were sent, and as they were arranged."""
+    def _expected(
+        self, prompt: Prompt, said: Sequence[JsonObject], begin: JsonObject | None
+    ) -> Iterator[tuple[Verdict, str]]:
+        """Yield the texts that a prompt may have: of the messages as they were sent, then as they were arranged."""
+        base, places = self._as_sampled(prompt, said)
+        thinks = any(message.get("reasoning_content") is not None for message in base)
+        forms = [
+            [write(message) if index in places else message for index, message in enumerate(base)]
+            for write in (dict, *((self._not_empty, self._inline) if thinks else ()))
+        ]
+        bare = places if self._renderer.arrangement.has_text_apart else ()  # their text beside calls was sampled
+        for messages in forms:
+            given = [self._in_manner(message) for message in messages]
+            yield from ((Verdict.EXACT, text) for text in self._texts(given, prompt, begin, Verdict.EXACT))
+        for messages in forms:
+            given = [
+                {**one, "content": ""} if at in bare and "tool_calls" in one else one for at, one in enumerate(messages)
+            ]
+            given = self._renderer.arrange(given)
+            yield from ((Verdict.PLACED, text) for text in self._texts(given, prompt, begin, Verdict.PLACED))
+
+    def _as_sampled(self, prompt: Prompt, said: Sequence[JsonObject]) -> tuple[list[JsonObject], Collection[int]]:
+        """Return the messages with the answers of the path as they were sampled, and the places of these.
+
+        An echo may lack thinking and the text beside calls, and have other ids.
+        """
         answers = {answer.prompt.num_messages: answer for answer in prompt.parent.lineage()} if prompt.parent else {}
-        arrangement, base, own_ids = self._renderer.arrangement, list[JsonObject](), dict[str, str]()
+        base, ids = list[JsonObject](), dict[str, str]()
         for index, one in enumerate(said):
             message: JsonObject = one
-            if index in answers:  # an echo may lack thinking and the text beside calls, and have other ids
-                sampled = self._answers[answers[index].completion_id]
-                calls, text = message.get("tool_calls", []), self._renderer.detokenizer.text_of(answers[index].sampled)
-                for call, own in zip(calls, sampled["tool_calls"], strict=True):
-                    own_ids[call["id"]] = own["id"] if own["id"] in text else call["id"]
-                own_calls = [{**call, "id": own_ids[call["id"]]} for call in calls]
-                message = {**sampled, "tool_calls": own_calls} if calls else _without(sampled, "tool_calls")
-            if "tool_call_id" in message:
-                message = {**message, "tool_call_id": own_ids.get(message["tool_call_id"], message["tool_call_id"])}
+            if index in answers:
+                sampled, calls = (
+                    read_message(self._answers[answers[index].completion_id], index),
+                    one.get("tool_calls", []),
+                )
+                own = [own or call["id"] for own, call in zip(answers[index].own_ids, calls, strict=True)]
+                ids |= {call["id"]: id_ for call, id_ in zip(calls, own, strict=True)}
+                calls = [{**call, "id": id_} for call, id_ in zip(calls, own, strict=True)]
+                message = {**sampled, "tool_calls": calls} if calls else _without(sampled, "tool_calls")
+            elif "tool_call_id" in one:
+                message = {**one, "tool_call_id": ids.get(one["tool_call_id"], one["tool_call_id"])}
             base.append(message)
-        thinks = any(message.get("reasoning_content") is not None for message in base)
-        variants = [
-            [write(message) if index in answers else message for index, message in enumerate(base)]
-            for write in (_as_it_is, *((_not_empty, self._inline) if thinks else ()))
-        ]
-        for forms in variants:
-            yield Verdict.EXACT, [self._in_manner(form) for form in forms]
-        bare = answers.keys() if arrangement.has_text_apart else ()  # their text beside calls stands in the prompt
-        for forms in variants:
-            ids = CallIds(arrangement)
-            given = (_without_text(form) if index in bare else form for index, form in enumerate(forms))
-            yield Verdict.PLACED, arrangement([self._in_manner(ids.inward(form)) for form in given])
+        return base, answers.keys()
+
+    def _texts(
+        self, messages: Sequence[JsonObject], prompt: Prompt, begin: JsonObject | None, verdict: Verdict
+    ) -> Iterator[str]:
+        """Yield the text of messages; where an answer was begun, that of such an answer up to the end of `opening`."""
+        tools, options = self._tools, dict(self._play.options)
+        if verdict is Verdict.PLACED:
+            used, tools = self._renderer.chat_template, self._renderer.arrangement.tools(tools)
+            if used.endswith(self._subject.template):  # it was derived for tools
+                options["chat_template"] = used
+
+        def rendered(more: Sequence[JsonObject], **others: Any) -> str | None:
+            text = self._subject.rendered([*messages, *more], tools, **{**options, **others})
+            return text and text.replace(UNSAID, "")
+
+        if begin is None:
+            texts = [rendered(())]
+        else:
+            calls = begin.get("tool_calls", ())[:1]
+            said = {"content": "", "tool_calls": calls} if calls else {"content": begin["content"] + MORE}
+            answer = self._in_manner(read_message({"role": "assistant", **said}, len(messages)))
+            answers = (answer, {**answer, "reasoning_content": UNSAID})
+            begun = [rendered([one], add_generation_prompt=False) for one in answers]
+            before = [rendered((), enable_thinking=False), rendered(())]
+            texts = [text and text[: text.rfind(prompt.opening)] for text in begun] + before
+            texts = [text and text + prompt.opening for text in texts]
+        return (text for text in texts if text)
 
     def _in_manner(self, message: JsonObject) -> JsonObject:
         return self._renderer.arrangement.manner.form(message) if message.get("tool_calls") else message
 
-    def _inline(self, message: JsonObject) -> JsonObject:
+    def _not_empty(self, answer: JsonObject) -> JsonObject:
+        """Return an answer with other thinking than an empty one."""
+        return {**answer, "reasoning_content": UNSAID} if answer.get("reasoning_content") == "" else answer
+
+    def _inline(self, answer: JsonObject) -> JsonObject:
         """Return an answer with its thinking inside its content, where some templates look for it."""
         arrangement, thinking = self._renderer.arrangement, self._renderer.thinking
-        is_alone = message.get("tool_calls") and (arrangement.has_text_apart or arrangement.manner.is_content_null)
-        if message.get("reasoning_content") is None or not thinking.is_inline:
-            return message
-        content = (
-            f"{thinking.begin}\n{message['reasoning_content'] or UNSAID}\n{thinking.end}{message['content'] or ''}"
-        )
-        return _without(message, "reasoning_content") | ({} if is_alone else {"content": content})
-
-    def _beginning(
-        self, spans: Spans, messages: list[JsonObject], prompt: Prompt, verdict: Verdict, begin: JsonObject
-    ) -> str | None:
-        """Return how a prompt that begins an answer differs from how the template begins such an answer."""
-        index, calls, write = len(self._talk), begin.get("tool_calls", ())[:1], self._renderer.answer_format
-        answer = (
-            {**begin, "content": "", "tool_calls": calls} if calls else {**begin, "content": begin["content"] + MORE}
-        )
-        answer = read_message(_without(_without(answer, "sampled"), "reasoning_content"), index)
-        answer = self._renderer.arrangement.manner.form(answer) if calls else answer
-        opening = write.opening(calls[0]["function"]["name"]) if calls else write.opening_of_text(begin["content"])
-        thoughtful = {**answer, "reasoning_content": UNSAID}
-        difference = None
-        for one in (answer, thoughtful):
-            answered = self._rendered([*messages, one], verdict, add_generation_prompt=False)
-            found = spans.difference(answered and answered.replace(UNSAID, ""), is_whole=False)
-            if found is None:
-                return None
-            difference = difference or found
-        others = [self._rendered(messages, verdict, enable_thinking=False)]
-        others += [] if self._renderer.thinking.is_open(prompt.opened) else [self._rendered(messages, verdict)]
-        return None if any(spans.difference(one + opening) is None for one in others if one is not None) else difference
+        if answer.get("reasoning_content") is None or not thinking.is_inline:
+            return answer
+        if answer.get("tool_calls") and (arrangement.has_text_apart or arrangement.manner.is_content_null):
+            return _without(answer, "reasoning_content")
+        thought = f"{thinking.begin}\n{answer['reasoning_content'] or UNSAID}\n{thinking.end}"
+        return {**_without(answer, "reasoning_content"), "content": thought + (answer["content"] or "")}
 
     # ------------------------------------------------------------------------------------------ what must hold
 
-    def _require_all(self, said: Sequence[JsonObject], text: str, expected: str, verdict: Verdict) -> None:
-        """Require that the prompt has every mark once, and those of results in the order of their calls."""
-        marks, ordered = _marks([said, self._tools]), _in_order_of_calls(said)
-        if lost := [mark for mark in marks if mark not in text]:
-            raise _Ended(Verdict.LOST, f"{', '.join(lost)} in {text!r}")
-        own = {mark for mark in marks if mark.startswith("Mark")}
-        if twice := [mark for mark in own if text.count(mark) > max(1, expected.count(mark))]:
-            raise _Ended(Verdict.DIFFERS, f"{', '.join(twice)} is there twice, in {text!r}")
-        has_ids = any(message.get("tool_call_id", text) in text for message in said if message["role"] == "tool")
-        if verdict is Verdict.EXACT:  # templates have an order of their own, but results without ids are taken by place
-            ordered = [] if has_ids else [message for message in ordered if message["role"] == "tool"]
-        contents = [message["content"] for message in ordered if message["role"] != "system"]  # which has its own place
-        for values in (
-            contents,
-            [call["function"]["arguments"] for one in ordered for call in one.get("tool_calls", ())],
-        ):
-            wanted = [mark for mark in _marks(values) if mark in own]
-            if wanted != sorted(wanted, key=text.find):
-                raise _Ended(Verdict.DIFFERS, f"{', '.join(wanted)} in another order in {text!r}")
+    def _difference(self, prompt: Prompt, text: str, expected: str) -> str | None:
+        """Return the first difference of a prompt from the template's text, but for sampled answers, or None."""
+        if text == expected:
+            return None
+        ids, injected, sampled, at = prompt.path(), list[str](), list[str](), 0
+        for start, end in [*prompt.sampled_spans(), (len(ids), len(ids))]:
+            between, answer = (
+                self._renderer.detokenizer.text_of_part(ids[a:b]) for a, b in ((at, start), (start, end))
+            )
+            if injected and not between and end < len(ids):
+                sampled[-1] += answer  # right after another answer
+            else:
+                injected.append(between)
+                sampled.append(answer)
+            at = end
+        answer, position = "", 0
+        for number, (between, following) in enumerate(zip(injected, sampled, strict=True), 1):
+            is_end = number == len(injected)
+            found = len(expected) - len(between) if is_end else expected.find(between, position)
+            while found > position and not is_end and not self._reads_as(answer, expected[position:found]):
+                found = expected.find(between, found + 1)
+            is_same = expected.startswith(between, found) and self._reads_as(answer, expected[position:found])
+            if found < position or not is_same:
+                return f"after {answer!r} comes {between[:200]!r}, the template has {expected[position:][:200]!r}"
+            answer, position = following, found + len(between)
+        return None
 
-    def _require_safe(self, prompt: Prompt, said: Sequence[JsonObject]) -> None:
+    def _reads_as(self, sampled: str, written: str) -> bool:
+        """Return whether the template's text of an answer reads as what was sampled."""
+        one, other = self._without_end(sampled), self._without_end(written)
+        if "".join(one.split()) == "".join(other.split()):
+            return True
+        a, b = (self._renderer.answer_format.parse(text, tools=self._tools) for text in (one, other))
+        words = f"{a.content} {a.reasoning or ''}".split()
+        is_cut = one == sampled and bool(one)
+        if is_cut and all(word in other for word in words) and all(word in one for word in b.content.split()):
+            return True
+        thought, said, written, is_calling = b.reasoning or "", a.content.strip(), b.content.strip(), bool(a.tool_calls)
+        return (
+            a.tool_calls == b.tool_calls
+            and (written == said or (is_calling and not written))
+            and (thought == (a.reasoning or "") or (is_calling and thought == said))
+            and (a.reasoning is None or b.reasoning is not None)
+        )
+
+    def _without_end(self, text: str) -> str:
+        end = next((end for end in self._subject.ends if text.rstrip().endswith(end)), "")
+        return text.rstrip().removesuffix(end) if end else text
+
+    def _require_order(self, said: Sequence[JsonObject], text: str, expected: str, verdict: Verdict) -> None:
+        """Require that no mark is there twice, and that results are in the order of their calls.
+
+        Where messages were placed elsewhere, the others must be in order, too, but for the system's.
+        """
+        marks = {mark for mark in _marks(said) if mark.startswith("Mark")}
+        if twice := [mark for mark in marks if text.count(mark) > max(1, expected.count(mark))]:
+            raise Finding(Verdict.DIFFERS, f"{', '.join(twice)} is there twice, in {text!r}")
+        ordered = [one for one in _in_order_of_calls(said) if one["role"] != "system"]
+        if verdict is Verdict.EXACT:  # templates have an order of their own, but results without ids are taken by place
+            ordered = [one for one in ordered if one.get("tool_call_id", text) not in text]
+        for name in ("content", "tool_calls"):
+            wanted = [mark for mark in _marks([one.get(name) for one in ordered]) if mark in marks and mark in text]
+            if wanted != sorted(wanted, key=text.find):
+                raise Finding(Verdict.DIFFERS, f"{', '.join(wanted)} in another order in {text!r}")
+
+    def _require_safe(self, prompt: Prompt, text: str, said: Sequence[JsonObject]) -> None:
         """Require that no control token stands in the text of a user or a tool."""
         contents = [message["content"].strip() for message in said if message["role"] in ("user", "tool")]
-        if not any(text in content for content in contents for text in self._subject.control_texts):
-            return
-        data, spots, end = bytearray(), list[int](), 0
-        for token_id in prompt.path():
-            spots += [len(data)] if token_id in self._subject.control_ids else []
-            data += self._renderer.detokenizer.bytes_of(token_id)
-        for content in filter(None, contents):
-            begin = data.find(content.encode(), end)
-            end = begin + len(content.encode()) if begin >= 0 else end  # escaped, where the template writes it as JSON
-            if begin >= 0 and any(begin <= spot < end for spot in spots):
-                raise _Ended(Verdict.FORGED, f"{content!r} has a control token in it")
-
-
-MORE = " and more"
-"""What the model adds to an answer that was begun for it."""
-
-
-def _as_it_is(message: JsonObject) -> JsonObject:
-    return message
-
-
-def _not_empty(message: JsonObject) -> JsonObject:
-    """Return an answer with other thinking than an empty one."""
-    return {**message, "reasoning_content": UNSAID} if message.get("reasoning_content") == "" else message
-
-
-def _without_text(message: JsonObject) -> JsonObject:
-    return {**message, "content": ""} if message.get("tool_calls") else message
+        told = [
+            one for one in contents if one in text and any(control in one for control in self._subject.control_texts)
+        ]
+        if not told:
+            return  # or escaped, where the template writes it as JSON
+        bytes_of, control_ids = self._renderer.detokenizer.bytes_of, self._subject.control_ids
+        plain = b"".join(b"\0" if token_id in control_ids else bytes_of(token_id) for token_id in prompt.path())
+        if forged := [one for one in told if one.encode() not in plain]:
+            raise Finding(Verdict.FORGED, f"{forged[0]!r} has a control token in it")
 
 
 def _without(message: JsonObject, name: str) -> dict[str, Any]:
@@ -408,14 +421,12 @@ def _without(message: JsonObject, name: str) -> dict[str, Any]:
 
 def _marks(value: Any) -> list[str]:
     """Return the marks in messages, but for thinking, which templates leave out."""
-    return _MARK.findall(orjson.dumps(_plain(value)).decode())
+    return re.findall(r"(?:Mark|Tool)\d+x", re.sub(rb'"reasoning_content":"[^"]*"', b"", orjson.dumps(value)).decode())
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        items = cast("JsonObject", value).items()
-        return {key: _plain(item) for key, item in items if key != "reasoning_content"}
-    return [_plain(item) for item in cast("Sequence[Any]", value)] if isinstance(value, (list, tuple)) else value
+def _texts_beside_calls(said: Sequence[JsonObject], places: Collection[int]) -> list[str]:
+    """Return the marks of what a template may leave out of the model's own answers: the text beside calls."""
+    return _marks([one["content"] for index, one in enumerate(said) if index in places and one.get("tool_calls")])
 
 
 def _in_order_of_calls(messages: Sequence[JsonObject]) -> list[JsonObject]:

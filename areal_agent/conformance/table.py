@@ -18,7 +18,7 @@ def try_templates(paths: Sequence[Path], *, num_plays: int, seed: int) -> int:
     subjects, unusable, faults = list[Subject](), list[str](), list[str]()
     for name, tokenizer in templates_at_hand(paths):
         try:
-            subjects.append(Subject.of(name, tokenizer))
+            subjects.append(Subject(name, tokenizer))
         except ConfigError as error:
             unusable.append(f"not usable: {name}: {error}")
     if not subjects:
@@ -27,7 +27,7 @@ def try_templates(paths: Sequence[Path], *, num_plays: int, seed: int) -> int:
     for shape in SHAPES:
         found = {subject.name: try_shape(subject, shape) for subject in subjects}
         print(_row(shape.name, {name: finding.verdict for name, finding in found.items()}), flush=True)
-        faults += [f"{name}: {one.verdict}: {one.text}" for name, one in found.items() if one.verdict.is_fault]
+        faults += [f"{name}: {shape.name}: {one}" for name, one in found.items() if one.verdict.is_fault]
     faults += try_at_random(subjects, num_plays=num_plays, seed=seed)
     print(*unusable, *faults, sep="\n")
     print(f"{len(faults) or 'no'} faults: {len(subjects)} templates, {len(SHAPES)} shapes, {num_plays} random plays")
@@ -35,21 +35,19 @@ def try_templates(paths: Sequence[Path], *, num_plays: int, seed: int) -> int:
 
 
 def _row(shape: str, verdicts: Mapping[str, Verdict]) -> str:
-    """Return a row of the table. The column with most templates says `all` where it has all, else `the others`."""
+    """Return a row of the table. Without faults, the column with most templates says `all`, or else `the others`."""
     by_verdict = {verdict: [name for name in verdicts if verdicts[name] is verdict] for verdict in _COLUMNS}
     most = max(by_verdict, key=lambda verdict: len(by_verdict[verdict]))
     cells = {verdict: ", ".join(names) for verdict, names in by_verdict.items()}
-    is_rest = all(verdict in _COLUMNS for verdict in verdicts.values())
-    if is_rest:
+    if not any(verdict.is_fault for verdict in verdicts.values()):
         cells[most] = "all" if len(by_verdict[most]) == len(verdicts) else "the others"
     return f"| {shape} | {' | '.join(cells.values())} |"
 
 
 def try_shape(subject: Subject, shape: Play) -> Finding:
     """Play a shape as sent by a client, and as sampled. Return the worst finding."""
-    found = {play.name: played(subject, play) for play in shape.variants()}
-    name = max(found, key=lambda name: list(Verdict).index(found[name].verdict))
-    return replace(found[name], text=f"{name}: {found[name].text}")
+    found = (played(subject, play) for play in shape.variants())
+    return max(found, key=lambda finding: list(Verdict).index(finding.verdict))
 
 
 def try_at_random(subjects: Sequence[Subject], *, num_plays: int, seed: int) -> list[str]:
@@ -71,8 +69,7 @@ def _told(subject: Subject, verdict: Verdict, play: Play) -> str:
         smaller = next((one for one in _smaller(play, index) if played(subject, one).verdict is verdict), None)
         play, index = (play, index + 1) if smaller is None else (smaller, index)
     steps = [{**step, "tools": len(step["tools"])} if "tools" in step else step for step in play.steps]
-    told = "\n    ".join([f"{len(play.tools)} tools", *map(str, steps)])
-    return f"{subject.name}: {verdict}: {played(subject, play).text}\n    {told}"
+    return "\n    ".join([f"{subject.name}: {played(subject, play)}", f"{len(play.tools)} tools", *map(str, steps)])
 
 
 def _smaller(play: Play, index: int) -> Iterator[Play]:
@@ -81,10 +78,7 @@ def _smaller(play: Play, index: int) -> Iterator[Play]:
     yield replace(play, steps=[*before, *after])
     if play.tools:
         yield replace(play, tools=())
-    for habit in step.get("sampled", ()):
-        sampled = {name: True for name in step["sampled"] if name != habit}
-        yield replace(play, steps=[*before, {**step, "sampled": sampled}, *after])
-    for simple in ({"content": "MARK"}, {"content": ""}, {"reasoning_content": None}):
-        (name,) = simple
-        if step.get(name) and step[name] not in ("MARK", ""):
-            yield replace(play, steps=[*before, {**step, **simple}, *after])
+    simpler = [{"sampled": {name: 1 for name in step["sampled"] if name != habit}} for habit in step.get("sampled", ())]
+    for name, values in {"content": ("", "MARK"), "reasoning_content": (None,)}.items():
+        simpler += [{name: value} for value in values if step.get(name) not in (None, *values)]
+    yield from (replace(play, steps=[*before, {**step, **one}, *after]) for one in simpler)

