@@ -16,14 +16,14 @@ beside a sampled call, or make it thinking. Where it leaves out thinking, the sa
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from enum import StrEnum
 from itertools import count
-from typing import Any, cast
+from typing import Any
 
 import orjson
 
-from areal_agent.conformance.shapes import Play
+from areal_agent.conformance.shapes import NAMES, ROLES, TEXTS, Play
 from areal_agent.conformance.templates import Subject
 from areal_agent.errors import RequestError
 from areal_agent.gateway.conversation import Conversation, ToolChoice, ToolUse, read_message, read_tools
@@ -80,18 +80,18 @@ class _Player:
         self._subject, self._renderer, self._play = subject, subject.renderer, play
         self._renderer.may_elide = True
         self._forest = Forest(subject.renderer)
-        self._tools: Sequence[JsonObject] = play.tools
-        self._marks = count(100)
+        self._tools = play.tools
+        self._marks, self._call_numbers = count(100), count(1)
         self._talk: list[JsonObject] = []
         self._echoes: set[int] = set()  # the places in the talk of the model's answers
-        self._ids: dict[str, str | None] = {}  # by the id of a call in the play: its id here; None if it was not made
+        self._ids: dict[str, str | None] = {}  # by the number of a call: its id; None if the model did not make it
         self._answers: dict[str, JsonObject] = {}  # by completion id: as it was sampled
         self._keeps_thinking = True
         self._worst = Verdict.EXACT
 
     def play(self) -> Verdict:
-        for step in self._play.steps:
-            self._take(step)
+        for word in self._play.line.split():
+            self._take(word[0], word[1:])
         self._ask()
         if self._forest.audit():
             raise Finding(Verdict.DIFFERS, "the audit at the session's end found a difference")
@@ -99,64 +99,77 @@ class _Player:
 
     # ------------------------------------------------------------------------------------------------- steps
 
-    def _take(self, step: JsonObject) -> None:
-        match step["role"]:
-            case "back":
-                del self._talk[max(1, len(self._talk) - step["by"]) :]
+    def _take(self, kind: str, flags: str) -> None:
+        match kind:
+            case "B":
+                del self._talk[max(1, len(self._talk) - int(flags)) :]
                 self._echoes.intersection_update(range(len(self._talk)))
-            case "forget thinking":
+            case "F":
                 self._keeps_thinking = False
                 self._talk = [_without(message, "reasoning_content") for message in self._talk]
-            case "tools":
-                self._tools = step["tools"]
-            case "again":
+            case "G":
                 self._ask()
-            case "assistant" if "sampled" in step:
-                self._answer(self._filled(step))
-            case "tool":
-                id_ = self._ids.get(step["tool_call_id"], step["tool_call_id"])
-                self._talk += [{**self._filled(step), "tool_call_id": id_}] if id_ else []
+            case "T":
+                self._tools = self._play.tools[: int(flags)]
+            case "A":
+                self._answer(flags, re.findall(r"\d", flags))
+            case "R":
+                id_ = self._ids.get(flags[-1], f"call{flags[-1]:0>5}")
+                self._talk += [{"role": "tool", "content": self._content(flags), "tool_call_id": id_}] if id_ else []
             case _:
-                self._talk.append(self._filled(step))
+                self._talk.append({"role": ROLES[kind], "content": self._content(flags)})
 
-    def _filled(self, value: Any) -> Any:
-        if isinstance(value, str):
-            value = re.sub("MARK", lambda _: f"Mark{next(self._marks)}x", value)
-            return value.replace("CONTROL", " ".join(self._subject.control_texts))
-        if isinstance(value, Mapping):
-            return {key: self._filled(item) for key, item in cast("JsonObject", value).items()}
-        return [self._filled(item) for item in cast("list[Any]", value)] if isinstance(value, list) else value
+    def _content(self, flags: str) -> str:
+        return self._filled(TEXTS[next((flag for flag in flags if flag in TEXTS), "")])
 
-    def _answer(self, said: JsonObject) -> None:
-        """Sample an answer that says this, record it, and send it back."""
-        habits, calls = said["sampled"], said.get("tool_calls", [])
-        is_begun = "begun" in habits and bool(self._tools if calls else said["content"].strip())
+    def _filled(self, text: str) -> str:
+        text = re.sub("MARK", lambda _: f"Mark{next(self._marks)}x", text)
+        return text.replace("CONTROL", " ".join(self._subject.control_texts))
+
+    def _answer(self, flags: str, numbers: Sequence[str]) -> None:
+        """Take an answer: the client's own, or one that is sampled, recorded, and sent back."""
+        said: dict[str, Any] = {"role": "assistant", "content": ""}
+        said |= {"content": self._content(flags)} if "t" in flags or not numbers else {}
+        said |= {"reasoning_content": "Hm,\n\nso."} if "h" in flags else {}
+        calls = [{"name": NAMES[int(one) % 2], "arguments": self._filled(self._play.arguments)} for one in numbers]
+        if calls:  # Mistral's templates want ids of nine letters and digits
+            ids = (f"call{next(self._call_numbers):05}" for _ in calls)
+            said["tool_calls"] = [
+                {"id": id_, "type": "function", "function": one} for id_, one in zip(ids, calls, strict=True)
+            ]
+        if "m" in flags:
+            said = self._sampled(said, flags)
+            self._echoes.add(len(self._talk))
+        made = [call["id"] for call in said.get("tool_calls", ())]
+        self._ids |= {number: made[at] if at < len(made) else None for at, number in enumerate(numbers)}
+        self._talk.append(said)
+
+    def _sampled(self, said: JsonObject, flags: str) -> dict[str, Any]:
+        """Let the model say an answer, record it, and return its echo."""
+        is_begun = "b" in flags and bool(self._tools if "tool_calls" in said else said["content"].strip())
         prompt, conversation = self._ask(said if is_begun else None)
-        said_twice = (said, {**said, "content": f"{said['content']} again"})[: 1 + ("twice" in habits)]
-        replies = [self._sampled(one, prompt, conversation) for one in said_twice]
+        both = (said, {**said, "content": f"{said['content']} again"})[: 1 + ("d" in flags)]
+        replies = [self._reply(one, flags, prompt, conversation) for one in both]
         self._forest.record(prompt, replies)
-        echo = self._answers[replies[-1 if "second" in habits else 0].completion_id]
-        echo = echo if self._keeps_thinking else _without(echo, "reasoning_content")
-        if "other ids" in habits and "tool_calls" in echo:
-            calls_here = enumerate(echo["tool_calls"], 100 * len(self._talk))
-            echo = {**echo, "tool_calls": [{**call, "id": f"other{number:04}"} for number, call in calls_here]}
-        made = [call["id"] for call in echo.get("tool_calls", ())]
-        self._ids |= {call["id"]: made[index] if index < len(made) else None for index, call in enumerate(calls)}
-        self._echoes.add(len(self._talk))
-        self._talk.append(echo)
+        echo = dict(self._answers[replies[-1 if "s" in flags else 0].completion_id])
+        if not self._keeps_thinking:
+            echo = _without(echo, "reasoning_content")
+        if "n" in flags and "tool_calls" in echo:
+            echo["tool_calls"] = [{**call, "id": f"new{next(self._call_numbers):06}"} for call in echo["tool_calls"]]
+        return echo
 
-    def _sampled(self, said: JsonObject, prompt: Prompt, conversation: Conversation) -> Reply:
-        renderer, habits = self._renderer, said["sampled"]
-        text, has_calls = self._written(said, prompt, conversation)
-        end = renderer.stop_token_ids[-1 if "other end" in habits else len(renderer.end_texts) - 1 if has_calls else 0]
-        ids = renderer.ids_of(text[: len(text) * 2 // 3]) if "cut" in habits else [*renderer.ids_of(text), end]
+    def _reply(self, said: JsonObject, flags: str, prompt: Prompt, conversation: Conversation) -> Reply:
+        renderer = self._renderer
+        text, has_calls = self._written(said, flags, prompt, conversation)
+        end = renderer.stop_token_ids[-1 if "o" in flags else len(renderer.end_texts) - 1 if has_calls else 0]
+        ids = renderer.ids_of(text[: len(text) * 2 // 3]) if "x" in flags else [*renderer.ids_of(text), end]
         draft = Draft(
             detokenizer=renderer.detokenizer,
             reader=conversation.reading(renderer, prompt).reader(),
             stop_token_ids=renderer.stop_token_ids,
             is_single_call=conversation.is_single_call(not renderer.arrangement.has_one_call),
         )
-        reason = FinishReason.LENGTH if "cut" in habits else FinishReason.STOP
+        reason = FinishReason.LENGTH if "x" in flags else FinishReason.STOP
         result = GenerateResult(token_ids=tuple(ids), logprobs=(0.0,) * len(ids), versions=(), finish_reason=reason)
         _, parsed = draft.finish(result)
         id_ = f"c-{len(self._answers)}"
@@ -169,37 +182,34 @@ class _Player:
             has_thinking=parsed.reasoning is not None,
         )
 
-    def _written(self, said: JsonObject, prompt: Prompt, conversation: Conversation) -> tuple[str, bool]:
+    def _written(self, said: JsonObject, flags: str, prompt: Prompt, conversation: Conversation) -> tuple[str, bool]:
         """Return how the model writes an answer from where the prompt ends, and whether it has calls."""
-        answer_format, habits = self._renderer.answer_format, said["sampled"]
-        calls = list[ToolCall]()
-        if conversation.may_call_tools and answer_format.has_calls:
+        write, calls = self._renderer.answer_format, list[ToolCall]()
+        if conversation.may_call_tools and write.has_calls:
             functions = [call["function"] for call in said.get("tool_calls", ())]
-            calls = [ToolCall(name=one["name"], arguments=orjson.loads(one["arguments"])) for one in functions]
+            calls = [ToolCall(name=one["name"], arguments=orjson.loads(one["arguments"] or "{}")) for one in functions]
         if prompt.opening:
-            begun = answer_format.opening(calls[0].name) if calls else ""
-            return answer_format.format("", calls[:1]).partition(begun)[2] if calls else MORE, bool(calls)
-        thinking, reasoning = answer_format.thinking, said.get("reasoning_content")
+            return write.format("", calls[:1]).partition(write.opening(calls[0].name))[2] if calls else MORE, bool(
+                calls
+            )
+        thinking, reasoning = write.thinking, said.get("reasoning_content")
         if thinking is None or thinking.end in prompt.opened:
             reasoning = None
         elif prompt.is_thinking:
             reasoning = reasoning or ""
-        content = f" \n{said['content']}\n " if "padded" in habits else said["content"]
-        text = answer_format.format(content, calls, reasoning=reasoning)
+        text = write.format(f" \n{said['content']}\n " if "p" in flags else said["content"], calls, reasoning=reasoning)
         if thinking and prompt.is_thinking:
             text = text.removeprefix(thinking.begin).removeprefix("\n" if prompt.opened.endswith("\n") else "")
-        tight = re.sub(r'": (?=[\["{0-9tfn])', '":', text) if "tight" in habits else text
-        one, other = (answer_format.parse(form, tools=self._tools).tool_calls for form in (text, tight))
-        return (tight if one == other else text), bool(calls)
+        narrow = re.sub(r'": (?=[\["{0-9tfn])', '":', text) if "i" in flags else text
+        one, other = (write.parse(form, tools=self._tools).tool_calls for form in (text, narrow))
+        return (narrow if one == other else text), bool(calls)
 
     # ---------------------------------------------------------------------------------------------- requests
 
     def _ask(self, begin: JsonObject | None = None) -> tuple[Prompt, Conversation]:
         """Place the conversation, and judge its prompt. `begin` is the answer that the prompt must begin."""
-        if not self._talk:
-            raise Finding(Verdict.REFUSED, "there are no messages")
         calls = (begin or {}).get("tool_calls")
-        given = [_without(begin, "sampled")] if begin and not calls else []
+        given = [_without(begin, "reasoning_content")] if begin and not calls else []
         try:
             tools = read_tools(list(self._tools))
             self._tools = tools.definitions
@@ -230,8 +240,8 @@ class _Player:
         """Require that the prompt is the text of the messages as they were sent, or as they were arranged."""
         text, differences = self._renderer.detokenizer.text_of(prompt.path()), dict[Verdict, str]()
         said = [read_message(message, index) for index, message in enumerate(self._talk)]
-        unwritten = _texts_beside_calls(said, prompt.answer_places())
-        marks = [mark for mark in _marks([said, self._tools]) if mark not in unwritten]
+        own = [said[at]["content"] for at in prompt.answer_places() if said[at].get("tool_calls")]
+        marks = [mark for mark in _marks([said, self._tools]) if mark not in _marks(own)]  # which may be left out
         lost = [mark for mark in marks if mark not in text]
         for verdict, expected in self._expected(prompt, said, begin):
             difference = self._difference(prompt, text, expected)
@@ -241,7 +251,7 @@ class _Player:
                 self._worst = max(self._worst, verdict, key=list(Verdict).index)
                 return
             differences.setdefault(verdict, difference or "nothing")
-        told = ", ".join(lost) or "; as it was arranged: ".join(differences.values()) or "refused by transformers"
+        told = ", ".join(lost) or "; as it was arranged: ".join(differences.values()) or "transformers refuses it"
         raise Finding(Verdict.LOST if lost else Verdict.DIFFERS, f"{told} in {text!r}")
 
     # -------------------------------------------------------------------------------- what transformers renders
@@ -249,23 +259,18 @@ class _Player:
     def _expected(
         self, prompt: Prompt, said: Sequence[JsonObject], begin: JsonObject | None
     ) -> Iterator[tuple[Verdict, str]]:
-        """Yield the texts that a prompt may have: of the messages as they were sent, then as they were arranged."""
+        """Yield the texts that a prompt may have: of the messages as they were sent, then as they were arranged.
+
+        A template may find the thinking of answers beside their content, not empty, or inside it.
+        """
         base, places = self._as_sampled(prompt, said)
-        thinks = any(message.get("reasoning_content") is not None for message in base)
-        forms = [
-            [write(message) if index in places else message for index, message in enumerate(base)]
-            for write in (dict, *((self._not_empty, self._inline) if thinks else ()))
-        ]
-        bare = places if self._renderer.arrangement.has_text_apart else ()  # their text beside calls was sampled
-        for messages in forms:
-            given = [self._in_manner(message) for message in messages]
-            yield from ((Verdict.EXACT, text) for text in self._texts(given, prompt, begin, Verdict.EXACT))
-        for messages in forms:
-            given = [
-                {**one, "content": ""} if at in bare and "tool_calls" in one else one for at, one in enumerate(messages)
-            ]
-            given = self._renderer.arrange(given)
-            yield from ((Verdict.PLACED, text) for text in self._texts(given, prompt, begin, Verdict.PLACED))
+        for verdict in (Verdict.EXACT, Verdict.PLACED):
+            tried = list[Sequence[JsonObject]]()
+            for form in (dict[str, Any], _not_empty, self._inline):
+                messages = [form(message) if at in places else message for at, message in enumerate(base)]
+                if messages not in tried:
+                    tried.append(messages)
+                    yield from ((verdict, text) for text in self._texts(messages, places, prompt, begin, verdict))
 
     def _as_sampled(self, prompt: Prompt, said: Sequence[JsonObject]) -> tuple[list[JsonObject], Collection[int]]:
         """Return the messages with the answers of the path as they were sampled, and the places of these.
@@ -274,64 +279,62 @@ class _Player:
         """
         answers = {answer.prompt.num_messages: answer for answer in prompt.parent.lineage()} if prompt.parent else {}
         base, ids = list[JsonObject](), dict[str, str]()
-        for index, one in enumerate(said):
-            message: JsonObject = one
-            if index in answers:
-                sampled, calls = (
-                    read_message(self._answers[answers[index].completion_id], index),
-                    one.get("tool_calls", []),
-                )
-                own = [own or call["id"] for own, call in zip(answers[index].own_ids, calls, strict=True)]
-                ids |= {call["id"]: id_ for call, id_ in zip(calls, own, strict=True)}
-                calls = [{**call, "id": id_} for call, id_ in zip(calls, own, strict=True)]
-                message = {**sampled, "tool_calls": calls} if calls else _without(sampled, "tool_calls")
-            elif "tool_call_id" in one:
-                message = {**one, "tool_call_id": ids.get(one["tool_call_id"], one["tool_call_id"])}
-            base.append(message)
+        for index, message in enumerate(said):
+            more: dict[str, Any] = {}
+            if answer := answers.get(index):
+                calls = message.get("tool_calls", [])
+                ids |= {call["id"]: own or call["id"] for call, own in zip(calls, answer.own_ids, strict=True)}
+                more = read_message(self._answers[answer.completion_id], index)
+                more |= {"tool_calls": [{**call, "id": ids[call["id"]]} for call in calls]} if calls else {}
+            elif "tool_call_id" in message:
+                more = {"tool_call_id": ids.get(message["tool_call_id"], message["tool_call_id"])}
+            base.append({**message, **more})
         return base, answers.keys()
 
     def _texts(
-        self, messages: Sequence[JsonObject], prompt: Prompt, begin: JsonObject | None, verdict: Verdict
+        self,
+        messages: Sequence[JsonObject],
+        places: Collection[int],
+        prompt: Prompt,
+        begin: JsonObject | None,
+        verdict: Verdict,
     ) -> Iterator[str]:
         """Yield the text of messages; where an answer was begun, that of such an answer up to the end of `opening`."""
-        tools, options = self._tools, dict(self._play.options)
+        renderer, tools, options = self._renderer, self._tools, dict(self._play.options)
+        arrangement, form = renderer.arrangement, renderer.arrangement.manner.form
         if verdict is Verdict.PLACED:
-            used, tools = self._renderer.chat_template, self._renderer.arrangement.tools(tools)
-            if used.endswith(self._subject.template):  # it was derived for tools
-                options["chat_template"] = used
+            bare = places if arrangement.has_text_apart else ()  # their text beside calls was sampled
+            given = [
+                {**one, "content": ""} if at in bare and "tool_calls" in one else one for at, one in enumerate(messages)
+            ]
+            messages, tools = renderer.arrange(given), arrangement.tools(tools)
+            if renderer.chat_template.endswith(self._subject.template):  # it was derived for tools
+                options["chat_template"] = renderer.chat_template
+        messages = [form(one) if one.get("tool_calls") else one for one in messages]
 
-        def rendered(more: Sequence[JsonObject], **others: Any) -> str | None:
+        def rendered(*more: JsonObject, **others: Any) -> str | None:
             text = self._subject.rendered([*messages, *more], tools, **{**options, **others})
             return text and text.replace(UNSAID, "")
 
-        if begin is None:
-            texts = [rendered(())]
-        else:
+        texts = [rendered()]
+        if begin is not None:
             calls = begin.get("tool_calls", ())[:1]
             said = {"content": "", "tool_calls": calls} if calls else {"content": begin["content"] + MORE}
-            answer = self._in_manner(read_message({"role": "assistant", **said}, len(messages)))
+            answer = read_message({"role": "assistant", **said}, len(messages))
+            answer = form(answer) if calls else answer
             answers = (answer, {**answer, "reasoning_content": UNSAID})
-            begun = [rendered([one], add_generation_prompt=False) for one in answers]
-            before = [rendered((), enable_thinking=False), rendered(())]
-            texts = [text and text[: text.rfind(prompt.opening)] for text in begun] + before
-            texts = [text and text + prompt.opening for text in texts]
+            begun = [rendered(one, add_generation_prompt=False) for one in answers]
+            texts = [text and text[: text.rfind(prompt.opening)] for text in begun] + texts
+            texts = [text and text + prompt.opening for text in (*texts, rendered(enable_thinking=False))]
         return (text for text in texts if text)
-
-    def _in_manner(self, message: JsonObject) -> JsonObject:
-        return self._renderer.arrangement.manner.form(message) if message.get("tool_calls") else message
-
-    def _not_empty(self, answer: JsonObject) -> JsonObject:
-        """Return an answer with other thinking than an empty one."""
-        return {**answer, "reasoning_content": UNSAID} if answer.get("reasoning_content") == "" else answer
 
     def _inline(self, answer: JsonObject) -> JsonObject:
         """Return an answer with its thinking inside its content, where some templates look for it."""
         arrangement, thinking = self._renderer.arrangement, self._renderer.thinking
         if answer.get("reasoning_content") is None or not thinking.is_inline:
             return answer
-        if answer.get("tool_calls") and (arrangement.has_text_apart or arrangement.manner.is_content_null):
-            return _without(answer, "reasoning_content")
-        thought = f"{thinking.begin}\n{answer['reasoning_content'] or UNSAID}\n{thinking.end}"
+        is_alone = answer.get("tool_calls") and (arrangement.has_text_apart or arrangement.manner.is_content_null)
+        thought = "" if is_alone else f"{thinking.begin}\n{answer['reasoning_content'] or UNSAID}\n{thinking.end}"
         return {**_without(answer, "reasoning_content"), "content": thought + (answer["content"] or "")}
 
     # ------------------------------------------------------------------------------------------ what must hold
@@ -340,37 +343,33 @@ class _Player:
         """Return the first difference of a prompt from the template's text, but for sampled answers, or None."""
         if text == expected:
             return None
-        ids, injected, sampled, at = prompt.path(), list[str](), list[str](), 0
-        for start, end in [*prompt.sampled_spans(), (len(ids), len(ids))]:
-            between, answer = (
-                self._renderer.detokenizer.text_of_part(ids[a:b]) for a, b in ((at, start), (start, end))
-            )
-            if injected and not between and end < len(ids):
-                sampled[-1] += answer  # right after another answer
-            else:
-                injected.append(between)
-                sampled.append(answer)
-            at = end
-        answer, position = "", 0
-        for number, (between, following) in enumerate(zip(injected, sampled, strict=True), 1):
-            is_end = number == len(injected)
-            found = len(expected) - len(between) if is_end else expected.find(between, position)
-            while found > position and not is_end and not self._reads_as(answer, expected[position:found]):
-                found = expected.find(between, found + 1)
-            is_same = expected.startswith(between, found) and self._reads_as(answer, expected[position:found])
-            if found < position or not is_same:
-                return f"after {answer!r} comes {between[:200]!r}, the template has {expected[position:][:200]!r}"
-            answer, position = following, found + len(between)
+        ids, pieces, start = prompt.path(), [("", "")], 0  # a sampled answer and what was injected behind it
+        text_of = self._renderer.detokenizer.text_of_part
+        for begin, end in [*prompt.sampled_spans(), (len(ids), len(ids))]:
+            answer, between = pieces.pop()
+            pieces += [(answer, between + text_of(ids[start:begin])), (text_of(ids[begin:end]), "")]
+            if not pieces[-2][1] and pieces[-2][0] and end > begin:  # right after another answer
+                pieces[-2:] = [(pieces[-2][0] + pieces[-1][0], "")]
+            start = end
+        position = 0
+        for number, (answer, following) in enumerate(pieces[:-1], 2):
+            is_last = number == len(pieces)
+            found = len(expected) - len(following) if is_last else expected.find(following, position)
+            while found > position and not is_last and not self._reads_as(answer, expected[position:found]):
+                found = expected.find(following, found + 1)
+            is_same = found >= position and expected.startswith(following, found)
+            if not is_same or not self._reads_as(answer, expected[position:found]):
+                return f"after {answer!r} comes {following[:200]!r}, the template has {expected[position:][:200]!r}"
+            position = found + len(following)
         return None
 
     def _reads_as(self, sampled: str, written: str) -> bool:
         """Return whether the template's text of an answer reads as what was sampled."""
-        one, other = self._without_end(sampled), self._without_end(written)
+        one, other = (self._without_end(text) for text in (sampled, written))
         if "".join(one.split()) == "".join(other.split()):
             return True
         a, b = (self._renderer.answer_format.parse(text, tools=self._tools) for text in (one, other))
-        words = f"{a.content} {a.reasoning or ''}".split()
-        is_cut = one == sampled and bool(one)
+        words, is_cut = f"{a.content} {a.reasoning or ''}".split(), one == sampled and bool(one)
         if is_cut and all(word in other for word in words) and all(word in one for word in b.content.split()):
             return True
         thought, said, written, is_calling = b.reasoning or "", a.content.strip(), b.content.strip(), bool(a.tool_calls)
@@ -390,29 +389,32 @@ class _Player:
 
         Where messages were placed elsewhere, the others must be in order, too, but for the system's.
         """
-        marks = {mark for mark in _marks(said) if mark.startswith("Mark")}
+        marks = {mark for mark in _marks(said) if mark.startswith("Mark") and mark in text}
         if twice := [mark for mark in marks if text.count(mark) > max(1, expected.count(mark))]:
             raise Finding(Verdict.DIFFERS, f"{', '.join(twice)} is there twice, in {text!r}")
         ordered = [one for one in _in_order_of_calls(said) if one["role"] != "system"]
         if verdict is Verdict.EXACT:  # templates have an order of their own, but results without ids are taken by place
             ordered = [one for one in ordered if one.get("tool_call_id", text) not in text]
         for name in ("content", "tool_calls"):
-            wanted = [mark for mark in _marks([one.get(name) for one in ordered]) if mark in marks and mark in text]
+            wanted = [mark for mark in _marks([one.get(name) for one in ordered]) if mark in marks]
             if wanted != sorted(wanted, key=text.find):
                 raise Finding(Verdict.DIFFERS, f"{', '.join(wanted)} in another order in {text!r}")
 
     def _require_safe(self, prompt: Prompt, text: str, said: Sequence[JsonObject]) -> None:
         """Require that no control token stands in the text of a user or a tool."""
         contents = [message["content"].strip() for message in said if message["role"] in ("user", "tool")]
-        told = [
-            one for one in contents if one in text and any(control in one for control in self._subject.control_texts)
-        ]
-        if not told:
-            return  # or escaped, where the template writes it as JSON
+        contents = [one for one in contents if one in text and any(told in one for told in self._subject.control_texts)]
+        if not contents:
+            return  # or they are escaped, where the template writes them as JSON
         bytes_of, control_ids = self._renderer.detokenizer.bytes_of, self._subject.control_ids
         plain = b"".join(b"\0" if token_id in control_ids else bytes_of(token_id) for token_id in prompt.path())
-        if forged := [one for one in told if one.encode() not in plain]:
+        if forged := [one for one in contents if one.encode() not in plain]:
             raise Finding(Verdict.FORGED, f"{forged[0]!r} has a control token in it")
+
+
+def _not_empty(answer: JsonObject) -> JsonObject:
+    """Return an answer with other thinking than an empty one."""
+    return {**answer, "reasoning_content": UNSAID} if answer.get("reasoning_content") == "" else answer
 
 
 def _without(message: JsonObject, name: str) -> dict[str, Any]:
@@ -422,11 +424,6 @@ def _without(message: JsonObject, name: str) -> dict[str, Any]:
 def _marks(value: Any) -> list[str]:
     """Return the marks in messages, but for thinking, which templates leave out."""
     return re.findall(r"(?:Mark|Tool)\d+x", re.sub(rb'"reasoning_content":"[^"]*"', b"", orjson.dumps(value)).decode())
-
-
-def _texts_beside_calls(said: Sequence[JsonObject], places: Collection[int]) -> list[str]:
-    """Return the marks of what a template may leave out of the model's own answers: the text beside calls."""
-    return _marks([one["content"] for index, one in enumerate(said) if index in places and one.get("tool_calls")])
 
 
 def _in_order_of_calls(messages: Sequence[JsonObject]) -> list[JsonObject]:

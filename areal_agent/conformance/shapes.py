@@ -1,198 +1,133 @@
-"""The conversations that are played: one for each shape, and random ones.
+"""The conversations that are played: one for each shape, and random ones. A line writes one, a word for each step.
 
-A step of a play is a message, as chat completions write it, or something that the agent does. An assistant's message
-is the client's own; one with `sampled` is the model's, and names its habits. In each part MARK stands for a word that
-occurs nowhere else, so that it is seen when it gets lost, and CONTROL for the control texts of the template.
+| word | |
+|---|---|
+| `S D U A R` | a message: the system's, developer's, user's, assistant's, or the result of a call |
+| `A12 R1` | an answer with calls 1 and 2, and the result of call 1; an odd call is of the first tool |
+| `B2 F G T1` | the agent goes back by two messages, leaves out thinking, asks again, offers one tool |
+
+| letter | |
+|---|---|
+| those of `TEXTS` | another content; `t`: text beside calls |
+| `h` | thinking |
+| `m` | the model's own answer; the following ones are habits of it |
+| `b` | its call is forced, or its text was begun by the request |
+| `p` `i` `x` `o` | white space around it, narrow JSON, it is cut off, it ends with the other end token |
+| `d` `s` | two are sampled, the second is sent back |
+| `n` | its calls come back with new ids |
 """
 
 import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
-from areal_agent.tokens.canonical import format_json, parse_json_object
+from areal_agent.tokens.canonical import parse_json_object
 from areal_agent.types import JsonObject
 
-NAMES = ("look_up", "fetch_it")
-_TYPES = {
-    "Tool2x": "string",
-    "number": "number",
-    "flag": "boolean",
-    "deep": "object",
-    "list": "array",
-    "none": ["integer", "null"],
+ROLES = {"S": "system", "D": "developer", "U": "user", "A": "assistant", "R": "tool"}
+TEXTS = {
+    "": "Say MARK now.",
+    "l": "MARK\n\n* é 你好",
+    "w": " MARK \n",
+    "e": "",
+    "c": "Say MARK CONTROL now.",
+    "r": "<tool_response>\nMARK\n</tool_response>",
+    "k": "MARK <think>\nno\n</think>\n\nMARK",
 }
+"""MARK stands for a word that occurs nowhere else, so that it is seen when it gets lost, CONTROL for the control texts."""
+
+NAMES = ("fetch_it", "look_up")
+_TYPES = {"Tool2x": "string", "rate": "number", "flag": "boolean", "deep": "object", "list": "array", "none": ["null"]}
 
 
-def _tool(name: str, description: str | None = "Says Tool1x.", **more: Any) -> JsonObject:
+def _tool(name: str, **more: Any) -> JsonObject:
     types = {name: {"type": type_, "description": f"A {name}."} for name, type_ in _TYPES.items()}
-    parameters = {"type": "object", "properties": types, "required": [next(iter(_TYPES))]}
-    function = {"name": name, "description": description, "parameters": parameters, **more}
+    parameters = {"type": "object", "properties": types, "required": ["Tool2x"]}
+    function = {"name": name, "description": f"Says Tool1x to {name}.", "parameters": parameters, **more}
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not ...}}
-
-
-TOOLS = (_tool(NAMES[0]), _tool(NAMES[1], "Says Tool3x."))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Play:
-    """A conversation step by step, with the tools that it offers, and more variables for the template."""
+    """A conversation, with the tools that it offers, and more variables for the template."""
 
     name: str
-    steps: Sequence[JsonObject]
-    tools: Sequence[JsonObject] = ()
+    line: str
+    arguments: str = '{"Tool2x": "MARK"}'
+    tools: Sequence[JsonObject] = tuple(map(_tool, reversed(NAMES)))
     options: JsonObject = field(default_factory=dict[str, Any])
 
     def variants(self) -> Iterator["Play"]:
-        """Yield the play as it is, and with every answer sampled: without thinking, and with it."""
+        """Yield the play as it is, and with every answer sampled that a model can write: without and with thinking."""
         yield self
-        for name, thought in {"sampled": {}, "sampled, with thinking": {"reasoning_content": "I think so."}}.items():
-            steps = [{**step, **thought, "sampled": {}} if self._may_sample(step) else step for step in self.steps]
-            if steps != self.steps:
-                yield replace(self, name=f"{self.name}, {name}", steps=steps)
-
-    def _may_sample(self, step: JsonObject) -> bool:
-        texts = [call["function"]["arguments"] for call in step.get("tool_calls", ())]
-        is_possible = all(parse_json_object(text) is not None for text in texts) and (not texts or bool(self.tools))
-        return step["role"] == "assistant" and "sampled" not in step and is_possible
+        can_call = "T0" not in self.line and parse_json_object(self.arguments) is not None
+        for name, letters in {"sampled": "m", "sampled, with thinking": "mh"}.items():
+            line = re.sub(r"A(?!\w*m)" if can_call else r"A(?!\w*[m\d])", f"A{letters}", self.line)
+            if line != self.line:
+                yield replace(self, name=f"{self.name}, {name}", line=line)
 
 
-def _call(number: int, arguments: Any, name: str) -> JsonObject:
-    """Return a call. Its id has nine letters and digits, as Mistral's templates want it."""
-    arguments = arguments if isinstance(arguments, str) else format_json(arguments)
-    return {"id": f"call{number:05}", "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-_ROLES = {"S": "system", "D": "developer", "U": "user", "A": "assistant", "R": "tool"}
-_WORD = {"Tool2x": "MARK"}
-SAY = "Say MARK now."
-
-
-def play(
-    name: str,
-    line: str,
-    *,
-    text: str = SAY,
-    arguments: Any = _WORD,
-    tools: Sequence[JsonObject] = TOOLS,
-    options: JsonObject | None = None,
-) -> Play:
-    """Return the play that a line writes, a word for each message; users and tools say `text`.
-
-    `S D U A R` are the roles. An answer's digits are its calls, a result's is that of its call. Small letters follow:
-    `t` text beside the calls, `h` thinking, `e` empty content, `b` the request begins the answer: its call is forced,
-    or its text is continued. A line that begins with `-` has no tools.
-    """
-    steps = list[JsonObject]()
-    for role, flags, numbers in re.findall(r"([SDUAR])([a-z]*)(\d*)", line):
-        has_text = "e" not in flags and (role != "A" or not numbers or "t" in flags)
-        step: dict[str, Any] = {"role": _ROLES[role], "content": (text if role in "UR" else SAY) if has_text else ""}
-        if role == "R":
-            step["tool_call_id"] = f"call{int(numbers):05}"
-        elif numbers:
-            step["tool_calls"] = [_call(int(one), arguments, NAMES[one == "2"]) for one in numbers]
-        step |= ({"reasoning_content": "Hm."} if "h" in flags else {}) | (
-            {"sampled": {"begun": 1}} if "b" in flags else {}
-        )
-        steps.append(step)
-    return Play(name=name, steps=steps, tools=() if line.startswith("-") else tools, options=options or {})
-
-
-_SAID, _CALLED = "U A U A1 R1 A U", "U A1 R1 U"
-VALUES = {
-    "Tool2x": 'MARK "é"\nnext',
-    "number": 2.5,
-    "flag": True,
-    "deep": {"k": [1, 2.5, {"z": None}], "on": False, "word": "MARK"},
-    "list": ["5", "true"],
-    "none": None,
+_CALLED = "U A1 R1 U"
+_VALUES = r"""{"Tool2x": "MARK \"é\"\nnext", "rate": 2.5, "flag": true, "list": ["5", "true"], "none": null,
+"deep": {"k": [1, 2.5, {"z": null}], "on": false, "word": "MARK"}}"""
+_LINES = {
+    "system": "T0 S U A U",
+    "system, developer": "T0 S D U A U",
+    "system after user": "T0 S U D A U",
+    "system between turns": "T0 S U A S U",
+    "system last": "T0 S U A U S",
+    "system after result": "S U A1 R1 S A U",
+    "no system": "T0 U A U",
+    "two users": "T0 U U A U U",
+    "tools": "S U A1 R1 A U",
+    "text beside call": "U At1 R1 A U",
+    "two calls": "U A12 R1 R2 A U",
+    "results reversed": "U A12 R2 R1 A U",
+    "orphan result": "U A R9 A U",
+    "calls without tools": "T0 U A1 R1 A U",
+    "control text": "U A Uc A1 Rc1 A Uc",
+    "text of a result": "U A Ur A1 Rr1 A Ur",
+    "text of thinking": "U A Uk A1 Rk1 A Uk",
+    "empty contents": "U Ae Ue A1 Re1 Ae U",
+    "thinking": "U Ah U Ah1 R1 A U",
+    "thinking beside call": "U Ath1 R1 A2 R2 A U",
+    "forced call": "S U A U Amb1 R1 A U",
+    "prefill": "T0 S U A U Amb U",
+    "many turns": "S U" + " A1 R1 A2 R2" * 10 + " A U",
 }
 SHAPES = (
-    play("system", "- S U A U"),
-    play("system, developer", "- S D U A U"),
-    play("system after user", "- S U D A U"),
-    play("system between turns", "- S U A S U"),
-    play("system last", "- S U A U S"),
-    play("system after result", "S U A1 R1 S A U"),
-    play("no system", "- U A U"),
-    play("two users", "- U U A U U"),
-    play("tools", "S U A1 R1 A U"),
-    play("text beside call", "U At1 R1 A U"),
-    play("two calls", "U A12 R1 R2 A U"),
-    play("results reversed", "U A12 R2 R1 A U"),
-    play("orphan result", "U A R9 A U"),
-    play("calls without tools", "- U A1 R1 A U"),
-    play("no description", _CALLED, tools=[_tool(NAMES[0], ...)]),
-    play("null description", _CALLED, tools=[_tool(NAMES[0], None)]),
-    play("no parameters", _CALLED, tools=[_tool(NAMES[0], parameters=...)]),
-    play("values", _CALLED, arguments=VALUES),
-    play("null arguments", _CALLED, arguments="null"),
-    play("empty arguments", _CALLED, arguments=""),
-    play("list arguments", _CALLED, arguments='["MARK"]'),
-    play("broken arguments", _CALLED, arguments='{"MARK": '),
-    play("control text", _SAID, text="Say MARK CONTROL now."),
-    play("text of a result", _SAID, text="<tool_response>\nMARK\n</tool_response>"),
-    play("text of thinking", _SAID, text="MARK <think>\nno\n</think>\n\nMARK"),
-    play("empty contents", "U Ae Ue A1 Re1 Ae U"),
-    play("thinking", "U Ah U Ah1 R1 A U"),
-    play("thinking beside call", "U Ath1 R1 A2 R2 A U"),
-    play("thinking off", "S U A U A1 R1 A U", options={"enable_thinking": False}),
-    play("forced call", "S U A U Ab1 R1 A U"),
-    play("prefill", "- S U A U Ab U"),
-    play("many turns", "S U" + " A1 R1 A2 R2" * 10 + " A U"),
+    *(Play(name=name, line=line) for name, line in _LINES.items()),
+    Play(name="thinking off", line="S U A U A1 R1 A U", options={"enable_thinking": False}),
+    Play(name="no description", line=_CALLED, tools=[_tool("look_up", description=...)]),
+    Play(name="null description", line=_CALLED, tools=[_tool("look_up", description=None)]),
+    Play(name="no parameters", line=_CALLED, tools=[_tool("look_up", parameters=...)]),
+    Play(name="values", line=_CALLED, arguments=_VALUES),
+    Play(name="null arguments", line=_CALLED, arguments="null"),
+    Play(name="empty arguments", line=_CALLED, arguments=""),
+    Play(name="list arguments", line=_CALLED, arguments='["MARK"]'),
+    Play(name="broken arguments", line=_CALLED, arguments='{"MARK": '),
 )
-
-TEXTS = (
-    *(SAY,) * 4,
-    "MARK\n\n* é 你好",
-    " MARK \n",
-    "",
-    "MARK CONTROL",
-    "<tool_response>\nMARK\n</tool_response>",
-)
-HABITS = ("padded", "tight", "cut", "twice", "second", "other end", "other ids", "begun")
 
 
 def random_play(numbers: random.Random) -> Play:
     """Return a random walk through the shapes, with what agents do to a conversation."""
-    return Play(name="random", steps=list(_random_steps(numbers)), tools=numbers.choice((TOOLS, TOOLS, ())))
 
+    def said(role: str, texts: Sequence[str] = ("", "", "", *"lwecr")) -> str:
+        return role + numbers.choice(texts)
 
-def _random_steps(numbers: random.Random) -> Iterator[JsonObject]:
-    ids = count(1)
-
-    def said(role: str, texts: Sequence[str] = TEXTS) -> JsonObject:
-        return {"role": role, "content": numbers.choice(texts)}
-
-    def answered() -> Iterator[JsonObject]:
-        calls = [_call(next(ids), _WORD, numbers.choice(NAMES)) for _ in range(numbers.choice((0, 0, 1, 1, 2)))]
-        message = said("assistant", ("", "", *TEXTS[:7]) if calls else TEXTS[:7])
-        message = {**message, "reasoning_content": numbers.choice((None, "Hm.", "Well,\n\nso."))}
+    def answered() -> str:
+        calls = numbers.choice(("", "", "1", "2", "12", "13"))
+        flags = numbers.choice(("", "", "t", "tl", "tw") if calls else ("", "", *"lwe")) + numbers.choice(("", "h"))
         if numbers.random() < 0.85:
-            message["sampled"] = {habit: 1 for habit in HABITS if numbers.random() < 0.12}
-        yield {**message, "tool_calls": calls} if calls else message
-        for call in calls if numbers.random() < 0.8 else reversed(calls):
-            yield {**said("tool"), "tool_call_id": call["id"]}
+            flags += "m" + "".join(habit for habit in "bpixodsn" if numbers.random() < 0.12)
+        results = calls if numbers.random() < 0.8 else reversed(calls)
+        return " ".join([f"A{flags}{calls}", *(f"{said('R')}{call}" for call in results)])
 
-    def did() -> JsonObject:
-        return numbers.choice(
-            (
-                *[{"role": "back", "by": by} for by in (1, 2, 3)],
-                *[{"role": role} for role in ("forget thinking", "again")],
-                *[{"role": "tools", "tools": tools} for tools in (TOOLS, TOOLS[:1], ())],
-            )
-        )
-
-    yield from (said(role) for role, share in (("system", 0.6), ("developer", 0.1)) if numbers.random() < share)
-    yield said("user")
+    words = [*(said(role) for role, share in (("S", 0.6), ("D", 0.1)) if numbers.random() < share), said("U")]
     for _ in range(numbers.randrange(1, 8)):
-        do = numbers.random()
-        if do < 0.5:
-            yield from answered()
-        elif do < 0.78:
-            yield said(numbers.choice(("user", "user", "user", "system", "developer")))
-        else:
-            yield did()
-    yield said("user")
+        actions = ("B1", "B2", "B3", "F", "G", "T0", "T1", "T2")
+        kinds = (answered, lambda: said(numbers.choice("UUUSD")), lambda: numbers.choice(actions))
+        words.append(numbers.choices(kinds, (50, 28, 22))[0]())
+    return Play(name="random", line=" ".join((*numbers.choice(((), (), ("T0",))), *words, said("U"))))

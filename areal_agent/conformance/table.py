@@ -1,6 +1,7 @@
 """Tries every shape, and random plays, on chat templates, and prints what became of them."""
 
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -51,34 +52,27 @@ def try_shape(subject: Subject, shape: Play) -> Finding:
 
 
 def try_at_random(subjects: Sequence[Subject], *, num_plays: int, seed: int) -> list[str]:
-    """Play at random on each template in turn. Return the shortest failing play of each template and kind of fault."""
+    """Play at random on each template in turn. Return the smallest failing play of each template and kind of fault."""
     numbers = random.Random(seed)
     failed = dict[tuple[Subject, Verdict], Play]()
     for number in range(num_plays):
         subject, play = subjects[number % len(subjects)], random_play(numbers)
-        key = subject, played(subject, play).verdict
-        if key[1].is_fault and (key not in failed or len(play.steps) < len(failed[key].steps)):
-            failed[key] = play
+        verdict = played(subject, play).verdict
+        if verdict.is_fault:
+            failed[subject, verdict] = min(play, failed.get((subject, verdict), play), key=lambda one: len(one.line))
     return [_told(subject, verdict, play) for (subject, verdict), play in failed.items()]
 
 
 def _told(subject: Subject, verdict: Verdict, play: Play) -> str:
-    """Tell the smallest play that is left of one that failed."""
-    index = 0
-    while index < len(play.steps):
-        smaller = next((one for one in _smaller(play, index) if played(subject, one).verdict is verdict), None)
-        play, index = (play, index + 1) if smaller is None else (smaller, index)
-    steps = [{**step, "tools": len(step["tools"])} if "tools" in step else step for step in play.steps]
-    return "\n    ".join([f"{subject.name}: {played(subject, play)}", f"{len(play.tools)} tools", *map(str, steps)])
+    """Tell what is found with the smallest play that fails like this one."""
+    smaller: Play | None = play
+    while smaller is not None:
+        play = smaller
+        smaller = next((one for one in _smaller(play) if played(subject, one).verdict is verdict), None)
+    return f"{subject.name}: {play.line}: {played(subject, play)}"
 
 
-def _smaller(play: Play, index: int) -> Iterator[Play]:
-    """Yield the play without a step, and with a simpler one."""
-    before, step, after = play.steps[:index], play.steps[index], play.steps[index + 1 :]
-    yield replace(play, steps=[*before, *after])
-    if play.tools:
-        yield replace(play, tools=())
-    simpler = [{"sampled": {name: 1 for name in step["sampled"] if name != habit}} for habit in step.get("sampled", ())]
-    for name, values in {"content": ("", "MARK"), "reasoning_content": (None,)}.items():
-        simpler += [{name: value} for value in values if step.get(name) not in (None, *values)]
-    yield from (replace(play, steps=[*before, {**step, **one}, *after]) for one in simpler)
+def _smaller(play: Play) -> Iterator[Play]:
+    """Yield the play without one of its words, and without one of its letters."""
+    for part in (*re.finditer(r"\w+ ", play.line), *re.finditer(r"(?<=\w)\w", play.line)):
+        yield replace(play, line=play.line[: part.start()] + play.line[part.end() :])
