@@ -18,13 +18,15 @@ beside a sampled call, or make it thinking. Where it leaves out thinking, the sa
 import re
 from collections.abc import Collection, Iterator, Sequence
 from enum import StrEnum
+from functools import partial
 from itertools import count
+from os.path import commonprefix
 from typing import Any
 
 import orjson
 
 from areal_agent.conformance.shapes import NAMES, ROLES, TEXTS, Play
-from areal_agent.conformance.templates import Subject
+from areal_agent.conformance.templates import UNSAID, Subject
 from areal_agent.errors import RequestError
 from areal_agent.gateway.conversation import Conversation, ToolChoice, ToolUse, read_message, read_tools
 from areal_agent.gateway.draft import Draft
@@ -32,9 +34,6 @@ from areal_agent.tokens.forest import Forest
 from areal_agent.tokens.formats.base import ToolCall, answer_message
 from areal_agent.tokens.prompt import Prompt, Reply
 from areal_agent.types import FinishReason, GenerateResult, JsonObject
-
-UNSAID = "(unsaid)"
-"""Given as empty thinking, which templates may leave out where they write any other; it is taken out of their text."""
 
 MORE = " and more"
 """What the model adds to an answer that was begun for it."""
@@ -102,22 +101,28 @@ class _Player:
     def _take(self, kind: str, flags: str) -> None:
         match kind:
             case "B":
-                del self._talk[max(1, len(self._talk) - int(flags)) :]
+                first = [message["role"] for message in self._talk].index("user") + 1
+                del self._talk[max(first, len(self._talk) - int(flags)) :]
                 self._echoes.intersection_update(range(len(self._talk)))
             case "F":
                 self._keeps_thinking = False
                 self._talk = [_without(message, "reasoning_content") for message in self._talk]
-            case "G":
+            case "G" if self._is_asked:
                 self._ask()
             case "T":
                 self._tools = self._play.tools[: int(flags)]
             case "A":
                 self._answer(flags, re.findall(r"\d", flags))
             case "R":
-                id_ = self._ids.get(flags[-1], f"call{flags[-1]:0>5}")
+                id_ = self._ids.get(flags[-1], f"orphan{flags[-1]:0>3}")
                 self._talk += [{"role": "tool", "content": self._content(flags), "tool_call_id": id_}] if id_ else []
-            case _:
+            case "S" | "D" | "U":
                 self._talk.append({"role": ROLES[kind], "content": self._content(flags)})
+
+    @property
+    def _is_asked(self) -> bool:
+        """Whether the model is to answer: no agent asks it right after an answer, without a word."""
+        return self._talk[-1]["role"] != "assistant"
 
     def _content(self, flags: str) -> str:
         return self._filled(TEXTS[next((flag for flag in flags if flag in TEXTS), "")])
@@ -137,7 +142,7 @@ class _Player:
             said["tool_calls"] = [
                 {"id": id_, "type": "function", "function": one} for id_, one in zip(ids, calls, strict=True)
             ]
-        if "m" in flags:
+        if "m" in flags and self._is_asked:
             said = self._sampled(said, flags)
             self._echoes.add(len(self._talk))
         made = [call["id"] for call in said.get("tool_calls", ())]
@@ -232,9 +237,7 @@ class _Player:
         index = re.search(r"\bmessages\[(\d+)\]", f"{error.param} {error}")
         if index is None:
             return Verdict.REFUSED if re.match("tools|tool_choice", error.param or "") else Verdict.UNNAMED
-        at = int(index[1])
-        is_asked_twice = at > 0 and self._talk[at - 1]["role"] == "assistant"  # without a word in between
-        return Verdict.UNNAMED if at in self._echoes and not is_asked_twice else Verdict.REFUSED
+        return Verdict.UNNAMED if int(index[1]) in self._echoes else Verdict.REFUSED
 
     def _check(self, prompt: Prompt, begin: JsonObject | None) -> None:
         """Require that the prompt is the text of the messages as they were sent, or as they were arranged."""
@@ -284,7 +287,7 @@ class _Player:
             if answer := answers.get(index):
                 calls = message.get("tool_calls", [])
                 ids |= {call["id"]: own or call["id"] for call, own in zip(calls, answer.own_ids, strict=True)}
-                more = read_message(self._answers[answer.completion_id], index)
+                more = {**read_message(self._answers[answer.completion_id], index)}
                 more |= {"tool_calls": [{**call, "id": ids[call["id"]]} for call in calls]} if calls else {}
             elif "tool_call_id" in message:
                 more = {"tool_call_id": ids.get(message["tool_call_id"], message["tool_call_id"])}
@@ -293,39 +296,34 @@ class _Player:
 
     def _texts(
         self,
-        messages: Sequence[JsonObject],
-        places: Collection[int],
+        said: Sequence[JsonObject],
+        own: Collection[int],
         prompt: Prompt,
         begin: JsonObject | None,
         verdict: Verdict,
     ) -> Iterator[str]:
         """Yield the text of messages; where an answer was begun, that of such an answer up to the end of `opening`."""
-        renderer, tools, options = self._renderer, self._tools, dict(self._play.options)
-        arrangement, form = renderer.arrangement, renderer.arrangement.manner.form
+        arrangement, form = self._renderer.arrangement, self._renderer.arrangement.manner.form
         if verdict is Verdict.PLACED:
-            bare = places if arrangement.has_text_apart else ()  # their text beside calls was sampled
-            given = [
-                {**one, "content": ""} if at in bare and "tool_calls" in one else one for at, one in enumerate(messages)
+            bare = own if arrangement.has_text_apart else ()  # their text beside calls was sampled
+            said = [
+                {**one, "content": ""} if at in bare and one.get("tool_calls") else one for at, one in enumerate(said)
             ]
-            messages, tools = renderer.arrange(given), arrangement.tools(tools)
-            if renderer.chat_template.endswith(self._subject.template):  # it was derived for tools
-                options["chat_template"] = renderer.chat_template
-        messages = [form(one) if one.get("tool_calls") else one for one in messages]
-
-        def rendered(*more: JsonObject, **others: Any) -> str | None:
-            text = self._subject.rendered([*messages, *more], tools, **{**options, **others})
-            return text and text.replace(UNSAID, "")
-
-        texts = [rendered()]
+            given, tools, used = self._renderer.arrange(said), arrangement.tools(self._tools), self._subject.used
+        else:
+            given, tools, used = said, self._tools, self._subject.template
+        given = [form(one) if one.get("tool_calls") else one for one in given]
+        rendered = partial(self._subject.rendered, tools=tools, chat_template=used, **self._play.options)
+        texts = [rendered(given)]
         if begin is not None:
             calls = begin.get("tool_calls", ())[:1]
-            said = {"content": "", "tool_calls": calls} if calls else {"content": begin["content"] + MORE}
-            answer = read_message({"role": "assistant", **said}, len(messages))
+            more = {"content": "", "tool_calls": calls} if calls else {"content": begin["content"] + MORE}
+            answer = read_message({"role": "assistant", **more}, len(given))
             answer = form(answer) if calls else answer
-            answers = (answer, {**answer, "reasoning_content": UNSAID})
-            begun = [rendered(one, add_generation_prompt=False) for one in answers]
-            texts = [text and text[: text.rfind(prompt.opening)] for text in begun] + texts
-            texts = [text and text + prompt.opening for text in (*texts, rendered(enable_thinking=False))]
+            for one in (answer, {**answer, "reasoning_content": UNSAID}):
+                text = rendered([*given, one], add_generation_prompt=False)
+                texts.append(text and text[: text.rfind(prompt.opening)])
+            texts = [text and text + prompt.opening for text in (*texts, rendered(given, enable_thinking=False))]
         return (text for text in texts if text)
 
     def _inline(self, answer: JsonObject) -> JsonObject:
@@ -359,7 +357,9 @@ class _Player:
                 found = expected.find(following, found + 1)
             is_same = found >= position and expected.startswith(following, found)
             if not is_same or not self._reads_as(answer, expected[position:found]):
-                return f"after {answer!r} comes {following[:200]!r}, the template has {expected[position:][:200]!r}"
+                same = len(commonprefix([following, expected[position:]]))
+                after, comes, has = answer + following[:same], following[same:], expected[position + same :]
+                return f"after {after[-60:]!r} comes {comes[:200]!r}, the template has {has[:200]!r}"
             position = found + len(following)
         return None
 
@@ -369,8 +369,11 @@ class _Player:
         if "".join(one.split()) == "".join(other.split()):
             return True
         a, b = (self._renderer.answer_format.parse(text, tools=self._tools) for text in (one, other))
-        words, is_cut = f"{a.content} {a.reasoning or ''}".split(), one == sampled and bool(one)
-        if is_cut and all(word in other for word in words) and all(word in one for word in b.content.split()):
+        words, is_cut = (
+            f"{a.content} {a.reasoning or ''}".split(),
+            not sampled.rstrip().endswith(tuple(self._subject.ends)),
+        )
+        if one and is_cut and all(word in other for word in words) and all(word in one for word in b.content.split()):
             return True
         thought, said, written, is_calling = b.reasoning or "", a.content.strip(), b.content.strip(), bool(a.tool_calls)
         return (
@@ -381,6 +384,8 @@ class _Player:
         )
 
     def _without_end(self, text: str) -> str:
+        """Return the text of an answer without its end token, or the header of Harmony's in which it was cut off."""
+        text = re.sub(r"<\|(start|channel)\|>[^<]*$", "", text)
         end = next((end for end in self._subject.ends if text.rstrip().endswith(end)), "")
         return text.rstrip().removesuffix(end) if end else text
 
@@ -392,11 +397,17 @@ class _Player:
         marks = {mark for mark in _marks(said) if mark.startswith("Mark") and mark in text}
         if twice := [mark for mark in marks if text.count(mark) > max(1, expected.count(mark))]:
             raise Finding(Verdict.DIFFERS, f"{', '.join(twice)} is there twice, in {text!r}")
-        ordered = [one for one in _in_order_of_calls(said) if one["role"] != "system"]
+        calls = [call["id"] for one in said for call in one.get("tool_calls", ())]
+        results = [one for one in said if one.get("tool_call_id") in calls]
+        results.sort(key=lambda one: calls.index(one["tool_call_id"]))
         if verdict is Verdict.EXACT:  # templates have an order of their own, but results without ids are taken by place
-            ordered = [one for one in ordered if one.get("tool_call_id", text) not in text]
-        for name in ("content", "tool_calls"):
-            wanted = [mark for mark in _marks([one.get(name) for one in ordered]) if mark in marks]
+            ordered = [[one["content"] for one in results if one["tool_call_id"] not in text]]
+        else:
+            talk = [one for one in said if one["role"] in ("user", "assistant")]
+            ordered = [[one["content"] for one in results]]
+            ordered += [[one.get(name) for one in talk] for name in ("content", "tool_calls")]
+        for values in ordered:
+            wanted = [mark for mark in _marks(values) if mark in marks]
             if wanted != sorted(wanted, key=text.find):
                 raise Finding(Verdict.DIFFERS, f"{', '.join(wanted)} in another order in {text!r}")
 
@@ -424,15 +435,3 @@ def _without(message: JsonObject, name: str) -> dict[str, Any]:
 def _marks(value: Any) -> list[str]:
     """Return the marks in messages, but for thinking, which templates leave out."""
     return re.findall(r"(?:Mark|Tool)\d+x", re.sub(rb'"reasoning_content":"[^"]*"', b"", orjson.dumps(value)).decode())
-
-
-def _in_order_of_calls(messages: Sequence[JsonObject]) -> list[JsonObject]:
-    """Return the messages, the results that follow calls being in the order of the calls."""
-    ordered, ids, first = list[JsonObject](), list[str](), 0
-    for message in messages:
-        ordered.append(message)
-        if message["role"] != "tool":
-            ids, first = [call["id"] for call in message.get("tool_calls", ())], len(ordered)
-        elif all(one.get("tool_call_id") in ids for one in ordered[first:]):
-            ordered[first:] = sorted(ordered[first:], key=lambda one: ids.index(one["tool_call_id"]))
-    return ordered

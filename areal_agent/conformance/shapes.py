@@ -36,7 +36,7 @@ TEXTS = {
     "r": "<tool_response>\nMARK\n</tool_response>",
     "k": "MARK <think>\nno\n</think>\n\nMARK",
 }
-"""MARK stands for a word that occurs nowhere else, so that it is seen when it gets lost, CONTROL for the control texts."""
+"""MARK is a word that occurs nowhere else, so that it is seen when it gets lost; CONTROL: the control texts."""
 
 NAMES = ("fetch_it", "look_up")
 _TYPES = {"Tool2x": "string", "rate": "number", "flag": "boolean", "deep": "object", "list": "array", "none": ["null"]}
@@ -127,7 +127,7 @@ def random_play(numbers: random.Random) -> Play:
 
     words = [*(said(role) for role, share in (("S", 0.6), ("D", 0.1)) if numbers.random() < share), said("U")]
     for _ in range(numbers.randrange(1, 8)):
-        actions = ("B1", "B2", "B3", "F", "G", "T0", "T1", "T2")
-        kinds = (answered, lambda: said(numbers.choice("UUUSD")), lambda: numbers.choice(actions))
-        words.append(numbers.choices(kinds, (50, 28, 22))[0]())
+        do = numbers.random()
+        action = numbers.choice(("B1", "B2", "B3", "F", "G", "T0", "T1", "T2"))
+        words.append(answered() if do < 0.5 else said(numbers.choice("UUUSD")) if do < 0.8 else action)
     return Play(name="random", line=" ".join((*numbers.choice(((), (), ("T0",))), *words, said("U"))))

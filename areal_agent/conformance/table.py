@@ -73,6 +73,8 @@ def _told(subject: Subject, verdict: Verdict, play: Play) -> str:
 
 
 def _smaller(play: Play) -> Iterator[Play]:
-    """Yield the play without one of its words, and without one of its letters."""
+    """Yield the play without one of its words, and without one of its letters. A user still begins it."""
     for part in (*re.finditer(r"\w+ ", play.line), *re.finditer(r"(?<=\w)\w", play.line)):
-        yield replace(play, line=play.line[: part.start()] + play.line[part.end() :])
+        line = play.line[: part.start()] + play.line[part.end() :]
+        if re.match(r"([TSD]\w* )*U", line):
+            yield replace(play, line=line)

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +13,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from areal_agent.errors import ConfigError
 from areal_agent.tokens.renderer import ANSWER_MARKUP, Renderer
 from areal_agent.types import JsonObject
+
+UNSAID = "(unsaid)"
+"""Given as empty thinking, which templates may leave out where they write any other; it is taken out of their text."""
 
 CONTROL = re.compile(
     r"<\|[^\s<>|{}]{1,40}\|?>|<[a-z_]+\|>|<｜[^<>{}]{1,40}｜>|｜DSML｜|\[/?g?[A-Z_]{3,}\]|\]~!?b\[?|\[e~\[|"
@@ -49,21 +51,15 @@ class Subject:
     """
 
     def __init__(self, name: str, tokenizer: PreTrainedTokenizerFast, renderer: Renderer | None = None) -> None:
-        self.name = name
+        self.name, self._tokenizer = name, tokenizer
         self.renderer = renderer or Renderer(tokenizer)
         self.template = cast("str", tokenizer.chat_template)
+        derived = self.renderer.chat_template  # for tools, if it ends with the model's own
+        self.used = derived if derived.endswith(self.template) else self.template
         self.ends = {*self.renderer.end_texts, cast("str", tokenizer.eos_token)}
-        self._tokenizer = tokenizer
-
-    @cached_property
-    def control_ids(self) -> frozenset[int]:
-        return frozenset(self._tokenizer.added_tokens_decoder)
-
-    @cached_property
-    def control_texts(self) -> tuple[str, ...]:
-        """The control texts that the template writes."""
-        texts = (token.content for token in self._tokenizer.added_tokens_decoder.values())
-        return tuple(text for text in texts if len(text.strip()) > 1 and text in self.template)
+        texts = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
+        self.control_ids = frozenset(texts)
+        self.control_texts = [text for text in texts.values() if len(text.strip()) > 1 and text in self.template]
 
     def rendered(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], **options: Any) -> str | None:
         """Return what transformers renders of normalised messages, or None where the template refuses them.
@@ -74,11 +70,12 @@ class Subject:
         options = {"tools": list(tools) or None, "add_generation_prompt": True, **options}
         try:
             if all(message["content"] is not None for message in given):
-                return cast("str", self._tokenizer.apply_chat_template(given, tokenize=False, **options))
-            own = {"chat_template": self.template, **self._tokenizer.special_tokens_map}
-            return render_jinja_template([given], **{**own, **options})[0][0]
+                text = cast("str", self._tokenizer.apply_chat_template(given, tokenize=False, **options))
+            else:
+                text = render_jinja_template([given], **{**self._tokenizer.special_tokens_map, **options})[0][0]
         except Exception:  # the template is foreign code that runs on foreign data
             return None
+        return text.replace(UNSAID, "")
 
 
 def templates_at_hand(paths: Sequence[Path]) -> Iterator[tuple[str, PreTrainedTokenizerFast]]:

@@ -52,7 +52,7 @@ def subject(*, served: str, used: str) -> Subject:
 NEXT_TURN = CHATML.replace("message.role + '\\n'", "message.role + ('\\n' if loop.index0 < 2 else ' ')")
 
 
-@pytest.mark.parametrize("line", ["U A U", "U Am U"])
+@pytest.mark.parametrize("line", ["T0 U A U", "T0 U Am U"])
 def test_another_text_is_a_difference(line: str) -> None:
     finding = str(played(subject(served=CHATML, used=NEXT_TURN), Play(name="x", line=line)))
     assert finding.startswith("DIFFERS: ")
@@ -66,7 +66,8 @@ def test_what_was_sampled_may_have_other_white_space() -> None:
 
 def test_a_failing_play_is_told_as_small_as_it_fails() -> None:
     [told] = try_at_random([subject(served=CHATML, used=NEXT_TURN)], num_plays=20, seed=0)
-    assert told.startswith("x: U A U: DIFFERS: ")
+    assert len(told.split(": ")[1].split()) <= 3
+    assert ": DIFFERS: " in told
 
 
 def test_control_texts_are_tokens() -> None:
