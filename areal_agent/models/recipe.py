@@ -162,7 +162,8 @@ def load_demonstrations(path: str) -> Demonstrations:
 
 
 CHAT_TEMPLATE = r"""
-{#- Tool definitions are not printed: the model knows its one tool by training, and short prompts keep it fast. -#}
+{#- Tool definitions are read and not printed: the model knows its one tool by training, and short prompts are fast. -#}
+{%- if tools -%}{%- endif -%}
 {%- for message in messages -%}
     {{- '<|im_start|>' + message.role + '\n' -}}
     {%- if message.content is string -%}

@@ -111,7 +111,7 @@ class Arrangement:
         has_later = found.writes([system, user, system]) and found.writes([system, user, answer, system, user])
         found = replace(found, has_later_system=has_later)
         if not has_calls:
-            return found
+            return replace(found, has_definitions=False)
         for tool in ({"description": ""}, {"parameters": {"type": "object", "properties": {}}}):
             bare = {key: one for key, one in PROBE_TOOLS[0]["function"].items() if key not in tool}
             if not found.writes([user], tools=({"type": "function", "function": bare},)):
@@ -154,7 +154,7 @@ class Arrangement:
         given = list(forms[num_head:])
         if not self.has_later_system:
             given = [_as_user(one) if one["role"] == "system" else one for one in given]
-        if any(one.get("tool_calls") for one in given):
+        if any("tool_calls" in one and (self.has_text_apart or len(one["tool_calls"]) > 1) for one in given):
             given = [one for answered in _with_results(given) for one in self._answered(answered)]
         if num_head:
             head = _as_one(forms[:num_head])
@@ -319,16 +319,18 @@ class CallIds:
 def shapes_of(forms: Sequence[JsonObject], sampled: Collection[int] = ()) -> list[Shape]:
     """Return the shape of each message: a result's has the number of its call in the answer before it, or -1."""
     shapes: list[Shape] = []
-    ids: tuple[str, ...] = ()
+    calls: Sequence[JsonObject] = ()
     for index, form in enumerate(forms):
-        role, content = form["role"], form.get("content") or ""
+        role, content = form["role"], form["content"]
         has_text = bool(content) and not content.isspace()
-        if role == "assistant":
-            ids = call_ids(form)
-            shapes.append((role, has_text, bool(form.get("reasoning_content")), len(ids), index in sampled))
-        elif role == "tool":
-            id_ = form.get("tool_call_id")
-            shapes.append((role, has_text, ids.index(id_) if id_ in ids else -1))
+        if role == "tool":
+            id_, place = form.get("tool_call_id"), 0
+            if not calls or calls[0].get("id") != id_:
+                place = next((number for number, call in enumerate(calls) if call.get("id") == id_), -1)
+            shapes.append((role, has_text, place))
+        elif role == "assistant":
+            calls = form.get("tool_calls") or ()
+            shapes.append((role, has_text, bool(form.get("reasoning_content")), len(calls), index in sampled))
         else:
             shapes.append((role, has_text))
     return shapes

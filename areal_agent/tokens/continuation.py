@@ -80,6 +80,8 @@ class Continuation:
 
         Raises RequestError when the template refuses the conversation.
         """
+        if new and new[0]["role"] == "assistant" and self._renderer.joins_answers:
+            return None  # where the sampled answer ends cannot be told
         ids = CallIds(self._renderer.arrangement)
         added = [self._answer_form(parent, echo, ids), *(self._renderer.form(message, ids) for message in new)]
         num_messages = parent.prompt.num_messages + len(added)
@@ -166,7 +168,7 @@ class Continuation:
             forms,
             num_new=num_new,
             num_messages=num_messages,
-            has_tools=bool(self._tool_forms) and self._renderer.answer_format.has_calls,
+            has_tools=bool(self._tool_forms) and self._renderer.arrangement.has_definitions,
             sampled=sampled,
         )
 

@@ -89,6 +89,7 @@ class Forest:
         self._answers = AnswersByData()
         self._requests = Requests()
         self._completions = Completions()
+        self._sampled: set[bytes] = set()  # the keys of all forms of the answers, each alone
         self._continuations: dict[bytes, Continuation] = {}  # by the key of their tools and options
         self._leaves: set[Prompt] = set()  # prompts of conversations that nothing continues
         self._newest: Prompt | None = None  # only the newest recorded prompt keeps its whole path in memory
@@ -207,10 +208,8 @@ class Forest:
                     return prompt
             request = replace(request, reason=ForkReason.TEMPLATE_REWRITES_HISTORY)
         whole = request.new if parent is None else sent.normalised()
-        sampled = parent.prompt.answer_places() | {parent.prompt.num_messages} if parent else frozenset[int]()
-        prompt = self._prompt(request, None, continuation.root(whole, sampled), sent)
-        prompt.rewritten = sampled
-        return prompt
+        sampled = [index for index, message in enumerate(whole) if extended_key(b"", message) in self._sampled]
+        return self._prompt(request, None, continuation.root(whole, sampled), sent)
 
     def _prompt(self, request: _Request, parent: Answer | None, extension: Extension, sent: _Sent) -> Prompt:
         prompt = Prompt(
@@ -291,6 +290,7 @@ class Forest:
         else:
             tools = self._continuations[prompt.key.tools].tools
             forms = with_stop_text(reply.message, reply.stop_text) + with_defaults(reply.message, tools)
+            self._sampled.update(extended_key(b"", form) for form in (reply.message, *forms))
             self._answers.add(answer, [extended_key(prompt.key.body, form) for form in forms])
 
     # ------------------------------------------------------------------------------------------------- audit

@@ -117,7 +117,6 @@ class Prompt:
     num_repeats: int = 0  # earlier requests of this session with the same messages, tools and opening
     num_messages: int
     delta: tuple[JsonObject, ...] = field(repr=False)  # the parent's answer as it came back, and what follows it; raw
-    rewritten: frozenset[int] = frozenset()  # of a root whose history the template rewrote: the places of its answers
     depth: int = 1  # turns from the root
     next_audit: int = 0  # the depth at which its text is to be proved again
     stand_in: "StandIn | None" = field(repr=False)  # until all its answers were continued
@@ -175,14 +174,10 @@ class Prompt:
         for prompt in self.lineage():
             if prompt.parent:
                 spans.append((prompt.parent.prompt.block_at, prompt.parent.path_length))
-            spans = [(start, min(end, prompt.fork_at)) for start, end in spans if start < prompt.fork_at]
+            if spans and spans[-1][1] > prompt.fork_at:
+                spans = [(start, min(end, prompt.fork_at)) for start, end in spans if start < prompt.fork_at]
             spans += [(prompt.fork_at + start, prompt.fork_at + end) for start, end in prompt.slices]
         return spans
-
-    def answer_places(self) -> frozenset[int]:
-        """Return the places of the session's own answers among the messages."""
-        lineage = self.lineage()
-        return lineage[0].rewritten | {one.parent.prompt.num_messages for one in lineage if one.parent}
 
     def messages(self) -> list[JsonObject]:
         """Return the whole conversation, as it was first sent."""

@@ -102,7 +102,7 @@ class Renderer:
         try:
             self.answer_header = self._find_answer_header()
             self.end_texts = self._find_end_texts()
-            self._end_pattern = self._find_end_pattern()
+            self._end_pattern, self.joins_answers = self._find_end_pattern()
             self._no_thinking = self._find_no_thinking()  # before text, and before a call
         except RequestError as error:
             raise ConfigError(f"the chat template cannot render a plain question and answer: {error}") from error
@@ -207,7 +207,7 @@ class Renderer:
 
     def form_with_thinking(self, message: JsonObject, thinking: str) -> JsonObject:
         """Return a normalised answer as the template receives it, with this text in the place of its thinking."""
-        _, content = split_thinking(message)
+        content = message["content"] if message.get("reasoning_content") else split_thinking(message)[1]
         form = dict(self._shielded({**message, "content": content, "reasoning_content": None}))
         del form["reasoning_content"]
         if self.thinking.is_inline and "reasoning_content" not in self.template.source:
@@ -327,18 +327,19 @@ class Renderer:
         calling = self._token_after_call(plain[0])
         return (plain[0],) if calling == plain[0] else (plain[0], calling)
 
-    def _find_end_pattern(self) -> re.Pattern[str]:
+    def _find_end_pattern(self) -> tuple[re.Pattern[str], bool]:
         """Return a pattern for what ends an answer in rendered text: an end token, or any that no answer has.
 
-        An answer that is not the last may end with another token (Harmony's), which also stands within answers.
+        An answer that is not the last may end with another token (Harmony's), which also stands within answers: then
+        two answers in a row look like one, which is the second value.
         """
         written = self.answer_format.format("x", (PROBE,) if self.answer_format.has_calls else ())
         written += self.thinking.write("x", "x")
         ends = any_of({*self.end_texts, *(text for text in self._turn_texts if text not in written)})
         inside = self._tokens_after_answer(is_last=False)[:1]
         if not inside or inside[0] in self.end_texts or not self.answer_header:
-            return re.compile(ends)
-        return re.compile(f"{ends}|{re.escape(inside[0])}(?!{re.escape(self.answer_header)})")
+            return re.compile(ends), False
+        return re.compile(f"{ends}|{re.escape(inside[0])}(?!{re.escape(self.answer_header)})"), True
 
     def _find_no_thinking(self) -> tuple[str, str]:
         """Return what the template writes instead of thinking where that is turned off, or else where there is none."""
@@ -406,11 +407,11 @@ def _fitted(
     template = ChatTemplate(source, special_tokens)
     answer_format, manner = AnswerFormat.detect(template, tool_format=tool_format, reasoning_format=reasoning_format)
     arrangement = Arrangement.of(template, manner, has_calls=answer_format.has_calls)
-    derived = source
+    derived, reads_tools = source, "tools" in template.variables  # one that reads them knows why it does not write them
     if answer_format.has_calls:
         derived = tools_template(
             source,
-            example=None if arrangement.has_definitions else answer_format.format("", (EXAMPLE,)),
+            example=None if reads_tools or arrangement.has_definitions else answer_format.format("", (EXAMPLE,)),
             newline=None if arrangement.has_calls else HERMES_NEWLINES.get(answer_format.tool_format),
             has_results=arrangement.has_results,
             has_system=arrangement.has_system,
@@ -464,7 +465,7 @@ class Detokenizer:
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
         self.is_byte_level = isinstance(backend.decoder, ByteLevel)
-        self._bytes: dict[int, bytes] = {}  # of ids that were asked for
+        self._bytes = _BytesOf(self)
         self.special_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
@@ -477,10 +478,7 @@ class Detokenizer:
         """Return the text of ids that stand in the middle of others, as exactly as the tokenizer allows."""
         if not self.is_byte_level:
             return self.text_of(token_ids)
-        known = self._bytes
-        return b"".join([known.get(one) or known.setdefault(one, self.bytes_of(one)) for one in token_ids]).decode(
-            errors="replace"
-        )
+        return b"".join(map(self._bytes.__getitem__, token_ids)).decode(errors="replace")
 
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of one id: exact for a byte-level BPE, otherwise those of its text alone."""
@@ -504,6 +502,17 @@ class Detokenizer:
     def stream(self) -> TextStream:
         """Begin a stream of text for one answer."""
         return _ByteStream(self) if self.is_byte_level else _WindowStream(self)
+
+
+class _BytesOf(dict[int, bytes]):
+    """The bytes of each id that was asked for."""
+
+    def __init__(self, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+
+    def __missing__(self, token_id: int) -> bytes:
+        self[token_id] = self._detokenizer.bytes_of(token_id)
+        return self[token_id]
 
 
 class _ByteStream:
