@@ -20,7 +20,6 @@ from collections.abc import Collection, Iterator, Sequence
 from enum import StrEnum
 from functools import partial
 from itertools import count
-from os.path import commonprefix
 from typing import Any
 
 import orjson
@@ -205,9 +204,7 @@ class _Player:
         text = write.format(f" \n{said['content']}\n " if "p" in flags else said["content"], calls, reasoning=reasoning)
         if thinking and prompt.is_thinking:
             text = text.removeprefix(thinking.begin).removeprefix("\n" if prompt.opened.endswith("\n") else "")
-        narrow = re.sub(r'": (?=[\["{0-9tfn])', '":', text) if "i" in flags else text
-        one, other = (write.parse(form, tools=self._tools).tool_calls for form in (text, narrow))
-        return (narrow if one == other else text), bool(calls)
+        return (text.replace('": ', '":') if "i" in flags else text), bool(calls)
 
     # ---------------------------------------------------------------------------------------------- requests
 
@@ -243,7 +240,7 @@ class _Player:
         """Require that the prompt is the text of the messages as they were sent, or as they were arranged."""
         text, differences = self._renderer.detokenizer.text_of(prompt.path()), dict[Verdict, str]()
         said = [read_message(message, index) for index, message in enumerate(self._talk)]
-        own = [said[at]["content"] for at in prompt.answer_places() if said[at].get("tool_calls")]
+        own = [said[at]["content"] for at in self._echoes if said[at].get("tool_calls")]
         marks = [mark for mark in _marks([said, self._tools]) if mark not in _marks(own)]  # which may be left out
         lost = [mark for mark in marks if mark not in text]
         for verdict, expected in self._expected(prompt, said, begin):
@@ -341,24 +338,25 @@ class _Player:
         """Return the first difference of a prompt from the template's text, but for sampled answers, or None."""
         if text == expected:
             return None
-        ids, pieces, start = prompt.path(), [("", "")], 0  # a sampled answer and what was injected behind it
+        ids, pieces, start = prompt.path(), [""], 0  # sampled and injected text by turns
         text_of = self._renderer.detokenizer.text_of_part
-        for begin, end in [*prompt.sampled_spans(), (len(ids), len(ids))]:
-            answer, between = pieces.pop()
-            pieces += [(answer, between + text_of(ids[start:begin])), (text_of(ids[begin:end]), "")]
-            if not pieces[-2][1] and pieces[-2][0] and end > begin:  # right after another answer
-                pieces[-2:] = [(pieces[-2][0] + pieces[-1][0], "")]
+        for begin, end in prompt.sampled_spans():
+            if begin > start or len(pieces) == 1:  # else right after another answer
+                pieces += [text_of(ids[start:begin]), ""]
+            pieces[-1] += text_of(ids[begin:end])
             start = end
+        pieces.append(text_of(ids[start:]))
         position = 0
-        for number, (answer, following) in enumerate(pieces[:-1], 2):
-            is_last = number == len(pieces)
+        for number, (answer, following) in enumerate(zip(pieces[::2], pieces[1::2], strict=True), 1):
+            is_last = 2 * number == len(pieces)
             found = len(expected) - len(following) if is_last else expected.find(following, position)
             while found > position and not is_last and not self._reads_as(answer, expected[position:found]):
                 found = expected.find(following, found + 1)
             is_same = found >= position and expected.startswith(following, found)
             if not is_same or not self._reads_as(answer, expected[position:found]):
-                same = len(commonprefix([following, expected[position:]]))
-                after, comes, has = answer + following[:same], following[same:], expected[position + same :]
+                rest = expected[position:]
+                same = next((at for at, one in enumerate(following) if rest[at : at + 1] != one), len(following))
+                after, comes, has = answer + following[:same], following[same:], rest[same:]
                 return f"after {after[-60:]!r} comes {comes[:200]!r}, the template has {has[:200]!r}"
             position = found + len(following)
         return None
@@ -400,27 +398,23 @@ class _Player:
         calls = [call["id"] for one in said for call in one.get("tool_calls", ())]
         results = [one for one in said if one.get("tool_call_id") in calls]
         results.sort(key=lambda one: calls.index(one["tool_call_id"]))
+        talk = [one for one in said if one["role"] in ("user", "assistant")]
         if verdict is Verdict.EXACT:  # templates have an order of their own, but results without ids are taken by place
-            ordered = [[one["content"] for one in results if one["tool_call_id"] not in text]]
-        else:
-            talk = [one for one in said if one["role"] in ("user", "assistant")]
-            ordered = [[one["content"] for one in results]]
-            ordered += [[one.get(name) for one in talk] for name in ("content", "tool_calls")]
-        for values in ordered:
-            wanted = [mark for mark in _marks(values) if mark in marks]
+            results, talk = [one for one in results if one["tool_call_id"] not in text], []
+        for messages, name in ((results, "content"), (talk, "content"), (talk, "tool_calls")):
+            wanted = [mark for mark in _marks([one.get(name) for one in messages]) if mark in marks]
             if wanted != sorted(wanted, key=text.find):
                 raise Finding(Verdict.DIFFERS, f"{', '.join(wanted)} in another order in {text!r}")
 
     def _require_safe(self, prompt: Prompt, text: str, said: Sequence[JsonObject]) -> None:
         """Require that no control token stands in the text of a user or a tool."""
-        contents = [message["content"].strip() for message in said if message["role"] in ("user", "tool")]
-        contents = [one for one in contents if one in text and any(told in one for told in self._subject.control_texts)]
-        if not contents:
-            return  # or they are escaped, where the template writes them as JSON
         bytes_of, control_ids = self._renderer.detokenizer.bytes_of, self._subject.control_ids
-        plain = b"".join(b"\0" if token_id in control_ids else bytes_of(token_id) for token_id in prompt.path())
-        if forged := [one for one in contents if one.encode() not in plain]:
-            raise Finding(Verdict.FORGED, f"{forged[0]!r} has a control token in it")
+        plain = b""
+        for content in (message["content"].strip() for message in said if message["role"] in ("user", "tool")):
+            if content in text and any(control in content for control in self._subject.control_texts):
+                plain = plain or b"".join(b"\0" if one in control_ids else bytes_of(one) for one in prompt.path())
+                if content.encode() not in plain:
+                    raise Finding(Verdict.FORGED, f"{content!r} has a control token in it")
 
 
 def _not_empty(answer: JsonObject) -> JsonObject:

@@ -61,18 +61,19 @@ class Subject:
         self.control_ids = frozenset(texts)
         self.control_texts = [text for text in texts.values() if len(text.strip()) > 1 and text in self.template]
 
-    def rendered(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], **options: Any) -> str | None:
+    def rendered(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], **more: Any) -> str | None:
         """Return what transformers renders of normalised messages, or None where the template refuses them.
 
         `apply_chat_template` leaves out what is null, also for templates that write calls only where the content is.
         """
         given: list[dict[str, Any]] = [dict(message) for message in messages]
-        options = {"tools": list(tools) or None, "add_generation_prompt": True, **options}
+        options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True, **more}
         try:
             if all(message["content"] is not None for message in given):
                 text = cast("str", self._tokenizer.apply_chat_template(given, tokenize=False, **options))
             else:
-                text = render_jinja_template([given], **{**self._tokenizer.special_tokens_map, **options})[0][0]
+                options = {**self._tokenizer.special_tokens_map, **options}
+                text = render_jinja_template([given], **options)[0][0]
         except Exception:  # the template is foreign code that runs on foreign data
             return None
         return text.replace(UNSAID, "")
