@@ -59,11 +59,11 @@ class Play:
     tools: Sequence[JsonObject] = tuple(map(_tool, reversed(NAMES)))
     options: JsonObject = field(default_factory=dict[str, Any])
 
-    def variants(self) -> Iterator["Play"]:
+    def variants(self, *, can_think: bool = True) -> Iterator["Play"]:
         """Yield the play as it is, and with every answer sampled that a model can write: without and with thinking."""
         yield self
         can_call = "T0" not in self.line and parse_json_object(self.arguments) is not None
-        for name, letters in {"sampled": "m", "sampled, with thinking": "mh"}.items():
+        for name, letters in list({"sampled": "m", "sampled, with thinking": "mh"}.items())[: 1 + can_think]:
             line = re.sub(r"A(?!\w*m)" if can_call else r"A(?!\w*[m\d])", f"A{letters}", self.line)
             if line != self.line:
                 yield replace(self, name=f"{self.name}, {name}", line=line)

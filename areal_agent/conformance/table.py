@@ -47,7 +47,8 @@ def _row(shape: str, verdicts: Mapping[str, Verdict]) -> str:
 
 def try_shape(subject: Subject, shape: Play) -> Finding:
     """Play a shape as sent by a client, and as sampled. Return the worst finding."""
-    found = (played(subject, play) for play in shape.variants())
+    can_think = subject.renderer.answer_format.thinking is not None
+    found = (played(subject, play) for play in shape.variants(can_think=can_think))
     return max(found, key=lambda finding: list(Verdict).index(finding.verdict))
 
 

@@ -35,7 +35,7 @@ def make_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=1000, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([chat_template], trainer)
     tokenizer.add_special_tokens([bos, eos, *(text for text in texts if not re.fullmatch(r"</?\w{3,}>", text))])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
