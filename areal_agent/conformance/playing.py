@@ -263,14 +263,30 @@ class _Player:
 
         A template may find the thinking of answers beside their content, not empty, or inside it.
         """
-        base, places = self._as_sampled(prompt, said)
+        base, own = self._as_sampled(prompt, said)
         for verdict in (Verdict.EXACT, Verdict.PLACED):
+            is_bare = verdict is Verdict.PLACED and self._renderer.arrangement.has_text_apart
             tried = list[Sequence[JsonObject]]()
-            for form in (dict[str, Any], _not_empty, self._inline):
-                messages = [form(message) if at in places else message for at, message in enumerate(base)]
+            for place in ("as it is", "beside", "inside"):
+                messages = [self._form(one, place, is_bare) if at in own else one for at, one in enumerate(base)]
                 if messages not in tried:
                     tried.append(messages)
-                    yield from ((verdict, text) for text in self._texts(messages, places, prompt, begin, verdict))
+                    yield from ((verdict, text) for text in self._texts(messages, prompt.opening, begin, verdict))
+
+    def _form(self, answer: JsonObject, place: str, is_bare: bool) -> JsonObject:
+        """Return an own answer with its thinking in this place, and perhaps without its text beside calls."""
+        arrangement, thinking, form = self._renderer.arrangement, self._renderer.thinking, dict(answer)
+        if is_bare and "tool_calls" in form:
+            form["content"] = ""
+        thought = form.get("reasoning_content")
+        if thought is None or place == "as it is":
+            return form
+        form["reasoning_content"] = thought or UNSAID
+        if place == "inside" and thinking.is_inline:
+            del form["reasoning_content"]
+            if "tool_calls" not in form or not (is_bare or arrangement.manner.is_content_null):
+                form["content"] = f"{thinking.begin}\n{thought or UNSAID}\n{thinking.end}{form['content'] or ''}"
+        return form
 
     def _as_sampled(self, prompt: Prompt, said: Sequence[JsonObject]) -> tuple[list[JsonObject], Collection[int]]:
         """Return the messages with the answers of the path as they were sampled, and the places of these.
@@ -292,23 +308,13 @@ class _Player:
         return base, answers.keys()
 
     def _texts(
-        self,
-        said: Sequence[JsonObject],
-        own: Collection[int],
-        prompt: Prompt,
-        begin: JsonObject | None,
-        verdict: Verdict,
+        self, said: Sequence[JsonObject], opening: str, begin: JsonObject | None, verdict: Verdict
     ) -> Iterator[str]:
         """Yield the text of messages; where an answer was begun, that of such an answer up to the end of `opening`."""
         arrangement, form = self._renderer.arrangement, self._renderer.arrangement.manner.form
+        given, tools, used = said, self._tools, self._subject.template
         if verdict is Verdict.PLACED:
-            bare = own if arrangement.has_text_apart else ()  # their text beside calls was sampled
-            said = [
-                {**one, "content": ""} if at in bare and one.get("tool_calls") else one for at, one in enumerate(said)
-            ]
-            given, tools, used = self._renderer.arrange(said), arrangement.tools(self._tools), self._subject.used
-        else:
-            given, tools, used = said, self._tools, self._subject.template
+            given, tools, used = self._renderer.arrange(said), arrangement.tools(tools), self._subject.used
         given = [form(one) if one.get("tool_calls") else one for one in given]
         rendered = partial(self._subject.rendered, tools=tools, chat_template=used, **self._play.options)
         texts = [rendered(given)]
@@ -319,18 +325,9 @@ class _Player:
             answer = form(answer) if calls else answer
             for one in (answer, {**answer, "reasoning_content": UNSAID}):
                 text = rendered([*given, one], add_generation_prompt=False)
-                texts.append(text and text[: text.rfind(prompt.opening)])
-            texts = [text and text + prompt.opening for text in (*texts, rendered(given, enable_thinking=False))]
+                texts.append(text and text[: text.rfind(opening)])
+            texts = [text and text + opening for text in (*texts, rendered(given, enable_thinking=False))]
         return (text for text in texts if text)
-
-    def _inline(self, answer: JsonObject) -> JsonObject:
-        """Return an answer with its thinking inside its content, where some templates look for it."""
-        arrangement, thinking = self._renderer.arrangement, self._renderer.thinking
-        if answer.get("reasoning_content") is None or not thinking.is_inline:
-            return answer
-        is_alone = answer.get("tool_calls") and (arrangement.has_text_apart or arrangement.manner.is_content_null)
-        thought = "" if is_alone else f"{thinking.begin}\n{answer['reasoning_content'] or UNSAID}\n{thinking.end}"
-        return {**_without(answer, "reasoning_content"), "content": thought + (answer["content"] or "")}
 
     # ------------------------------------------------------------------------------------------ what must hold
 
@@ -415,11 +412,6 @@ class _Player:
                 plain = plain or b"".join(b"\0" if one in control_ids else bytes_of(one) for one in prompt.path())
                 if content.encode() not in plain:
                     raise Finding(Verdict.FORGED, f"{content!r} has a control token in it")
-
-
-def _not_empty(answer: JsonObject) -> JsonObject:
-    """Return an answer with other thinking than an empty one."""
-    return {**answer, "reasoning_content": UNSAID} if answer.get("reasoning_content") == "" else answer
 
 
 def _without(message: JsonObject, name: str) -> dict[str, Any]:
