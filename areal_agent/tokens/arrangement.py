@@ -94,6 +94,7 @@ class Arrangement:
     has_one_call: bool = False
     """An answer has at most one call: where the model samples one, the answer ends with its first."""
     inward_id: Callable[[str, str, int], str] = own_id
+    has_ids: bool = True
     needs_description: bool = False
     needs_parameters: bool = False
     has_definitions: bool = True
@@ -142,8 +143,9 @@ class Arrangement:
             arrangement = replace(self, inward_id=inward_id)
             marked = _Marked([_USER, _calling(1), ("tool", True, 0)], arrangement)
             text = arrangement._written(marked, PROBE_TOOLS)
-            if text and marked.missing_in(text) is None and text.count(call_ids(marked.forms[1])[0]) != 1:
-                return arrangement
+            id_ = call_ids(marked.forms[1])[0]
+            if text and marked.missing_in(text) is None and text.count(id_) != 1:
+                return replace(arrangement, has_ids=id_ in text)
         return self
 
     # ------------------------------------------------------------------------------------------ what is given
@@ -165,20 +167,19 @@ class Arrangement:
         """Arrange an answer and the results of its calls, or one other message."""
         answer, results = messages[0], messages[1:]
         calls: Sequence[JsonObject] = answer.get("tool_calls") or ()
-        if len(results) > 1:
-            ids = call_ids(answer)
-            results = sorted(results, key=lambda one: _place_of(one.get("tool_call_id"), ids))
+        places = [shape[2] for shape in shapes_of(messages)[1:]] if results else []
+        order = sorted(range(len(results)), key=lambda n: places[n] if places[n] >= 0 else len(calls))
         if calls and self.has_text_apart and answer["content"]:
             yield {name: answer[name] for name in answer.keys() & {"role", "content"}}
             answer = self.manner.form({**answer, "content": ""})
         if not self.has_one_call or len(calls) < 2:
             yield answer
-            yield from results
+            yield from (results[n] for n in order)
             return
         for number, call in enumerate(calls):
             yield {**answer, "tool_calls": [call]} if number == 0 else self.manner.form(_call_alone(call))
-            yield from (one for one in results if one.get("tool_call_id") == call.get("id"))
-        yield from (one for one in results if one.get("tool_call_id") not in call_ids(answer))
+            yield from (results[n] for n in order if places[n] == number)
+        yield from (results[n] for n in order if places[n] < 0)
 
     def tools(self, definitions: Sequence[JsonObject]) -> Sequence[JsonObject]:
         """Return tool definitions with what the template needs of each."""
@@ -282,9 +283,26 @@ class Arrangement:
         if text is None:  # of the real conversation, this is the template's own answer
             return None if is_refusal_fine else start
         missing = marked.missing_in(text, start)
-        if missing is None and self.joins_users:  # a result without its call takes the turn of an answer
-            missing = next((n for n, one in enumerate(shapes) if n >= start and one[0] == "tool" and one[2] < 0), None)
+        missing = self._first_astray(shapes, start) if missing is None else missing
         return -1 if missing is None and tools and PROBE.name not in text else missing
+
+    def _first_astray(self, shapes: Sequence[Shape], start: int) -> int | None:
+        """Return the first result that would be read as that of another call, or as an answer's turn."""
+        expected, num_calls, group = 0, 0, list[int]()
+        for index, shape in enumerate((*shapes, _USER)):
+            if shape[0] == "tool":
+                group.append(index)
+                continue
+            for result in sorted(group, key=lambda one: shapes[one][2]):
+                place = shapes[result][2]
+                is_astray = not self.has_ids and (num_calls > 0 if place < 0 else place != expected)
+                if result >= start and (is_astray or (place < 0 and self.joins_users)):
+                    return result
+                expected = max(expected, place + 1)
+            group = []
+            if shape[0] == "assistant":
+                expected, num_calls = 0, shape[3]
+        return None
 
     def _written(self, marked: "_Marked", tools: Sequence[JsonObject]) -> str | None:
         try:
@@ -298,7 +316,7 @@ class CallIds:
 
     def __init__(self, arrangement: Arrangement) -> None:
         self._inward_id = arrangement.inward_id
-        self._inward: dict[str, str] = {}  # by the id that the agent has
+        self._waiting: list[tuple[str, str]] = []  # the ids of calls without a result: the agent's, and the prompt's
 
     def inward(self, message: JsonObject, own: Sequence[str | None] = ()) -> JsonObject:
         """Return a message with these ids. `own` are those that the model gave the calls of a sampled answer."""
@@ -308,28 +326,38 @@ class CallIds:
                 or self._inward_id(call.get("id", ""), call["function"]["name"], number)
                 for number, call in enumerate(calls)
             ]
-            self._inward = dict(zip(call_ids(message), ids, strict=True))
+            self._waiting = list(zip(call_ids(message), ids, strict=True))
             return {**message, "tool_calls": [{**call, "id": id_} for call, id_ in zip(calls, ids, strict=True)]}
-        id_ = message.get("tool_call_id")
-        if id_ is None or self._inward.get(id_, id_) == id_:
+        if message["role"] != "tool" or not self._waiting:
             return message
-        return {**message, "tool_call_id": self._inward[id_]}
+        id_ = message.get("tool_call_id")
+        found = next((pair for pair in self._waiting if not id_ or (pair[0] or id_) == id_), None)
+        if found is None:
+            return message
+        self._waiting.remove(found)
+        return message if found[1] == id_ else {**message, "tool_call_id": found[1]}
 
 
 def shapes_of(forms: Sequence[JsonObject], sampled: Collection[int] = ()) -> list[Shape]:
-    """Return the shape of each message: a result's has the number of its call in the answer before it, or -1."""
+    """Return the shape of each message: a result's has the number of its call in the answer before it, or -1.
+
+    Of calls with one id, the first is that of the first result; a result without an id is that of the next call.
+    """
     shapes: list[Shape] = []
     calls: Sequence[JsonObject] = ()
+    free: list[int] = []
     for index, form in enumerate(forms):
         role, content = form["role"], form["content"]
         has_text = bool(content) and not content.isspace()
         if role == "tool":
-            id_, place = form.get("tool_call_id"), 0
-            if not calls or calls[0].get("id") != id_:
-                place = next((number for number, call in enumerate(calls) if call.get("id") == id_), -1)
+            id_ = form.get("tool_call_id")
+            place = next((n for n in free if not id_ or (calls[n].get("id") or id_) == id_), -1)
+            if place >= 0:
+                free.remove(place)
             shapes.append((role, has_text, place))
         elif role == "assistant":
             calls = form.get("tool_calls") or ()
+            free = list(range(len(calls)))
             shapes.append((role, has_text, bool(form.get("reasoning_content")), len(calls), index in sampled))
         else:
             shapes.append((role, has_text))
@@ -387,10 +415,6 @@ class _Marked:
         """Return the first message from `start` on that has a part that is not in `text`, or None."""
         found = (n for n, marks in enumerate(self._marks) if n >= start and not all(mark in text for mark in marks))
         return next(found, None)
-
-
-def _place_of(id_: str | None, ids: Sequence[str]) -> int:
-    return ids.index(id_) if id_ in ids else len(ids)
 
 
 def _as_one(messages: Sequence[JsonObject]) -> JsonObject:

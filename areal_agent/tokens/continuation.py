@@ -19,6 +19,7 @@ from areal_agent.errors import RequestError
 from areal_agent.tokens.arrangement import CallIds
 from areal_agent.tokens.prompt import Answer, Prompt, StandIn
 from areal_agent.tokens.renderer import Ended, Renderer
+from areal_agent.tokens.shield import Shielded
 from areal_agent.types import ForkReason, JsonObject
 
 Normalise = Callable[[JsonObject, int], JsonObject]
@@ -67,7 +68,9 @@ class Continuation:
 
         Raises RequestError when the template refuses the messages, or leaves out a part of one.
         """
-        forms = self._renderer.forms(messages)
+        forms = [
+            _as_sampled(form) if index in sampled else form for index, form in enumerate(self._renderer.forms(messages))
+        ]
         self._require_complete(forms, num_new=len(forms), num_messages=len(forms), sampled=sampled)
         stand_in = self._whole(forms)
         history, opened = self._renderer.split_opened(stand_in.text)
@@ -213,8 +216,14 @@ class Continuation:
             echo, has_text = ids.inward(echo, answer.own_ids), not renderer.arrangement.has_text_apart
         echo = echo if has_text else {**echo, "content": ""}
         if answer.has_thinking and (has_text or not renderer.thinking.is_inline):
-            return renderer.form_with_thinking(echo, renderer.probe(answer.number))
-        return renderer.form(echo)
+            return _as_sampled(renderer.form_with_thinking(echo, renderer.probe(answer.number)))
+        return _as_sampled(renderer.form(echo))
+
+
+def _as_sampled(form: JsonObject) -> JsonObject:
+    """Return a sampled answer so that no template takes offence at control texts in it: it sees them broken up."""
+    content = form["content"]
+    return {**form, "content": "".join((content, ""))} if isinstance(content, Shielded) else form
 
 
 def _live_thinking(answer: Answer) -> list[Answer]:

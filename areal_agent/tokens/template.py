@@ -201,7 +201,7 @@ _BEFORE = """\
 
 _AFTER = """\
 {%+ endset -%}
-{{- written
+{{- (written ~ '')
     | replace('<think>\\n\\n</think>\\n\\n{OPEN}', '{OPEN}')
     | replace('{OPEN}', '<think>\\n')
     | replace('{CLOSE_ALONE}\\n', '\\n</think>\\n\\n')

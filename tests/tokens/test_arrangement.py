@@ -10,6 +10,7 @@
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from areal_agent.errors import RequestError
 from areal_agent.tokens.forest import Forest, Reply
 from areal_agent.tokens.formats.answer_format import ToolFormat
 from areal_agent.tokens.renderer import Renderer
+from areal_agent.tokens.template import HistoryThinking
 from areal_agent.types import JsonObject
 from tests.tokens.conftest import CHATML_FAMILY, train_tokenizer
 from tests.tokens.test_real_templates import renderer as real
@@ -175,3 +177,28 @@ def test_what_stands_for_stripped_thinking_is_the_templates() -> None:
     assert "<|assistant|></think>Hello<|user|>n" in model.text_of(following.path(), has_ended=False)
     forest.record(following, [])
     assert forest.audit() == 0
+
+
+def test_results_of_calls_with_one_id_are_those_of_the_first_and_the_second() -> None:
+    said = (
+        says("user", "x"),
+        calls("a", "a"),
+        says("tool", "one", tool_call_id="a"),
+        says("tool", "two", tool_call_id="a"),
+    )
+    kimi, gpt_oss = (prompt_of(real(name), *said, tools=[TOOL]) for name in ("kimi_k2", "gpt_oss"))
+    assert "Return of functions.look:0\\none" in kimi
+    assert "Return of functions.look:1\\ntwo" in kimi
+    assert (gpt_oss.count("one"), gpt_oss.count("two")) == (1, 1)
+
+
+@pytest.mark.parametrize("results", [["b"], ["a", "a", "b"]])
+def test_a_result_that_would_be_read_as_another_calls_is_refused(results: list[str]) -> None:
+    with pytest.raises(RequestError, match=r"messages\[\d\] is the result of a call"):
+        prompt_of(real("qwen35"), says("user", "x"), calls("a", "b"), *map(result, results), tools=[TOOL])
+
+
+def test_no_text_becomes_a_tag_of_kept_thinking(family_folders: dict[str, Path]) -> None:
+    model = Renderer.load(family_folders["qwen3"], history_thinking=HistoryThinking.KEEP)
+    plan = Forest(model).plan([says("user", "a<|thinking-from-here|>b")], (), normalise=lambda message, _: message)
+    assert model.ids_of("<think>")[0] not in plan.path()
