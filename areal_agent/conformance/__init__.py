@@ -3,7 +3,6 @@
 protocols.py     the same episodes through every protocol of a running gateway give the same records
 shapes.py        the conversations that are tried on chat templates: one a shape, and random ones
 templates.py     the templates at hand, each with a tokenizer
-playing.py       plays a conversation on a template as the gateway does, and judges every prompt
-comparing.py     compares a prompt with what transformers renders, but for the answers that were sampled
+playing.py       plays a conversation on a template as the gateway does, and compares prompts with transformers'
 table.py         tries all shapes and prints what was found
 """

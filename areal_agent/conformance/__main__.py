@@ -22,26 +22,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Play what was asked for, print it, and return 0 if all is equal, else 1."""
     parser = Parser(
         prog="python -m areal_agent.conformance",
-        description="Play the same episodes through /v1/chat/completions, /v1/responses and /v1/messages of a running "
-        "gateway, and compare what the ledger has of them: prompt ids, sampled ids, branches. Nothing is trained. Or, "
-        "without a gateway, play every shape of conversation on chat templates, and compare the tokens with the text "
-        "that transformers renders.",
+        description="Play the same episodes through every protocol of a running gateway, and compare what the ledger "
+        "has of them: prompt ids, sampled ids, branches. Nothing is trained. Or play every shape of conversation on "
+        "chat templates, without a gateway, and compare the tokens with the text that transformers renders.",
     )
     parser.add_argument("url", metavar="URL", nargs="?", help="the gateway, for example http://127.0.0.1:8000")
     parser.add_argument("--admin-key", metavar="KEY", help="the admin key; others on this machine can see it")
     parser.add_argument("--admin-key-file", metavar="FILE", help="its file (default: $AREAL_AGENT_ADMIN_KEY)")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=48, help="the limit of an answer (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="the seed of every session, or of the plays (%(default)s)")
-    parser.add_argument(
-        "--templates",
-        metavar="PATH",
-        type=Path,
-        nargs="*",
-        help="chat templates: model folders, .jinja files, folders of them; none: those that installed packages ship",
-    )
-    parser.add_argument(
-        "--plays", metavar="N", type=int, default=0, help="random plays over all templates (%(default)s)"
-    )
+    told = "chat templates: model folders, .jinja files, folders of them; none: those that installed packages ship"
+    parser.add_argument("--templates", metavar="PATH", type=Path, nargs="*", help=told)
+    parser.add_argument("--plays", metavar="N", type=int, default=0, help="random plays on templates (%(default)s)")
     options = parser.parse_args(None if argv is None else list(argv))
     if options.templates is not None:
         return try_templates(options.templates, num_plays=options.plays, seed=options.seed)

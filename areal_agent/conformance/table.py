@@ -1,6 +1,7 @@
 """Tries every shape, and random plays, on chat templates, and prints what became of them."""
 
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ def try_templates(paths: Sequence[Path], *, num_plays: int, seed: int) -> int:
     subjects, unusable, faults = list[Subject](), list[str](), list[str]()
     for name, tokenizer in templates_at_hand(paths):
         try:
-            subjects.append(Subject.of(name, tokenizer))
+            subjects.append(Subject(name, tokenizer))
         except ConfigError as error:
             unusable.append(f"not usable: {name}: {error}")
     if not subjects:
@@ -27,7 +28,7 @@ def try_templates(paths: Sequence[Path], *, num_plays: int, seed: int) -> int:
     for shape in SHAPES:
         found = {subject.name: try_shape(subject, shape) for subject in subjects}
         print(_row(shape.name, {name: finding.verdict for name, finding in found.items()}), flush=True)
-        faults += [f"{name}: {one.verdict}: {one.text}" for name, one in found.items() if one.verdict.is_fault]
+        faults += [f"{name}: {shape.name}: {one}" for name, one in found.items() if one.verdict.is_fault]
     faults += try_at_random(subjects, num_plays=num_plays, seed=seed)
     print(*unusable, *faults, sep="\n")
     print(f"{len(faults) or 'no'} faults: {len(subjects)} templates, {len(SHAPES)} shapes, {num_plays} random plays")
@@ -35,56 +36,46 @@ def try_templates(paths: Sequence[Path], *, num_plays: int, seed: int) -> int:
 
 
 def _row(shape: str, verdicts: Mapping[str, Verdict]) -> str:
-    """Return a row of the table. The column with most templates says `all` where it has all, else `the others`."""
+    """Return a row of the table. Without faults, the column with most templates says `all`, or else `the others`."""
     by_verdict = {verdict: [name for name in verdicts if verdicts[name] is verdict] for verdict in _COLUMNS}
     most = max(by_verdict, key=lambda verdict: len(by_verdict[verdict]))
     cells = {verdict: ", ".join(names) for verdict, names in by_verdict.items()}
-    is_rest = all(verdict in _COLUMNS for verdict in verdicts.values())
-    if is_rest:
+    if not any(verdict.is_fault for verdict in verdicts.values()):
         cells[most] = "all" if len(by_verdict[most]) == len(verdicts) else "the others"
     return f"| {shape} | {' | '.join(cells.values())} |"
 
 
 def try_shape(subject: Subject, shape: Play) -> Finding:
     """Play a shape as sent by a client, and as sampled. Return the worst finding."""
-    found = {play.name: played(subject, play) for play in shape.variants()}
-    name = max(found, key=lambda name: list(Verdict).index(found[name].verdict))
-    return replace(found[name], text=f"{name}: {found[name].text}")
+    can_think = subject.renderer.answer_format.thinking is not None
+    found = (played(subject, play) for play in shape.variants(can_think=can_think))
+    return max(found, key=lambda finding: list(Verdict).index(finding.verdict))
 
 
 def try_at_random(subjects: Sequence[Subject], *, num_plays: int, seed: int) -> list[str]:
-    """Play at random on each template in turn. Return the shortest failing play of each template and kind of fault."""
+    """Play at random on each template in turn. Return the smallest failing play of each template and kind of fault."""
     numbers = random.Random(seed)
     failed = dict[tuple[Subject, Verdict], Play]()
     for number in range(num_plays):
         subject, play = subjects[number % len(subjects)], random_play(numbers)
-        key = subject, played(subject, play).verdict
-        if key[1].is_fault and (key not in failed or len(play.steps) < len(failed[key].steps)):
-            failed[key] = play
+        verdict = played(subject, play).verdict
+        if verdict.is_fault:
+            failed[subject, verdict] = min(play, failed.get((subject, verdict), play), key=lambda one: len(one.line))
     return [_told(subject, verdict, play) for (subject, verdict), play in failed.items()]
 
 
 def _told(subject: Subject, verdict: Verdict, play: Play) -> str:
-    """Tell the smallest play that is left of one that failed."""
-    index = 0
-    while index < len(play.steps):
-        smaller = next((one for one in _smaller(play, index) if played(subject, one).verdict is verdict), None)
-        play, index = (play, index + 1) if smaller is None else (smaller, index)
-    steps = [{**step, "tools": len(step["tools"])} if "tools" in step else step for step in play.steps]
-    told = "\n    ".join([f"{len(play.tools)} tools", *map(str, steps)])
-    return f"{subject.name}: {verdict}: {played(subject, play).text}\n    {told}"
+    """Tell what is found with the smallest play that fails like this one."""
+    smaller: Play | None = play
+    while smaller is not None:
+        play = smaller
+        smaller = next((one for one in _smaller(play) if played(subject, one).verdict is verdict), None)
+    return f"{subject.name}: {play.line}: {played(subject, play)}"
 
 
-def _smaller(play: Play, index: int) -> Iterator[Play]:
-    """Yield the play without a step, and with a simpler one."""
-    before, step, after = play.steps[:index], play.steps[index], play.steps[index + 1 :]
-    yield replace(play, steps=[*before, *after])
-    if play.tools:
-        yield replace(play, tools=())
-    for habit in step.get("sampled", ()):
-        sampled = {name: True for name in step["sampled"] if name != habit}
-        yield replace(play, steps=[*before, {**step, "sampled": sampled}, *after])
-    for simple in ({"content": "MARK"}, {"content": ""}, {"reasoning_content": None}):
-        (name,) = simple
-        if step.get(name) and step[name] not in ("MARK", ""):
-            yield replace(play, steps=[*before, {**step, **simple}, *after])
+def _smaller(play: Play) -> Iterator[Play]:
+    """Yield the play without one of its words, and without one of its letters. A user still begins it."""
+    for part in (*re.finditer(r"\w+ ", play.line), *re.finditer(r"(?<=\w)\w", play.line)):
+        line = play.line[: part.start()] + play.line[part.end() :]
+        if re.match(r"([TSD]\w* )*U", line):
+            yield replace(play, line=line)

@@ -2,11 +2,9 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -15,6 +13,9 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from areal_agent.errors import ConfigError
 from areal_agent.tokens.renderer import ANSWER_MARKUP, Renderer
 from areal_agent.types import JsonObject
+
+UNSAID = "(unsaid)"
+"""Given as empty thinking, which templates may leave out where they write any other; it is taken out of their text."""
 
 CONTROL = re.compile(
     r"<\|[^\s<>|{}]{1,40}\|?>|<[a-z_]+\|>|<｜[^<>{}]{1,40}｜>|｜DSML｜|\[/?g?[A-Z_]{3,}\]|\]~!?b\[?|\[e~\[|"
@@ -25,29 +26,17 @@ CONTROL = re.compile(
 
 _END = re.compile(r"</s>|<eos>|<seed:eos>|<\|(?:endoftext|end_of_text|return)\|>|<｜end▁of▁sentence｜>")
 
-CORPUS = (
-    "the quick brown fox jumps over the lazy dog, again and again",
-    "system user assistant tool name arguments code python print result answer",
-    '{"name": "python", "arguments": {"code": "print(1 + 2)"}}',
-)
-
-
-@cache
-def _plain_tokenizer() -> str:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([line for line in CORPUS for _ in range(8)], trainer)
-    return tokenizer.to_str()
-
 
 def make_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
     """Return a small byte-level tokenizer to which the control texts of a template are tokens."""
     texts = list(dict.fromkeys((*CONTROL.findall(chat_template), *sorted(ANSWER_MARKUP))))
     bos, eos = "<s>", next((text for text in texts if _END.fullmatch(text)), "</s>")
-    tokenizer = Tokenizer.from_str(_plain_tokenizer())
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1000, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([chat_template], trainer)
     tokenizer.add_special_tokens([bos, eos, *(text for text in texts if not re.fullmatch(r"</?\w{3,}>", text))])
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
     return PreTrainedTokenizerFast(
@@ -55,44 +44,39 @@ def make_tokenizer(chat_template: str) -> PreTrainedTokenizerFast:
     )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Subject:
-    """A template that is tried: as we use it, and as transformers does."""
+    """A template that is tried: as the gateway uses it, and as transformers does.
 
-    name: str
-    tokenizer: PreTrainedTokenizerFast
-    renderer: Renderer
+    Raises ConfigError where the template cannot be used.
+    """
 
-    @classmethod
-    def of(cls, name: str, tokenizer: PreTrainedTokenizerFast) -> Self:
-        """Raises ConfigError where the template cannot be used."""
-        return cls(name=name, tokenizer=tokenizer, renderer=Renderer(tokenizer))
+    def __init__(self, name: str, tokenizer: PreTrainedTokenizerFast, renderer: Renderer | None = None) -> None:
+        self.name, self._tokenizer = name, tokenizer
+        self.renderer = renderer or Renderer(tokenizer)
+        self.template = cast("str", tokenizer.chat_template)
+        derived = self.renderer.chat_template  # for tools, if it ends with the model's own
+        self.used = derived if derived.endswith(self.template) else self.template
+        self.ends = {*self.renderer.end_texts, cast("str", tokenizer.eos_token)}
+        texts = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
+        self.control_ids = frozenset(texts)
+        self.control_texts = [text for text in texts.values() if len(text.strip()) > 1 and text in self.template]
 
-    @cached_property
-    def control_ids(self) -> frozenset[int]:
-        return frozenset(self.tokenizer.added_tokens_decoder)
-
-    @cached_property
-    def control_texts(self) -> tuple[str, ...]:
-        """The control texts that the template writes."""
-        source = cast("str", self.tokenizer.chat_template)
-        texts = (token.content for token in self.tokenizer.added_tokens_decoder.values())
-        return tuple(text for text in texts if len(text.strip()) > 1 and text in source)
-
-    def rendered(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], **options: Any) -> str | None:
+    def rendered(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], **more: Any) -> str | None:
         """Return what transformers renders of normalised messages, or None where the template refuses them.
 
         `apply_chat_template` leaves out what is null, also for templates that write calls only where the content is.
         """
         given: list[dict[str, Any]] = [dict(message) for message in messages]
-        options = {"tools": list(tools) or None, "add_generation_prompt": True, **options}
+        options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True, **more}
         try:
             if all(message["content"] is not None for message in given):
-                return cast("str", self.tokenizer.apply_chat_template(given, tokenize=False, **options))
-            own: dict[str, Any] = {"chat_template": self.tokenizer.chat_template, **self.tokenizer.special_tokens_map}
-            return render_jinja_template([given], **{**own, **options})[0][0]
+                text = cast("str", self._tokenizer.apply_chat_template(given, tokenize=False, **options))
+            else:
+                options = {**self._tokenizer.special_tokens_map, **options}
+                text = render_jinja_template([given], **options)[0][0]
         except Exception:  # the template is foreign code that runs on foreign data
             return None
+        return text.replace(UNSAID, "")
 
 
 def templates_at_hand(paths: Sequence[Path]) -> Iterator[tuple[str, PreTrainedTokenizerFast]]:
@@ -100,7 +84,7 @@ def templates_at_hand(paths: Sequence[Path]) -> Iterator[tuple[str, PreTrainedTo
 
     Raises ConfigError for a place without any.
     """
-    seen, names = set[str](), set[str]()
+    names = dict[str, str]()  # by template
     for path in paths or sorted(_packaged()):
         if (path / "tokenizer.json").is_file():
             yield path.name, PreTrainedTokenizerFast.from_pretrained(path)
@@ -111,15 +95,12 @@ def templates_at_hand(paths: Sequence[Path]) -> Iterator[tuple[str, PreTrainedTo
         if paths and not sources:
             raise ConfigError(f"{path} has no chat template; give a model's folder, a .jinja file, or a folder of them")
         for file, source in sources.items():
-            if source not in seen:
-                seen.add(source)
-                name = file.stem if file.stem not in names else f"{file.parent.name}/{file.stem}"
-                names.add(name)
-                yield name, make_tokenizer(source)
+            if source not in names:
+                is_taken = file.stem in names.values()
+                names[source] = f"{file.parent.name}/{file.stem}" if is_taken else file.stem
+                yield names[source], make_tokenizer(source)
 
 
 def _packaged() -> Iterator[Path]:
-    for distribution in distributions():
-        for file in distribution.files or ():
-            if file.suffix == ".jinja":
-                yield Path(str(distribution.locate_file(file)))
+    files = (file for distribution in distributions() for file in distribution.files or () if file.suffix == ".jinja")
+    return (Path(str(file.locate())) for file in files)
