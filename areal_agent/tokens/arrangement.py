@@ -57,7 +57,6 @@ MAX_SHAPES = 4096
 """The number of shapes that are remembered."""
 
 _NINE = re.compile("[A-Za-z0-9]{9}")
-_FUNCTION = re.compile(r"(functions\.)?.+:\d+")
 
 
 def own_id(id_: str, name: str, index: int) -> str:
@@ -74,7 +73,8 @@ def nine_letter_id(id_: str, name: str, index: int) -> str:
 
 def function_id(id_: str, name: str, index: int) -> str:
     """Return an id with the function's name, which Kimi's template writes in the place of the name."""
-    return id_ if _FUNCTION.fullmatch(id_) else f"functions.{name}:{index}"
+    is_own = re.fullmatch(rf"(functions\.)?{re.escape(name)}:\d+", id_)
+    return id_ if is_own else f"functions.{name}:{index}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -290,7 +290,7 @@ class Arrangement:
 
     def _first_astray(self, shapes: Sequence[Shape], start: int) -> int | None:
         """Return the first result that would be read as that of another call, or as an answer's turn."""
-        expected, num_calls, group = 0, 0, list[int]()
+        expected, num_calls, answer, group = 0, 0, 0, list[int]()
         for index, shape in enumerate((*shapes, _USER)):
             if shape[0] == "tool":
                 group.append(index)
@@ -298,12 +298,13 @@ class Arrangement:
             for result in sorted(group, key=lambda one: shapes[one][2]):
                 place = shapes[result][2]
                 is_astray = not self.has_ids and (num_calls > 0 if place < 0 else place != expected)
+                is_astray |= self.has_one_call and num_calls > 1 and group[0] != answer + 1  # it makes no pair
                 if result >= start and (is_astray or (place < 0 and self.joins_users)):
                     return result
                 expected = max(expected, place + 1)
             group = []
             if shape[0] == "assistant":
-                expected, num_calls = 0, shape[3]
+                expected, num_calls, answer = 0, shape[3], index
         return None
 
     def _written(self, marked: "_Marked", tools: Sequence[JsonObject]) -> str | None:
@@ -328,7 +329,7 @@ class CallIds:
                 or self._inward_id(call.get("id", ""), call["function"]["name"], number)
                 for number, call in enumerate(calls)
             ]
-            self._waiting = list(zip(call_ids(message), ids, strict=True))
+            self._waiting = [*zip(call_ids(message), ids, strict=True), *self._waiting]
             return {**message, "tool_calls": [{**call, "id": id_} for call, id_ in zip(calls, ids, strict=True)]}
         if message["role"] != "tool" or not self._waiting:
             return message
@@ -396,8 +397,8 @@ class _Marked:
                     form["tool_calls"] = [self._call() for _ in range(parts[1])]
                     form = dict(arrangement.manner.form(form))
                 called = call_ids(form)
-                if parts[2]:
-                    self._marks[-1].clear()
+                if parts[2] and parts[1] and has_text:
+                    del self._marks[-1][0]  # text beside calls
             self.forms.append(ids.inward(form))
 
     def _mark(self) -> str:

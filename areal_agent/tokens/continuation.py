@@ -14,6 +14,7 @@ the template strips the thinking of earlier answers, the turn leaves the path at
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from areal_agent.errors import RequestError
 from areal_agent.tokens.arrangement import CallIds
@@ -133,7 +134,7 @@ class Continuation:
             return None
         walk = _walk_answers(self._renderer, [parent], before.text, text)
         if walk is None:
-            walk = self._walk_from_stripped(parent, before, text)
+            walk = self._walk_from_stripped(parent, before, added, text)
         if walk is None:
             return None
         return Extension(
@@ -145,7 +146,9 @@ class Continuation:
             fork_reason=ForkReason.TEMPLATE_STRIPS_THINKING if walk.has_stripped else None,
         )
 
-    def _walk_from_stripped(self, parent: Answer, before: StandIn, text: str) -> _Walk | None:
+    def _walk_from_stripped(
+        self, parent: Answer, before: StandIn, added: Sequence[JsonObject], text: str
+    ) -> _Walk | None:
         """Go back to the first answer on the path whose thinking is no longer in the text."""
         first = next((one for one in _live_thinking(parent) if self._renderer.probe(one.number) not in text), None)
         if first is None:
@@ -155,7 +158,8 @@ class Continuation:
             return None
         lineage = list(parent.lineage())
         answers = lineage[lineage.index(first) :: -1]
-        if [message["role"] for message in before.messages[index:]].count("assistant") + 1 != len(answers):
+        roles = [form["role"] for form in (*before.messages[index:], *added)]
+        if roles[: -len(added)].count("assistant") + 1 != len(answers) or ("assistant", "assistant") in pairwise(roles):
             return None  # the agent put answers of its own among them
         return _walk_answers(self._renderer, answers, self._render(before.messages[:index]), text)
 

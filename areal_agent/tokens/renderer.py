@@ -94,7 +94,7 @@ class Renderer:
         self._backend.no_padding()
         self._words = WordCache.of(self._backend)
         self.detokenizer = Detokenizer(self._backend)
-        self._secret = secrets.token_hex(16)  # no message can contain it
+        self._secret = f"{secrets.randbelow(10**38):038}"  # no message can contain it, and no template changes its case
         texts = _control_texts(tokenizer, source) | (MARKERS if is_kept else frozenset())
         self._turn_texts = texts - ANSWER_MARKUP
         self._shield = Shield(texts, mark=self._secret)

@@ -43,10 +43,10 @@ class Shielded(str):
 
     def _cut(self, start: int, end: int, *, keeps_edges: bool = False) -> str:
         """Return a slice. `keeps_edges`: nothing may join it to a neighbour, as the parts of a split text may be."""
-        breaks = [place - start for place in self.breaks if start < place < end]
+        breaks = [place - start for place in self.breaks if start <= place <= end]
         if keeps_edges:
             breaks = [0] * (start > 0) + breaks + [end - start] * (end < len(self.plain))
-        return Shielded.of(self.plain[start:end], breaks, self.mark)
+        return Shielded.of(self.plain[start:end], dict.fromkeys(breaks), self.mark)
 
     def _cuts(self, pieces: Iterable[str], separator: str | None = "") -> Iterator[str]:
         """Return slices for pieces of the plain text, which stand in it with the separator between them."""
