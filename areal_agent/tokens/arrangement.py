@@ -199,7 +199,8 @@ class Arrangement:
 
     def clients(self) -> tuple[list[str], list[str]]:
         """Return the clients whose messages the template writes whole, and those of which it would refuse some."""
-        served = {name: self._first_missing(shapes, 0, PROBE_TOOLS) is None for name, shapes in CLIENTS.items()}
+        tools = PROBE_TOOLS if self.has_definitions else ()
+        served = {name: self.writes(shapes, tools=tools) for name, shapes in CLIENTS.items()}
         return [name for name in served if served[name]], [name for name in served if not served[name]]
 
     def changes(self) -> list[str]:
@@ -210,6 +211,7 @@ class Arrangement:
             "users' messages in a row as one": self.joins_users,
             "text beside calls before them": self.has_text_apart,
             "one call an answer": self.has_one_call,
+            "no definitions of tools": not self.has_definitions,
         }
         return [what for what, is_so in told.items() if is_so]
 

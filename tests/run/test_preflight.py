@@ -197,7 +197,10 @@ def test_a_dry_run_says_how_the_model_calls_tools(
     overrides = [f"model={small_model}", f"run_dir={tmp_path / 'run'}"]
     assert train(QUICKSTART, overrides, resume=None, is_dry=True) == 0
     *_, template, last = capsys.readouterr().out.splitlines()
-    assert template == "its chat template: tool calls as hermes"
+    assert template == (
+        "its chat template: tool calls as hermes; serves chats, tool loops, Codex, Claude Code; "
+        "given otherwise than sent: no definitions of tools"
+    )
     assert "Not tried were memory, disk, sandboxes" in last and f"doctor --config {QUICKSTART}" in last
 
 
