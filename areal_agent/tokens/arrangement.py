@@ -299,7 +299,9 @@ class Arrangement:
                 continue
             for result in sorted(group, key=lambda one: shapes[one][2]):
                 place = shapes[result][2]
-                is_astray = not self.has_ids and (num_calls > 0 if place < 0 else place != expected)
+                is_astray = not self.has_ids and (
+                    (num_calls > 0 and (num_calls, len(group)) != (1, 1)) if place < 0 else place != expected
+                )
                 is_astray |= self.has_one_call and num_calls > 1 and group[0] != answer + 1  # it makes no pair
                 if result >= start and (is_astray or (place < 0 and self.joins_users)):
                     return result
