@@ -202,7 +202,8 @@ class Draft:
         is_single_call: bool = False,
     ) -> None:
         self.has_ended = False
-        self.num_through_call = 0  # tokens up to the end of the last whole call, and of its block
+        self.num_through_call = 0  # tokens up to the end of the last whole call, or of its block once that is known
+        self._is_block_open = False
         self._stream = detokenizer.stream()
         self._reader = reader
         self._finder = StopFinder(stops)
@@ -300,8 +301,10 @@ class Draft:
         self._num_out += len(text)
         self._texts.append(text)
         deltas = self._reader.feed(text)
-        if any(delta.call is not None for delta in deltas) or (self.num_through_call and not self._reader.has_block):
-            self.num_through_call = len(self._rows)
+        if any(delta.call is not None for delta in deltas):
+            self.num_through_call, self._is_block_open = len(self._rows), not self._reader.has_block
+        elif self._is_block_open and self._reader.has_block:  # the token before was the last of the block
+            self.num_through_call, self._is_block_open = len(self._rows) - 1, False
         if self._is_single_call and self._reader.has_block:
             self.has_ended = True
             self._reader.close()
