@@ -250,7 +250,7 @@ class Arrangement:
                 param="tools",
                 code="unsupported_content",
             )
-        raise self.refusal(forms[missing], num_messages - len(forms) + missing, "would leave out a part of it")
+        raise self.refusal(forms[missing], num_messages - len(forms) + missing, "would leave out a part of it, or take no answer after it")
 
     def refusal(self, form: JsonObject, index: int, why: str) -> RequestError:
         """Return the error about one message that the template does not take."""
@@ -288,7 +288,13 @@ class Arrangement:
             return None if is_refusal_fine else start
         missing = marked.missing_in(text, start)
         missing = self._first_astray(shapes, start) if missing is None else missing
+        if missing is None and is_refusal_fine and not self._can_go_on(shapes, tools):
+            return next((n for n in range(start, len(shapes)) if not self._can_go_on(shapes[: n + 1], tools)), None)
         return -1 if missing is None and tools and PROBE.name not in text else missing
+
+    def _can_go_on(self, shapes: Sequence[Shape], tools: Sequence[JsonObject]) -> bool:
+        """Return whether the template takes an answer to these messages."""
+        return self._written(_Marked([*shapes, _ANSWER, _USER], self), tools) is not None
 
     def _first_astray(self, shapes: Sequence[Shape], start: int) -> int | None:
         """Return the first result that would be read as that of another call, or as an answer's turn."""

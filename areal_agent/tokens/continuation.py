@@ -14,7 +14,6 @@ the template strips the thinking of earlier answers, the turn leaves the path at
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 from areal_agent.errors import RequestError
 from areal_agent.tokens.arrangement import CallIds
@@ -158,8 +157,7 @@ class Continuation:
             return None
         lineage = list(parent.lineage())
         answers = lineage[lineage.index(first) :: -1]
-        roles = [form["role"] for form in (*before.messages[index:], *added)]
-        if roles[: -len(added)].count("assistant") + 1 != len(answers) or ("assistant", "assistant") in pairwise(roles):
+        if [form["role"] for form in (*before.messages[index:], *added)].count("assistant") != len(answers):
             return None  # the agent put answers of its own among them
         return _walk_answers(self._renderer, answers, self._render(before.messages[:index]), text)
 
