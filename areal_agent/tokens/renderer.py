@@ -102,7 +102,8 @@ class Renderer:
         try:
             self.answer_header = self._find_answer_header()
             self.end_texts = self._find_end_texts()
-            self._end_pattern, self.joins_answers = self._find_end_pattern()
+            self._end_pattern = self._find_end_pattern()
+            self.joins_answers = self._find_joined_answers()
             self._no_thinking = self._find_no_thinking()  # before text, and before a call
         except RequestError as error:
             raise ConfigError(f"the chat template cannot render a plain question and answer: {error}") from error
@@ -327,19 +328,33 @@ class Renderer:
         calling = self._token_after_call(plain[0])
         return (plain[0],) if calling == plain[0] else (plain[0], calling)
 
-    def _find_end_pattern(self) -> tuple[re.Pattern[str], bool]:
+    def _find_end_pattern(self) -> re.Pattern[str]:
         """Return a pattern for what ends an answer in rendered text: an end token, or any that no answer has.
 
-        An answer that is not the last may end with another token (Harmony's), which also stands within answers: then
-        two answers in a row look like one, which is the second value.
+        An answer that is not the last may end with another token (Harmony's), which also stands within answers.
         """
         written = self.answer_format.format("x", (PROBE,) if self.answer_format.has_calls else ())
         written += self.thinking.write("x", "x")
         ends = any_of({*self.end_texts, *(text for text in self._turn_texts if text not in written)})
         inside = self._tokens_after_answer(is_last=False)[:1]
         if not inside or inside[0] in self.end_texts or not self.answer_header:
-            return re.compile(ends), False
-        return re.compile(f"{ends}|{re.escape(inside[0])}(?!{re.escape(self.answer_header)})"), True
+            return re.compile(ends)
+        return re.compile(f"{ends}|{re.escape(inside[0])}(?!{re.escape(self.answer_header)})")
+
+    def _find_joined_answers(self) -> bool:
+        """Return whether two answers in a row, or two calls, may look like one: no end of an answer is between them."""
+        answers = [({"role": "assistant", "content": ANSWER}, ANSWER)]
+        if self.answer_format.has_calls:
+            answers.append((probe_call(PROBE_IDS[0]), str(PROBE.arguments["word"])))
+        for answer, word in answers:
+            try:
+                text = self.write(self.forms([{"role": "user", "content": "x"}, answer, answer]), ())
+            except RequestError:
+                continue  # such a conversation will be refused
+            pieces = text.split(word)
+            if len(pieces) > 2 and not self._end_pattern.search(pieces[1]):
+                return True
+        return False
 
     def _find_no_thinking(self) -> tuple[str, str]:
         """Return what the template writes instead of thinking where that is turned off, or else where there is none."""

@@ -21,17 +21,12 @@ from areal_agent.errors import ConfigError
 from areal_agent.tokens.renderer import Renderer
 from tests.tokens.conftest import CHATML, TEMPLATES
 
-NOT_MENDED = {
-    ("gemma_4", "LOST"),  # U Ahm1 R1 Am S A U: the client's own answer behind the model's
-    ("glm_45", "LOST"),  # U Ahm Am A U: the same
-    ("glm_47", "LOST"),  # the same
-    ("gpt_oss", "DIFFERS"),  # U Awhm Ah1 U: white space of an answer whose thinking is gone
-    ("step_35", "DIFFERS"),  # Ur Amb U: an answer is begun behind a user's text that looks like a result
-    ("mistral", "REFUSED WITHOUT A PLACE"),  # U A A1 R1 Am U: the client's two answers in a row are refused too late
-    ("real/deepseek_r1", "DIFFERS"),  # U A1 U Amb1 U: a call is forced where one before it has no result
+WITHOUT_A_FORM = {
+    ("real/deepseek_r1", "DIFFERS"),  # U A1 U Amb1 U: a second call is written as part of the first one's answer
     ("deepseek_r1_distill", "DIFFERS"),  # the same
+    ("step_35", "DIFFERS"),  # Ur Amb U: how it closes the thinking before an answer depends on the question's text
 }
-"""Templates and faults of random plays that are known."""
+"""Templates and faults of random plays in which an answer is begun where the template has no form for such a one."""
 
 QUICK = [shape for shape in SHAPES if shape.name != "many turns"]
 
@@ -62,7 +57,7 @@ def test_random_plays() -> None:
 @pytest.mark.full
 def test_ten_thousand_random_plays() -> None:
     told = try_at_random(subjects(), num_plays=10_000, seed=1)
-    assert [one for one in told if (one.split(": ")[0], one.split(": ")[2]) not in NOT_MENDED] == []
+    assert [one for one in told if (one.split(": ")[0], one.split(": ")[2]) not in WITHOUT_A_FORM] == []
 
 
 def subject(*, served: str, used: str) -> Subject:
