@@ -106,8 +106,9 @@ class _Player:
             case "F":
                 self._keeps_thinking = False
                 self._talk = [_without(message, "reasoning_content") for message in self._talk]
-            case "G" if self._is_asked:
-                self._ask()
+            case "G":
+                if self._is_asked:
+                    self._ask()
             case "T":
                 self._tools = self._play.tools[: int(flags)]
             case "A":
@@ -115,7 +116,7 @@ class _Player:
             case "R":
                 id_ = self._ids.get(flags[-1], f"orphan{flags[-1]:0>3}")
                 self._talk += [{"role": "tool", "content": self._content(flags), "tool_call_id": id_}] if id_ else []
-            case "S" | "D" | "U":
+            case _:
                 self._talk.append({"role": ROLES[kind], "content": self._content(flags)})
 
     @property
