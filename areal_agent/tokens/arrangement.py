@@ -250,7 +250,8 @@ class Arrangement:
                 param="tools",
                 code="unsupported_content",
             )
-        raise self.refusal(forms[missing], num_messages - len(forms) + missing, "would leave out a part of it, or take no answer after it")
+        why = "would leave out a part of it, or take no answer after it"
+        raise self.refusal(forms[missing], num_messages - len(forms) + missing, why)
 
     def refusal(self, form: JsonObject, index: int, why: str) -> RequestError:
         """Return the error about one message that the template does not take."""

@@ -343,7 +343,7 @@ class Renderer:
 
     def _find_joined_answers(self) -> bool:
         """Return whether two answers in a row, or two calls, may look like one: no end of an answer is between them."""
-        answers = [({"role": "assistant", "content": ANSWER}, ANSWER)]
+        answers: list[tuple[JsonObject, str]] = [({"role": "assistant", "content": ANSWER}, ANSWER)]
         if self.answer_format.has_calls:
             answers.append((probe_call(PROBE_IDS[0]), str(PROBE.arguments["word"])))
         for answer, word in answers:
