@@ -68,33 +68,37 @@ class Continuation:
 
         Raises RequestError when the template refuses the messages, or leaves out a part of one.
         """
-        forms = [
-            _as_sampled(form) if index in sampled else form for index, form in enumerate(self._renderer.forms(messages))
-        ]
+        forms = self._new_forms(messages, CallIds(self._renderer.arrangement), sampled)
         self._require_complete(forms, num_new=len(forms), num_messages=len(forms), sampled=sampled)
         stand_in = self._whole(forms)
         history, opened = self._renderer.split_opened(stand_in.text)
         return Extension(fork_at=0, new_ids=self._renderer.ids_of(history), opened=opened, stand_in=stand_in)
 
     def extend(
-        self, parent: Answer, echo: JsonObject, new: Sequence[JsonObject], normalise: Normalise
+        self,
+        parent: Answer,
+        echo: JsonObject,
+        new: Sequence[JsonObject],
+        normalise: Normalise,
+        sampled: Collection[int] = (),
     ) -> Extension | None:
         """Continue `parent`, which came back as `echo`. Return None if the template rewrites its path.
 
+        `sampled` are the places of other answers of the session's among the `new` messages.
         Raises RequestError when the template refuses the conversation.
         """
         if new and new[0]["role"] == "assistant" and self._renderer.joins_answers:
             return None  # where the sampled answer ends cannot be told
         ids = CallIds(self._renderer.arrangement)
-        added = [self._answer_form(parent, echo, ids), *(self._renderer.form(message, ids) for message in new)]
+        added = [self._answer_form(parent, echo, ids), *self._new_forms(new, ids, sampled)]
         num_messages = parent.prompt.num_messages + len(added)
         short = self._short(parent.prompt.stand_in)
         if short is not None:
-            extension = self._extend(parent, short, added, num_messages)
+            extension = self._extend(parent, short, added, num_messages, sampled)
             if extension is not None or short.is_whole:
                 return extension
         whole = self._whole(self._forms(parent.prompt, normalise), may_cut=short is None)
-        return self._extend(parent, whole, added, num_messages)
+        return self._extend(parent, whole, added, num_messages, sampled)
 
     def difference(self, prompt: Prompt, normalise: Normalise) -> str | None:
         """Render a prompt's whole conversation. Say how its ids differ from that, sampled answers aside, or None."""
@@ -121,11 +125,17 @@ class Continuation:
     # ---------------------------------------------------------------------------------------------- one turn
 
     def _extend(
-        self, parent: Answer, before: StandIn, added: Sequence[JsonObject], num_messages: int
+        self,
+        parent: Answer,
+        before: StandIn,
+        added: Sequence[JsonObject],
+        num_messages: int,
+        sampled: Collection[int],
     ) -> Extension | None:
         forms = [*before.messages, *added]
+        places = [len(before.messages) + 1 + place for place in sampled]
         try:
-            self._require_complete(forms, num_new=len(added) - 1, num_messages=num_messages)
+            self._require_complete(forms, num_new=len(added) - 1, num_messages=num_messages, sampled=places)
             text = self._render(forms)
         except RequestError:
             if before.is_whole:
@@ -206,6 +216,12 @@ class Continuation:
                     forms.append(self._answer_form(one.parent, normalised, ids))
                 else:
                     forms.append(self._renderer.form(normalised, ids))
+        return forms
+
+    def _new_forms(self, messages: Sequence[JsonObject], ids: CallIds, sampled: Collection[int]) -> list[JsonObject]:
+        forms = [self._renderer.form(message, ids) for message in messages]
+        for place in sampled:
+            forms[place] = _as_sampled(forms[place])
         return forms
 
     def _answer_form(self, answer: Answer, echo: JsonObject, ids: CallIds) -> JsonObject:

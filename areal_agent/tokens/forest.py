@@ -201,15 +201,19 @@ class Forest:
         """Give a request its tokens: after its parent's path if the template keeps that, else as a root."""
         continuation, parent = self._continuations[request.key.tools], request.parent
         if parent and request.echo is not None:
-            extension = continuation.extend(parent, request.echo, request.new, sent.normalise)
+            extension = continuation.extend(parent, request.echo, request.new, sent.normalise, self._own(request.new))
             if extension is not None:
                 prompt = self._prompt(request, parent, extension, sent)
                 if not self._is_audit_due(prompt) or self._audit(prompt, sent.normalise):
                     return prompt
             request = replace(request, reason=ForkReason.TEMPLATE_REWRITES_HISTORY)
         whole = request.new if parent is None else sent.normalised()
-        sampled = [index for index, message in enumerate(whole) if extended_key(b"", message) in self._sampled]
-        return self._prompt(request, None, continuation.root(whole, sampled), sent)
+        return self._prompt(request, None, continuation.root(whole, self._own(whole)), sent)
+
+    def _own(self, messages: Sequence[JsonObject]) -> list[int]:
+        """Return the places of the session's own answers among normalised messages."""
+        answers = (index for index, message in enumerate(messages) if message["role"] == "assistant")
+        return [index for index in answers if extended_key(b"", messages[index]) in self._sampled]
 
     def _prompt(self, request: _Request, parent: Answer | None, extension: Extension, sent: _Sent) -> Prompt:
         prompt = Prompt(

@@ -15,6 +15,7 @@ from areal_agent.tokens.canonical import (
     FIRST_INEXACT,
     Asides,
     are_asides_repeated,
+    asides,
     call_ids,
     extended_key,
     has_same_asides,
@@ -171,21 +172,27 @@ class AnswersByData:
 
 
 def best_by_echo(answers: Iterable[Answer], echo: JsonObject) -> Answer | None:
-    """Choose among equal answers to one prompt: first by the call ids of `echo`, then the least continued."""
+    """Choose among equal answers to one prompt: by the call ids of `echo`, by its asides, then the least continued."""
     same = [answer for answer in answers if are_asides_repeated(answer.asides, echo)]
-    ids = call_ids(echo)
-    return min(same, key=lambda answer: (answer.call_ids != ids, answer.num_continuations), default=None)
+    if len(same) < 2:
+        return same[0] if same else None
+    return min(same, key=lambda answer: (_changes(answer, echo), answer.num_continuations))
 
 
 def _best(answers: Sequence[Answer], messages: Sequence[JsonObject]) -> Answer:
-    """Choose the answer whose call ids, and those of the answers before it, are repeated; then the least continued."""
+    """Choose the answer that is repeated with its ids and asides, as those before it; then the least continued."""
     if len(answers) == 1:
         return answers[0]
-    return min(answers, key=lambda answer: (_changed_ids(answer, messages), answer.num_continuations))
+
+    def changes(answer: Answer) -> list[tuple[bool, bool]]:
+        return [_changes(one, messages[one.prompt.num_messages]) for one in answer.lineage()]
+
+    return min(answers, key=lambda answer: (changes(answer), answer.num_continuations))
 
 
-def _changed_ids(answer: Answer, messages: Sequence[JsonObject]) -> tuple[bool, ...]:
-    return tuple(one.call_ids != call_ids(messages[one.prompt.num_messages]) for one in answer.lineage())
+def _changes(answer: Answer, echo: JsonObject) -> tuple[bool, bool]:
+    """Return whether an echo has other ids of calls, and other asides."""
+    return answer.call_ids != call_ids(echo), answer.asides != asides(echo)
 
 
 def _is_same_scope(one: Key, other: Key) -> bool:

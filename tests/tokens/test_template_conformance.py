@@ -54,6 +54,22 @@ def test_random_plays() -> None:
     assert try_at_random(subjects(), num_plays=105, seed=0) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("gemma_4", "U Ahm1 R1 Am S A U"),  # the client's own answer behind the model's
+        ("deepseek_r1_distill", "U Am3 A2 U"),  # the same, where two calls look like one answer
+        ("real/deepseek_r1", "U Am2 Ah U Atm2 F U"),  # an answer of the session's behind an edited one
+        ("mistral", "U A A1 R1 Am U"),  # a conversation in which the template takes no answer
+        ("nemotron_3", "U Amdn1 R1 Am B2 U"),  # of two samples, the one that was sent back with new ids
+    ],
+)
+def test_found_at_random(name: str, line: str) -> None:
+    [subject] = (one for one in subjects() if one.name == name)
+    finding = played(subject, Play(name="x", line=line))
+    assert not finding.verdict.is_fault, str(finding)
+
+
 @pytest.mark.full
 def test_ten_thousand_random_plays() -> None:
     told = try_at_random(subjects(), num_plays=10_000, seed=1)
