@@ -290,7 +290,8 @@ class Arrangement:
         missing = marked.missing_in(text, start)
         missing = self._first_astray(shapes, start) if missing is None else missing
         if missing is None and is_refusal_fine and not self._can_go_on(shapes, tools):
-            return next((n for n in range(start, len(shapes)) if not self._can_go_on(shapes[: n + 1], tools)), None)
+            sent = (n for n in range(start, len(shapes)) if shapes[n][0] != "assistant" or not shapes[n][-1])
+            return next((n for n in sent if not self._can_go_on(shapes[: n + 1], tools)), None)
         return -1 if missing is None and tools and PROBE.name not in text else missing
 
     def _can_go_on(self, shapes: Sequence[Shape], tools: Sequence[JsonObject]) -> bool:

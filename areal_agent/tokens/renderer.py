@@ -130,14 +130,8 @@ class Renderer:
 
         A format that is None is detected from the template.
         """
-        if not (path / "tokenizer.json").is_file():
-            raise ConfigError(f"{path} has no tokenizer.json; name a folder with a Hugging Face tokenizer")
-        try:
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
-        except Exception as error:  # transformers raises almost anything on a damaged file
-            raise ConfigError(f"the tokenizer in {path} cannot be loaded: {type(error).__name__}: {error}") from error
         return cls(
-            tokenizer,
+            load_tokenizer(path),
             history_thinking=history_thinking,
             tool_format=tool_format,
             reasoning_format=reasoning_format,
@@ -438,11 +432,25 @@ def _fitted(
     )
 
 
+def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """Read the tokenizer of a model's folder. Raises ConfigError when it is missing or unusable."""
+    if not (path / "tokenizer.json").is_file():
+        raise ConfigError(f"{path} has no tokenizer.json; name a folder with a Hugging Face tokenizer")
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
+    except Exception as error:  # transformers raises almost anything on a damaged file
+        raise ConfigError(f"the tokenizer in {path} cannot be loaded: {type(error).__name__}: {error}") from error
+    return tokenizer
+
+
 def exported_template(
     path: Path, history_thinking: HistoryThinking, tool_format: ToolFormat | None = None
 ) -> str | None:
     """Return the chat template to export with a model that starts from `path`, or None for the model's own."""
-    renderer = Renderer.load(path, history_thinking=history_thinking, tool_format=tool_format)
+    tokenizer = load_tokenizer(path)
+    if tokenizer.chat_template is None:  # nothing is rendered with it: the agents are elsewhere
+        return None
+    renderer = Renderer(tokenizer, history_thinking=history_thinking, tool_format=tool_format)
     return renderer.chat_template if renderer.is_derived else None
 
 

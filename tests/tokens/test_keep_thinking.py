@@ -3,7 +3,7 @@
 - thinking in the content or beside it, before a plain answer or a tool call, is written as a model writes it
 - conversations without thinking are written as by the original
 - the history of a tool loop is written as the original writes it while it is new
-- a derived template is not derived again, and a template without thinking is unchanged
+- a derived template is not derived again, one without thinking is unchanged, and without a template there is none
 """
 
 from pathlib import Path
@@ -70,6 +70,13 @@ def test_a_derived_template_stays(family_folders: dict[str, Path]) -> None:
     assert template is not None
     assert keep_template(template) == template
     assert exported_template(family_folders["qwen3"], HistoryThinking.TEMPLATE) is None
+
+
+def test_without_a_template_there_is_none_to_export(family_folders: dict[str, Path], tmp_path: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(family_folders["qwen3"])
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    assert exported_template(tmp_path, HistoryThinking.TEMPLATE) is None
 
 
 def test_a_template_without_thinking_stays(family_folders: dict[str, Path]) -> None:
