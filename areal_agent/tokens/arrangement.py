@@ -29,16 +29,13 @@ from typing import Any
 from areal_agent.errors import RequestError
 from areal_agent.tokens.canonical import call_ids, head_length
 from areal_agent.tokens.formats.detection import PROBE, PROBE_TOOLS, Manner
-from areal_agent.tokens.prompt import longest_cut
+from areal_agent.tokens.prompt import Shape, longest_cut
 from areal_agent.tokens.shield import joined
 from areal_agent.tokens.template import ChatTemplate
 from areal_agent.types import JsonObject
 
 BETWEEN = "\n\n"
 """Written between messages that are given as one."""
-
-Shape = tuple[Any, ...]
-"""One message without its words: its role, and which parts it has."""
 
 _SYSTEM: Shape = ("system", True)
 _USER: Shape = ("user", True)
@@ -223,19 +220,19 @@ class Arrangement:
     def require_complete(
         self,
         forms: Sequence[JsonObject],
+        shapes: Sequence[Shape],
         *,
         num_new: int,
         num_messages: int,
         has_tools: bool,
-        sampled: Collection[int] = (),
     ) -> None:
         """Raise RequestError if the template would leave out a part of the last `num_new` messages, or the tools.
 
-        `num_messages` is the number of messages of the request, whose last ones the forms are. `sampled` are the places
-        of the session's own answers: what their template leaves out of them, no server of the model writes. Nor need
-        reasoning be written.
+        `shapes` are those of the forms. `num_messages` is the number of messages of the request, whose last ones the
+        forms are. Reasoning need not be written, nor what a template leaves out of the session's own answers: no server
+        of the model writes it.
         """
-        shapes, start = shapes_of(forms, sampled), len(forms) - num_new
+        start = len(forms) - num_new
         short = shapes if num_new < len(shapes) else _shortened(shapes)
         first = start if num_new < len(shapes) else 0
         if self._missing(short, first, has_tools) is None:
@@ -356,7 +353,8 @@ class CallIds:
 def shapes_of(forms: Sequence[JsonObject], sampled: Collection[int] = ()) -> list[Shape]:
     """Return the shape of each message: a result's has the number of its call in the answer before it, or -1.
 
-    Of calls with one id, the first is that of the first result; a result without an id is that of the next call.
+    `sampled` are the places of the session's own answers. Of calls with one id, the first is that of the first result;
+    a result without an id is that of the next call.
     """
     shapes: list[Shape] = []
     calls: Sequence[JsonObject] = ()

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from areal_agent.errors import RequestError
-from areal_agent.tokens.arrangement import CallIds
-from areal_agent.tokens.prompt import Answer, Prompt, StandIn
+from areal_agent.tokens.arrangement import CallIds, shapes_of
+from areal_agent.tokens.prompt import Answer, Prompt, Shape, StandIn
 from areal_agent.tokens.renderer import Ended, Renderer
 from areal_agent.tokens.shield import Shielded
 from areal_agent.types import ForkReason, JsonObject
@@ -69,8 +69,9 @@ class Continuation:
         Raises RequestError when the template refuses the messages, or leaves out a part of one.
         """
         forms = self._new_forms(messages, CallIds(self._renderer.arrangement), sampled)
-        self._require_complete(forms, num_new=len(forms), num_messages=len(forms), sampled=sampled)
-        stand_in = self._whole(forms)
+        shapes = tuple(shapes_of(forms, sampled))
+        self._require_complete(forms, shapes, num_new=len(forms), num_messages=len(forms))
+        stand_in = self._whole(forms, shapes)
         history, opened = self._renderer.split_opened(stand_in.text)
         return Extension(fork_at=0, new_ids=self._renderer.ids_of(history), opened=opened, stand_in=stand_in)
 
@@ -97,7 +98,8 @@ class Continuation:
             extension = self._extend(parent, short, added, num_messages, sampled)
             if extension is not None or short.is_whole:
                 return extension
-        whole = self._whole(self._forms(parent.prompt, normalise), may_cut=short is None)
+        forms = self._forms(parent.prompt, normalise)
+        whole = self._whole(forms, tuple(shapes_of(forms)), may_cut=short is None)
         return self._extend(parent, whole, added, num_messages, sampled)
 
     def difference(self, prompt: Prompt, normalise: Normalise) -> str | None:
@@ -133,9 +135,9 @@ class Continuation:
         sampled: Collection[int],
     ) -> Extension | None:
         forms = [*before.messages, *added]
-        places = [len(before.messages) + 1 + place for place in sampled]
+        shapes = (*before.shapes, *shapes_of(added, [place + 1 for place in sampled]))
         try:
-            self._require_complete(forms, num_new=len(added) - 1, num_messages=num_messages, sampled=places)
+            self._require_complete(forms, shapes, num_new=len(added) - 1, num_messages=num_messages)
             text = self._render(forms)
         except RequestError:
             if before.is_whole:
@@ -151,7 +153,7 @@ class Continuation:
             new_ids=walk.new_ids,
             slices=tuple(walk.slices),
             opened=walk.opened,
-            stand_in=before.grown(added, text),
+            stand_in=before.grown(added, shapes, text),
             fork_reason=ForkReason.TEMPLATE_STRIPS_THINKING if walk.has_stripped else None,
         )
 
@@ -177,18 +179,15 @@ class Continuation:
         return self._renderer.write(forms, self._tool_forms, options=self._options)
 
     def _require_complete(
-        self, forms: Sequence[JsonObject], *, num_new: int, num_messages: int, sampled: Collection[int] = ()
+        self, forms: Sequence[JsonObject], shapes: Sequence[Shape], *, num_new: int, num_messages: int
     ) -> None:
-        self._renderer.arrangement.require_complete(
-            forms,
-            num_new=num_new,
-            num_messages=num_messages,
-            has_tools=bool(self._tool_forms) and self._renderer.arrangement.has_definitions,
-            sampled=sampled,
-        )
+        arrangement = self._renderer.arrangement
+        has_tools = bool(self._tool_forms) and arrangement.has_definitions
+        arrangement.require_complete(forms, shapes, num_new=num_new, num_messages=num_messages, has_tools=has_tools)
 
-    def _whole(self, forms: Sequence[JsonObject], *, may_cut: bool = True) -> StandIn:
-        return StandIn(messages=tuple(forms), text=self._render(forms), num_tail=len(forms), may_cut=may_cut)
+    def _whole(self, forms: Sequence[JsonObject], shapes: tuple[Shape, ...], *, may_cut: bool = True) -> StandIn:
+        text = self._render(forms)
+        return StandIn(messages=tuple(forms), shapes=shapes, text=text, num_tail=len(forms), may_cut=may_cut)
 
     def _short(self, stand_in: StandIn | None) -> StandIn | None:
         """Return a usable stand-in, cut if it has become long; None if there is none."""
@@ -199,11 +198,13 @@ class Continuation:
             return stand_in
         start, end = cut
         messages = stand_in.messages[:start] + stand_in.messages[end:]
+        shapes = stand_in.shapes[:start] + stand_in.shapes[end:]
         try:
             text = self._render(messages)
         except RequestError:
             return replace(stand_in, may_cut=False)
-        return StandIn(messages=messages, text=text, num_tail=min(stand_in.num_tail, len(messages) - start))
+        num_tail = min(stand_in.num_tail, len(messages) - start)
+        return StandIn(messages=messages, shapes=shapes, text=text, num_tail=num_tail)
 
     def _forms(self, prompt: Prompt, normalise: Normalise) -> list[JsonObject]:
         """Return all messages of a prompt's conversation, with probes in the place of thinking."""

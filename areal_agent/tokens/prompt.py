@@ -15,7 +15,7 @@ messages. This holds for the templates in use, not for every possible one, so th
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from areal_agent.tokens.canonical import Asides
@@ -184,11 +184,16 @@ class Prompt:
         return [message for prompt in self.lineage() for message in prompt.delta]
 
 
+Shape = tuple[Any, ...]
+"""One message without its words: its role, and which parts it has (`arrangement.shapes_of`)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StandIn:
     """Messages that stand for a conversation, and their text up to the place where the model answers."""
 
     messages: tuple[JsonObject, ...]
+    shapes: tuple[Shape, ...]
     text: str
     num_tail: int  # the number of last messages that are the conversation's own last ones
     may_cut: bool = True
@@ -198,9 +203,10 @@ class StandIn:
         """Return whether nothing was cut."""
         return self.num_tail == len(self.messages)
 
-    def grown(self, added: Sequence[JsonObject], text: str) -> "StandIn":
-        """Return this stand-in with `added` messages; `text` is the text of all of them."""
-        return replace(self, messages=(*self.messages, *added), text=text, num_tail=self.num_tail + len(added))
+    def grown(self, added: Sequence[JsonObject], shapes: tuple[Shape, ...], text: str) -> "StandIn":
+        """Return this stand-in with `added` messages; `shapes` and `text` are those of all of them."""
+        messages, num_tail = (*self.messages, *added), self.num_tail + len(added)
+        return StandIn(messages=messages, shapes=shapes, text=text, num_tail=num_tail, may_cut=self.may_cut)
 
     def cut(self) -> tuple[int, int] | None:
         """Return the messages `[i, j)` to leave out, or None if it is short enough or must not be cut."""
