@@ -62,7 +62,7 @@ def config_of(cluster: Any, **values: Any) -> ClusterConfig:
 
 
 async def test_what_finds_no_room_is_named(cluster: Any) -> None:
-    config = config_of(cluster, placement_timeout_s=1.0, worker_resources={"moon": 1})
+    config = config_of(cluster, placement_timeout_s=5.0, worker_resources={"moon": 1})
     with pytest.raises(ConfigError, match=r"found no room for worker 0 with \{'moon': 1\.0\}.*add nodes"):
         async with open_hosts(config, EngineConfig(), RolloutConfig(workers=1)):
             pass
