@@ -20,6 +20,7 @@
     ├── LedgerError            the ledger of a run folder is damaged, locked or contradicts itself
     ├── TakenOver              a later incarnation of the run holds its checkpoints: this one may publish nothing
     ├── RolloutsFailing        group after group fails or teaches nothing: the run would train nothing
+    ├── LoopBlocked            raised in a workflow that has blocked the event loop for too long
     ├── SandboxError           a sandbox failed; never the verdict on the program that ran in it
     └── Reject                 raised by a workflow: do not train this rollout
 
@@ -121,6 +122,10 @@ class TakenOver(ArealAgentError):
 
 class RolloutsFailing(ArealAgentError):
     """Group after group failed as a whole or had no spread in reward: the run would train nothing."""
+
+
+class LoopBlocked(ArealAgentError):
+    """A workflow has blocked the event loop of its process beyond the limit. It is raised at the line that blocks."""
 
 
 class SandboxError(ArealAgentError):

@@ -5,17 +5,18 @@
                               └───────────────── until `steps` are done ──────────────┘
 
 Rollouts go on in the background from the first `prepare_batch` on, which alone waits for them (see run.py).
-Ctrl-C or SIGTERM ends the loop cleanly: rollouts are cancelled, a checkpoint is published, and the command that resumes
-is printed. A second one ends the process at once; the ledger and the last checkpoint stay as they are.
+Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 ends the loop cleanly: rollouts are cancelled, a checkpoint is published, and the
+command that resumes is printed. A second one ends the process at once; the ledger and the last checkpoint stay as they
+are.
 
 On a cluster the death of the trainer ends the run's processes, all of them, and the run is resumed in this process as
 `--resume` would do it (`cluster.restarts`), with as many ranks as there is room for.
 """
 
 import asyncio
+import logging
 import os
-import signal
-import time
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,21 +28,21 @@ from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.observe.progress import Progress
-from areal_agent.process import start_logging
+from areal_agent.process import INTERRUPTED_CODE, ended_by_signals, start_logging
+from areal_agent.rollout.watchdog import watch_this_loop
 from areal_agent.run.preflight import check_for_dry_run
 from areal_agent.run.results import Outcome, RunStatus, closing_lines, write_report
 from areal_agent.run.run import Run
 from areal_agent.trainer.checkpoint import newest_step
 
-INTERRUPTED_CODE = 130
-
-SAME_SIGNAL_S = 1.0
-"""Signals within this time count as one: `timeout` and job managers signal a process, and then its group."""
+ANSWER_S = 0.5
+"""The time that the event loop has to answer a signal, before the person hears what holds it up."""
 
 
 def train(config_file: Path, overrides: Sequence[str], *, resume: str | None, is_dry: bool) -> int:
     """Train as a config says, or only check it, and return the exit code. Raises ArealAgentError."""
     config = Config.load(config_file, overrides)
+    logging.captureWarnings(True)  # below the hook that rollouts have on warnings (rollout/unawaited.py)
     progress = Progress(total_steps=config.steps, mode="none" if is_dry else config.observe.progress)
     run = Run(config, name=config_file.stem, resume=resume, progress=progress)
     if is_dry:
@@ -56,7 +57,7 @@ def train(config_file: Path, overrides: Sequence[str], *, resume: str | None, is
 
 
 class Interruption:
-    """Turns SIGINT and SIGTERM into one cancellation of a task; the second signal ends the process.
+    """Turns the first signal that asks to end into one cancellation of a task; a second one ends the process.
 
     After `close`, the first signal is only noted: the run is ending anyway.
     """
@@ -64,7 +65,6 @@ class Interruption:
     def __init__(self, note: Callable[[str], None]) -> None:
         self.happened = False
         self._is_closing = False
-        self._first_s = 0.0
         self._note = note
 
     def close(self) -> None:
@@ -76,27 +76,23 @@ class Interruption:
 
     @contextmanager
     def cancels(self, task: "asyncio.Task[int]") -> Generator[None]:
-        loop = asyncio.get_running_loop()
+        loop, look, answered = asyncio.get_running_loop(), watch_this_loop(), threading.Event()
 
         def interrupt() -> None:
-            now_s = time.monotonic()
-            if self.happened and now_s - self._first_s < SAME_SIGNAL_S:
-                return
-            if self.happened:
-                os._exit(INTERRUPTED_CODE)  # at once: the children see their lifeline close and end themselves
-            self.happened, self._first_s = True, now_s
-            if self._is_closing:
-                self._note("the run is closing; Ctrl-C again ends at once")
-            else:
+            if not self.happened and not self._is_closing:
                 task.cancel()
+            self.happened = True
+            answered.set()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupt)
-        try:
+        def tell(name: str) -> None:
+            blockage = None if answered.wait(ANSWER_S) else look()
+            what = "ending once what is under way has ended"
+            if blockage is not None:
+                what = f"held up by {blockage.task or 'the event loop'} at {blockage.where}"
+            self._note(f"interrupted ({name}): {what}; a second signal ends the run at once")
+
+        with ended_by_signals(lambda: loop.call_soon_threadsafe(interrupt), tell):
             yield
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
 
 
 async def _train(run: Run) -> int:
@@ -163,7 +159,7 @@ async def _go_on(run: Run, outcome: Outcome, interruption: Interruption, task: "
         if not interruption.happened:
             raise
         task.uncancel()
-        run.progress.note("interrupted: saving a checkpoint; Ctrl-C again ends at once")
+        run.progress.note("saving a checkpoint")
         outcome.status = RunStatus.INTERRUPTED
     interruption.close()
     await _wind_up(run, outcome)
