@@ -23,9 +23,10 @@ from pathlib import Path
 
 from areal_agent.cluster.ray_hosts import ranks_that_fit
 from areal_agent.config import Config
-from areal_agent.errors import ArealAgentError, RolloutsFailing, TakenOver, TrainerDied
+from areal_agent.errors import ArealAgentError, LedgerDamaged, LedgerError, RolloutsFailing, TakenOver, TrainerDied
 from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
+from areal_agent.ledger.files import require_intact
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.observe.progress import Progress
 from areal_agent.process import INTERRUPTED_CODE, ended_by_signals, start_logging
@@ -33,7 +34,7 @@ from areal_agent.rollout.watchdog import watch_this_loop
 from areal_agent.run.preflight import check_for_dry_run
 from areal_agent.run.results import Outcome, RunStatus, closing_lines, write_report
 from areal_agent.run.run import Run
-from areal_agent.trainer.checkpoint import newest_step
+from areal_agent.trainer.checkpoint import latest_checkpoint, newest_step
 
 ANSWER_S = 0.5
 """The time that the event loop has to answer a signal, before the person hears what holds it up."""
@@ -143,6 +144,8 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
         if has_started:
             outcome.status, outcome.error, outcome.checkpoint = RunStatus.FAILED, str(error), run.checkpoint
             report_failure(run.folder, outcome, error, run.step)
+        elif isinstance(error, LedgerDamaged):
+            error.add_note(on_a_new_ledger(run.folder))
         raise
     return 0 if outcome.status is RunStatus.COMPLETED else INTERRUPTED_CODE, closing_lines(run.folder, summary)
 
@@ -184,12 +187,30 @@ def report_failure(folder: RunFolder, outcome: Outcome, error: ArealAgentError, 
         write_report(folder, outcome)
     except OSError as fault:
         error.add_note(f"and the run's report could not be written: {fault}")
+    try:
+        require_intact(folder.ledger)  # as a resume would
+    except LedgerDamaged as damage:
+        error.add_note(f"{damage}\n{on_a_new_ledger(folder)}")
+        return
+    except LedgerError:  # what keeps a resume from it may be mended
+        pass
     hint = "" if isinstance(error, TakenOver) else f"python -m areal_agent.train --resume {folder.path}"
     if isinstance(error, RolloutsFailing):
         error.add_note(f"every failure, with its traceback, is in {folder.logs / '*.log'}")
         hint = f"once the cause is mended, {hint}" if num_steps else ""  # without a step a new run loses nothing
     if hint:
         error.add_note(f"go on with: {hint}")
+
+
+def on_a_new_ledger(folder: RunFolder) -> str:
+    """Return how to go on where the ledger is damaged."""
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    if checkpoint is None:
+        return "there is no checkpoint to go on from: start a new run"
+    return (
+        "its checkpoints are whole; a new run, with a ledger of its own, may begin with the weights of the last one: "
+        f"python -m areal_agent.train --config {folder.config} model={checkpoint.path} run_dir={folder.path}-again"
+    )
 
 
 async def _learn(run: Run, outcome: Outcome) -> None:

@@ -104,7 +104,7 @@ async def solve():
 
 async def main():
     logging.getLogger().addHandler(Told())
-    with Watchdog.of_this_loop(warn_s=0.05) as watchdog:
+    with Watchdog.of_this_loop(warn_s=0.05, limit_s=60.0) as watchdog:
         await asyncio.create_task(solve(), name="rollout s-0003")
         while not watchdog.blocked_s:
             await asyncio.sleep(0)
