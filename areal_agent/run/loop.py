@@ -20,8 +20,10 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from areal_agent.cluster.ray_hosts import ranks_that_fit
+from areal_agent.command import report
 from areal_agent.config import Config
 from areal_agent.errors import ArealAgentError, LedgerDamaged, LedgerError, RolloutsFailing, TakenOver, TrainerDied
 from areal_agent.files import RunFolder
@@ -54,7 +56,7 @@ def train(config_file: Path, overrides: Sequence[str], *, resume: str | None, is
             f"engine and trainer: python -m areal_agent.doctor --config {config_file}"
         )
         return 0
-    return asyncio.run(_train(run))
+    return asyncio.run(_train_and_exit(run))
 
 
 class Interruption:
@@ -96,14 +98,21 @@ class Interruption:
             yield
 
 
+async def _train_and_exit(run: Run) -> NoReturn:
+    """Train and end the process, which would wait for ever for tasks and threads that a workflow has left behind."""
+    try:
+        code = await _train(run)
+    except ArealAgentError as error:
+        code = report(error)
+    os._exit(code)
+
+
 async def _train(run: Run) -> int:
     try:
         code, last_words = await _train_and_report(run)
     finally:
         run.progress.close()
     print(last_words, flush=True)
-    if len(asyncio.all_tasks()) > 1:
-        os._exit(code)  # asyncio.run would wait for ever for a workflow that ignores its cancellation
     return code
 
 
