@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 from areal_agent.rollout.watchdog import ROLLOUT_TASK, Frame
 
@@ -16,7 +16,7 @@ ORIGIN_DEPTH = 2
 """The frames that Python keeps of a coroutine's making: openai's clients make theirs one frame below the caller."""
 
 NEVER_AWAITED = "coroutine .* was never awaited"
-FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)')
+FRAME = re.compile(r'File "(.+)", line (\d+), in (.+)')
 
 
 @contextmanager
@@ -29,26 +29,19 @@ def unawaited_calls() -> Generator[dict[str, str]]:
     told: set[str] = set()
     depth = sys.get_coroutine_origin_tracking_depth()
 
-    def note(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if re.match(NEVER_AWAITED, str(message)):
-            made = [Frame(file=file, line=int(line), function=of) for file, line, of in FRAME.findall(str(message))]
-            made.append(Frame(file=filename, line=lineno, function=""))
-            place = next((f"{Path(one.file).name}:{one.line}" for one in made if not one.is_library), "")
-            with contextlib.suppress(RuntimeError):  # a thread without a loop
-                task = asyncio.current_task()
-                if place and task is not None and task.get_name().startswith(ROLLOUT_TASK):
-                    found[task.get_name()] = place
-            if str(message) in told:
+    def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
+        text = str(message)
+        if re.match(NEVER_AWAITED, text):
+            made = [*FRAME.findall(text), (filename, lineno, "")]
+            frames = [Frame(file=file, line=int(line), function=function) for file, line, function in made]
+            with contextlib.suppress(RuntimeError, StopIteration):  # in no loop; in no code of a user
+                task, place = asyncio.current_task(), next(one for one in frames if not one.is_library)
+                if task is not None and task.get_name().startswith(ROLLOUT_TASK):
+                    found[task.get_name()] = f"{Path(place.file).name}:{place.line}"
+            if text in told:
                 return
-            told.add(str(message))
-        show(message, category, filename, lineno, file, line)
+            told.add(text)
+        show(message, category, filename, lineno, *rest)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("always", NEVER_AWAITED, RuntimeWarning)

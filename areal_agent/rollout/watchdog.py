@@ -160,7 +160,6 @@ END_EVERY_S = 1.0
 MAX_RAISED = 3
 """The number of errors raised in a workflow before the process is ended: it may catch them."""
 
-
 MAX_WAIT_S = 4.0
 HEARTBEAT_GRACE_S = 10.0
 """The time beyond the limit that the watchdog has to end what blocks, before C ends the process for it."""
@@ -227,12 +226,15 @@ class Watchdog:
                 number: signal.signal(number, handle)
                 for number, handle in ((signal.SIGURG, self._raise_in_frame), (signal.SIGTSTP, _stop))
             }
+        self._beat()
         self._thread.start()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._stopped.set()
         self._thread.join()
+        if self._limit_s is not None:
+            faulthandler.cancel_dump_traceback_later()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
@@ -289,10 +291,12 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stopped.wait(self._look_every_s):
             self.check()
-            if self._limit_s is not None:  # a heartbeat: the stacks go to the process's error output, and it ends
-                faulthandler.dump_traceback_later(self._limit_s + HEARTBEAT_GRACE_S, exit=True, file=2)
+            self._beat()
+
+    def _beat(self) -> None:
+        """Put off the end of the process, which comes, with its stacks, once the watchdog's thread cannot run."""
         if self._limit_s is not None:
-            faulthandler.cancel_dump_traceback_later()
+            faulthandler.dump_traceback_later(self._limit_s + HEARTBEAT_GRACE_S, exit=True, file=2)
 
 
 def _stop(_number: int, _frame: object) -> None:

@@ -4,6 +4,7 @@
 - Two that come at once, as `timeout` sends them to a process and its group, count as one.
 - While a workflow blocks the loop, the first signal tells its place within a second, and the second ends the process.
 - A report that cannot be written is added to the error as a note and does not replace it.
+- A damaged ledger is found when it is opened again; after a failure, what to do then is said instead of a resume.
 - Where rollouts failed, the logs are named; a resume is offered only after a step, and once the cause is mended.
 - A run whose trainer dies on a cluster goes on, before its first checkpoint too, until `cluster.restarts` are used up.
 """
@@ -25,11 +26,13 @@ from typing import Any
 import pytest
 
 from areal_agent.config import Config
-from areal_agent.errors import ArealAgentError, RolloutsFailing, TrainerDied
+from areal_agent.errors import ArealAgentError, LedgerDamaged, RolloutsFailing, TrainerDied
 from areal_agent.files import RunFolder
+from areal_agent.ledger.ledger import Ledger
 from areal_agent.run import loop
 from areal_agent.run.loop import Interruption, report_failure
 from areal_agent.run.results import Outcome
+from areal_agent.trainer.checkpoint import publish_checkpoint
 
 
 async def signalled(
@@ -131,6 +134,25 @@ def test_a_resume_is_offered_where_it_helps(tmp_path: Path, num_steps: int, is_o
     logs, *hints = error.__notes__
     assert str(folder.logs) in logs
     assert [hint.startswith("go on with: once the cause is mended, ") for hint in hints] == [True] * is_offered
+
+
+async def test_a_damaged_ledger_gets_no_advice_to_resume(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.touch()
+    await (await Ledger.open(folder.ledger, create=True)).aclose()
+    with folder.ledger.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xff" * 4096)
+    with pytest.raises(LedgerDamaged, match=rf"ledger.sqlite is damaged .* -m areal_agent.ledger verify {tmp_path}"):
+        await Ledger.open(folder.ledger, create=False)
+    checkpoint = publish_checkpoint(
+        folder.checkpoints, step=4, incarnation=0, run_state={}, write=lambda _: None, keep_last=1
+    )
+    error = ArealAgentError("the gateway answered /rl/start_session with 500")
+    report_failure(folder, Outcome(), error, num_steps=4)
+    *_, damage = error.__notes__
+    assert "so its run cannot be resumed" in damage and "--resume" not in damage
+    assert damage.endswith(f"--config {folder.config} model={checkpoint.path} run_dir={tmp_path}-again")
 
 
 class DyingRun:
