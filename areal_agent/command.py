@@ -49,17 +49,18 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+def report(error: ArealAgentError) -> int:
+    """Print an error with its notes, not as a traceback, and return the exit code."""
+    print("\n".join((f"error: {error}", *getattr(error, "__notes__", ()))), file=sys.stderr, flush=True)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
 def run_command(main: Callable[[], int]) -> NoReturn:
     """Run a command's `main` and exit with its code. Errors of areal_agent become one line, not a traceback."""
     try:
         code = main()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        code = 2
     except ArealAgentError as error:
-        notes = getattr(error, "__notes__", ())
-        print("\n".join((f"error: {error}", *notes)), file=sys.stderr)
-        code = 1
+        code = report(error)
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # `... | head` has closed our output; there is nobody left to print to

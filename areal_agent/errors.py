@@ -17,9 +17,11 @@
     ├── GatewayError           a gateway that stands alone refused a trainer's call, or is gone
     ├── ProcessDied            a process of the run ended by itself
     │   └── TrainerDied        the trainer, one of its ranks, or a machine of theirs
-    ├── LedgerError            the ledger of a run folder is damaged, locked or contradicts itself
+    ├── LedgerError            the ledger of a run folder is locked, cannot be written or contradicts itself
+    │   └── LedgerDamaged      its file is damaged: the run cannot be resumed on it
     ├── TakenOver              a later incarnation of the run holds its checkpoints: this one may publish nothing
     ├── RolloutsFailing        group after group fails or teaches nothing: the run would train nothing
+    ├── LoopBlocked            raised in a workflow that has blocked the event loop for too long
     ├── SandboxError           a sandbox failed; never the verdict on the program that ran in it
     └── Reject                 raised by a workflow: do not train this rollout
 
@@ -112,7 +114,11 @@ class TrainerDied(ProcessDied):
 
 
 class LedgerError(ArealAgentError):
-    """The ledger of a run folder is damaged, locked by another run, or contradicts itself."""
+    """The ledger of a run folder is locked by another run, cannot be written, or contradicts itself."""
+
+
+class LedgerDamaged(LedgerError):
+    """A file of the ledger is damaged. Its run cannot be resumed; a new one may begin with its last checkpoint."""
 
 
 class TakenOver(ArealAgentError):
@@ -121,6 +127,10 @@ class TakenOver(ArealAgentError):
 
 class RolloutsFailing(ArealAgentError):
     """Group after group failed as a whole or had no spread in reward: the run would train nothing."""
+
+
+class LoopBlocked(ArealAgentError):
+    """A workflow has blocked the event loop of its process beyond the limit. It is raised at the line that blocks."""
 
 
 class SandboxError(ArealAgentError):

@@ -3,20 +3,27 @@
 A child is started with a log file, is watched, and never outlives its parent: it holds the read end of a pipe, its
 *lifeline*, whose write end only the parent has. However the parent ends, SIGKILL included, the pipe closes and
 `exit_with_parent` ends the child.
+
+The signals that ask a command to end are heard by a thread, and handled by Python rather than by an event loop, so that
+a loop that is blocked is interrupted and ended like any other.
 """
 
 import asyncio
 import contextlib
 import ctypes
+import errno
+import fcntl
 import gc
 import logging
 import os
 import re
 import resource
 import signal
+import termios
 import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeVar
 
@@ -104,13 +111,79 @@ def exit_with_parent() -> None:
     if lifeline is None:
         return
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_wait_for_end, args=(int(lifeline),), name="lifeline", daemon=True).start()
+    fd = int(lifeline)
+    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())  # SIGIO at its end: the kernel's own, for C code may let no thread run
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
+    threading.Thread(target=_wait_for_end, args=(fd,), name="lifeline", daemon=True).start()
 
 
 def _wait_for_end(fd: int) -> NoReturn:
     while os.read(fd, 1):
         pass
     os._exit(1)
+
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""The signals that ask a run to save and to end. Slurm can send SIGUSR1 before a time limit."""
+
+INTERRUPTED_CODE = 130
+
+SAME_SIGNAL_S = 1.0
+"""Signals within this time count as one: `timeout` and job managers signal a process, and then its group."""
+
+
+@contextmanager
+def ended_by_signals(heard: Callable[[], object], tell: Callable[[str], None]) -> Generator[None]:
+    """Inside, a signal that asks to end calls `heard`, and the first one `tell`, in a thread, with the signal's name.
+
+    A second one ends the process at once; its children see their lifeline close and end themselves. `heard` may
+    interrupt anything in the main thread: it must not print, nor take a lock. A SIGHUP that is ignored, as under nohup,
+    stays so.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    threading.Thread(target=_hear_signals, args=(read_end, tell), name="signals", daemon=True).start()
+
+    def handle(number: int, _: object) -> None:
+        if number == signal.SIGHUP:
+            _leave_lost_terminal()
+        heard()
+
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [one for one in ENDING_SIGNALS if not (one == signal.SIGHUP and is_ignored)]
+    handlers = {number: signal.signal(number, handle) for number in numbers}
+    wakeup_fd = signal.set_wakeup_fd(write_end)  # written to by C, whatever the main thread does
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup_fd)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.close(write_end)
+
+
+def _hear_signals(read_end: int, tell: Callable[[str], None]) -> None:
+    first_s: float | None = None
+    with open(read_end, "rb", buffering=0) as received:
+        while number := received.read(1):
+            if number[0] not in ENDING_SIGNALS:
+                continue
+            if first_s is None:
+                first_s = time.monotonic()
+                # in a thread of its own: what it writes to may be stuck
+                threading.Thread(target=tell, args=(signal.Signals(number[0]).name,), daemon=True).start()
+            elif time.monotonic() - first_s >= SAME_SIGNAL_S:
+                os._exit(INTERRUPTED_CODE)
+
+
+def _leave_lost_terminal() -> None:
+    """Let output go nowhere where its terminal is gone, so that the run can still save and end."""
+    for fd in (1, 2):
+        try:
+            termios.tcgetattr(fd)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
 
 def collect_garbage_rarely() -> None:

@@ -32,6 +32,7 @@ from areal_agent.errors import ArealAgentError, LedgerError, ProcessDied, Worker
 from areal_agent.gateway.metrics import Counters, GatewayStats, add_up
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.clock import BusyClock, ClockShift, SpanUnion
+from areal_agent.rollout import watchdog
 from areal_agent.rollout.local import EndedRollout, RolloutStats
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.rollout.worker_client import Counted, WorkerClient, WorkerGone, WorkerSettings
@@ -44,9 +45,11 @@ STATS_WAIT_S = 1.0
 """The longest wait for a worker's counters; a blocked worker answers when it can."""
 
 PULSE_S = 5.0
-"""The period at which a worker has to answer; one silent for longer than a rollout may take, and a grace, is killed."""
+"""The period at which a worker has to answer; one that is silent beyond the limit on blocking, and a grace, is killed.
+"""
 
-SILENCE_GRACE_S = 5.0
+SILENCE_GRACE_S = 30.0
+"""The time that a worker has to end by itself what blocks it, or itself."""
 
 
 class Orphaned(Exception):
@@ -140,17 +143,18 @@ class Seat:
     async def death(self) -> ProcessDied:
         """Wait until its process has ended, by itself or killed because it stopped answering.
 
-        A workflow that blocks the event loop for ever keeps every timeout from working; only its process can be ended.
+        A workflow that blocks the event loop keeps every timeout from working. The worker's watchdog ends it, and this
+        the process whose watchdog cannot.
         """
         assert self._life is not None, "it was started"
-        timeout_s = self.settings.local.rollout.timeout_s
+        limit_s = self.settings.local.rollout.block_limit_s + SILENCE_GRACE_S
         dying = asyncio.ensure_future(self._life.process.died())
         try:
             while not dying.done():
-                await asyncio.wait({dying}, timeout=min(PULSE_S, timeout_s))
+                await asyncio.wait({dying}, timeout=PULSE_S)
                 await self.refresh()
-                if time.monotonic() - self._answered_s > timeout_s + SILENCE_GRACE_S:
-                    logger.warning("%s has not answered for rollout.timeout_s = %g: it is killed", self.name, timeout_s)
+                if time.monotonic() - self._answered_s > limit_s:
+                    logger.warning("%s has not answered for %g s: it is killed", self.name, limit_s)
                     self._life.process.kill()
                     await asyncio.wait({dying})
             return dying.result()
@@ -177,10 +181,17 @@ class Seat:
             self._life.orphans.set_result(frozenset())
 
     async def refresh(self) -> None:
-        """Ask the worker for its counters; when it does not answer soon, its last answer stands."""
+        """Ask the worker for its counters; when it does not answer soon, its last answer stands.
+
+        Where its log says that a workflow blocks it, that is told: the worker itself cannot.
+        """
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask(), name=f"stats of {self.name}")
         await asyncio.wait({self._asking}, timeout=STATS_WAIT_S)
+        if not self._asking.done() and self._life is not None:
+            _, _, blocked = self._life.process.log_tail(1).partition(f" {watchdog.__name__}: ")
+            if blocked:
+                self._on_warning(blocked)
 
     @property
     def gateway(self) -> GatewayStats:

@@ -376,7 +376,7 @@ def _outcome(request: EndRequest, rewards: Rewards, *, num_turns: int) -> tuple[
     if request.status is not Status.COMPLETED:
         return request.status, request.error
     if num_turns == 0:
-        return Status.ERROR, request.error or "the model was never called"
+        return Status.ERROR, "the model was never called" + (f"; {request.error}" if request.error else "")
     if rewards.is_missing:
         return Status.MISSING_REWARD, request.error or "the session ended without a reward"
     return Status.COMPLETED, request.error

@@ -26,7 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Self
 
-from areal_agent.errors import ConfigError, LedgerError
+from areal_agent.errors import ConfigError, LedgerDamaged, LedgerError
 
 FILE_NAME = "ledger.sqlite"
 VERSION = 3
@@ -208,6 +208,29 @@ def open_for_reading(path: Path, kind: FileKind, coordinator: Path | None = None
         if coordinator is not None:
             connection.execute("ATTACH ? AS coordinator", (_uri(coordinator, "ro"),))
         return connection
+
+
+def require_intact(path: Path) -> None:
+    """Raise LedgerDamaged unless SQLite finds the ledger's file and its shards in order. It reads them whole."""
+    for file in (path, *shard_paths(path).values()):
+        try:
+            with _connected(file, "ro") as connection, closing(connection):
+                found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+        except LedgerError as error:
+            if not is_damage(error.__cause__):
+                raise
+            found = str(error.__cause__)
+        if found != "ok":
+            raise LedgerDamaged(
+                f"the ledger's file {file} is damaged ({' '.join(found.split())}), so its run cannot be resumed; "
+                f"python -m areal_agent.ledger verify {path.parent} says what of it can be read"
+            )
+
+
+def is_damage(error: BaseException | None) -> bool:
+    """Return whether SQLite has found a file damaged."""
+    damages = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    return isinstance(error, sqlite3.DatabaseError) and error.sqlite_errorcode & 0xFF in damages
 
 
 def has_tables(path: Path) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import questions, writes
 from areal_agent.ledger.encoding import Lease, encode_note, encode_rewards
-from areal_agent.ledger.files import FileKind, LedgerFiles, Snapshot, shard_path, shard_paths
+from areal_agent.ledger.files import FileKind, LedgerFiles, Snapshot, require_intact, shard_path, shard_paths
 from areal_agent.ledger.shard import LedgerShard, end_orphans_of, fold, upgrade_shards
 from areal_agent.ledger.writes import Incarnation
 from areal_agent.types import Drop, Rewards, Trajectory
@@ -54,9 +54,11 @@ class Ledger:
         """Open the ledger at `path`. If there is none, `create` makes it; otherwise that is an error.
 
         A ledger of an older version is upgraded with all its shards. Raises LedgerError when another live process
-        writes to it, or when a file's version cannot be upgraded.
+        writes to it, or when a file's version cannot be upgraded; LedgerDamaged when one that is there is damaged.
         """
         path = Path(path)
+        if not create:
+            await asyncio.to_thread(require_intact, path)
         own = await LedgerShard.open(path, create=create, kind=FileKind.COORDINATOR)
         try:
             await asyncio.to_thread(upgrade_shards, shard_paths(path).values())

@@ -31,7 +31,7 @@ from areal_agent.ledger.encoding import (
     encode_ending,
     encode_turn,
 )
-from areal_agent.ledger.files import FileKind, FileLock, has_tables, is_older, open_for_writing
+from areal_agent.ledger.files import FileKind, FileLock, has_tables, is_damage, is_older, open_for_writing
 from areal_agent.types import SessionRecord, Trajectory, Turn
 
 Given = ParamSpec("Given")
@@ -133,7 +133,8 @@ class GroupCommitWriter:
         except Exception as error:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
-            failure = LedgerError(f"the ledger could not be written: {error}; make room on its disk and resume the run")
+            remedy = "" if is_damage(error) else "; make room on its disk and resume the run"
+            failure = LedgerError(f"the ledger could not be written: {error}{remedy}")
             for request in group:
                 request.error = failure
 

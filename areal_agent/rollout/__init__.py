@@ -6,7 +6,8 @@ draws.py          which task is next: the shuffled stream, once per epoch over r
 workflow.py       how a user's workflow becomes one callable
 context.py        `rollout`: what a workflow receives
 runner.py         one rollout: session, workflow, reward, end
-watchdog.py       finds the workflow that blocks the event loop
+watchdog.py       finds the workflow that blocks the event loop, and ends what blocks it too long
+unawaited.py      finds calls that a workflow made and did not await
 local.py          rollouts in this process: a gateway, a runner and a watchdog
 worker.py         a process that does the same for a run elsewhere; worker_client.py is the main process's end
 producer.py       the admit loop, groups, their buffer, dynamic sampling, and batches

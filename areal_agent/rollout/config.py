@@ -188,7 +188,9 @@ class RolloutConfig(Section):
     penalties, biases, a grammar. Their importance weights are then wrong by what was cut off.
     """
     block_warn_s: Annotated[float, Field(gt=0)] = 1.0
-    """A workflow that blocks the event loop for this long is named in a warning."""
+    """A workflow that blocks the event loop for this long is named in a warning; one that does so for `timeout_s`, and
+    at least 30 seconds, is ended as an error.
+    """
     history_thinking: HistoryThinking = HistoryThinking.TEMPLATE
     """The thinking of earlier answers, where the chat template would strip it: `template` lets it, at the price of a
     branch per turn; `keep` leaves it in the prompt, and exports a chat template that does so with every checkpoint.
@@ -230,6 +232,11 @@ class RolloutConfig(Section):
         """The ports of all gateways: each worker's, or the main process's."""
         num_gateways = max(1, self.workers)
         return tuple(self.gateway_port + index if self.gateway_port else 0 for index in range(num_gateways))
+
+    @property
+    def block_limit_s(self) -> float:
+        """The longest time that a workflow may block the event loop of its process."""
+        return max(30.0, self.timeout_s)
 
     @property
     def slots(self) -> tuple[int, ...]:

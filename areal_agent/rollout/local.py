@@ -21,6 +21,7 @@ from areal_agent.protocols import Journal, Sampler
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.context import SharedResources
 from areal_agent.rollout.runner import RolloutRunner, RolloutSpec, open_clients
+from areal_agent.rollout.unawaited import unawaited_calls
 from areal_agent.rollout.watchdog import Watchdog
 from areal_agent.rollout.workflow import Workflow
 from areal_agent.tokens.renderer import Renderer
@@ -138,6 +139,7 @@ async def open_local(
                 "model_aliases": config.model_aliases,
             },
             sandbox=settings.sandbox.model_dump(),
+            unawaited=stack.enter_context(unawaited_calls()),
         )
-        watchdog = stack.enter_context(Watchdog.of_this_loop(warn_s=config.block_warn_s))
+        watchdog = stack.enter_context(Watchdog.of_this_loop(warn_s=config.block_warn_s, limit_s=config.block_limit_s))
         yield LocalRollouts(gateway, runner, watchdog)

@@ -104,7 +104,9 @@ class RolloutRunner:
         timeout_s: float,
         session: Mapping[str, Any],
         sandbox: Mapping[str, Any],
+        unawaited: dict[str, str] | None = None,
     ) -> None:
+        """`unawaited` has the places of calls that were not awaited, by the name of their task (unawaited.py)."""
         self._workflow = workflow
         self._gateway_url = gateway_url
         self._admin_key = admin_key
@@ -122,6 +124,7 @@ class RolloutRunner:
         self._timeout_s = timeout_s
         self._session = session
         self._sandbox = sandbox
+        self._unawaited = {} if unawaited is None else unawaited
         self.running = BusyClock()
 
     async def run(self, spec: RolloutSpec) -> Status:
@@ -175,13 +178,15 @@ class RolloutRunner:
 
     async def _outcome(self, spec: RolloutSpec, rollout: Rollout) -> _Outcome:
         """Run the workflow and clean up after it; failures of either become a status."""
+        name = f"{ROLLOUT_TASK}{spec.session_id}"
         try:
             try:
                 workflow = self._workflow(dict(spec.task.data), rollout)
-                returned = await _run_bounded(workflow, self._timeout_s, f"{ROLLOUT_TASK}{spec.session_id}")
+                returned = await _run_bounded(workflow, self._timeout_s, name)
             finally:
+                place = self._unawaited.pop(name, None)
                 await rollout.aclose()
-            return _outcome_of(returned, rollout)
+            return _outcome_of(returned, rollout, f"a call was made and not awaited: {place}" if place else None)
         except Reject as reject:
             return _Outcome(status=Status.REJECTED, error=_short(str(reject)))
         except _TooLong:
@@ -279,8 +284,11 @@ async def _cancel(task: asyncio.Future[object]) -> None:
         task.exception()  # it was cancelled: an error that it raised meanwhile is of no interest
 
 
-def _outcome_of(returned: object, rollout: Rollout) -> _Outcome:
-    """Record the returned reward. Raises TypeError or ValueError when it is not one."""
+def _outcome_of(returned: object, rollout: Rollout, note: str | None) -> _Outcome:
+    """Record the returned reward. Raises TypeError or ValueError when it is not one.
+
+    The gateway adds `note` to its own error, where the model was never called.
+    """
     if isinstance(returned, Mapping):
         for completion, value in cast(Mapping[object, object], returned).items():
             rollout.reward(value, completion=str(completion))
@@ -292,7 +300,7 @@ def _outcome_of(returned: object, rollout: Rollout) -> _Outcome:
         return _Outcome(
             status=Status.MISSING_REWARD, error="the workflow returned None and gave no reward: return a number"
         )
-    return _Outcome(status=Status.COMPLETED)
+    return _Outcome(status=Status.COMPLETED, error=note)
 
 
 def _describe(error: BaseException) -> str:

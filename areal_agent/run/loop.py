@@ -5,43 +5,47 @@
                               └───────────────── until `steps` are done ──────────────┘
 
 Rollouts go on in the background from the first `prepare_batch` on, which alone waits for them (see run.py).
-Ctrl-C or SIGTERM ends the loop cleanly: rollouts are cancelled, a checkpoint is published, and the command that resumes
-is printed. A second one ends the process at once; the ledger and the last checkpoint stay as they are.
+Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 ends the loop cleanly: rollouts are cancelled, a checkpoint is published, and the
+command that resumes is printed. A second one ends the process at once; the ledger and the last checkpoint stay as they
+are.
 
 On a cluster the death of the trainer ends the run's processes, all of them, and the run is resumed in this process as
 `--resume` would do it (`cluster.restarts`), with as many ranks as there is room for.
 """
 
 import asyncio
+import logging
 import os
-import signal
-import time
+import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from areal_agent.cluster.ray_hosts import ranks_that_fit
+from areal_agent.command import report
 from areal_agent.config import Config
-from areal_agent.errors import ArealAgentError, RolloutsFailing, TakenOver, TrainerDied
+from areal_agent.errors import ArealAgentError, LedgerDamaged, LedgerError, RolloutsFailing, TakenOver, TrainerDied
 from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
+from areal_agent.ledger.files import require_intact
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.observe.progress import Progress
-from areal_agent.process import start_logging
+from areal_agent.process import INTERRUPTED_CODE, ended_by_signals, start_logging
+from areal_agent.rollout.watchdog import watch_this_loop
 from areal_agent.run.preflight import check_for_dry_run
 from areal_agent.run.results import Outcome, RunStatus, closing_lines, write_report
 from areal_agent.run.run import Run
-from areal_agent.trainer.checkpoint import newest_step
+from areal_agent.trainer.checkpoint import latest_checkpoint, newest_step
 
-INTERRUPTED_CODE = 130
-
-SAME_SIGNAL_S = 1.0
-"""Signals within this time count as one: `timeout` and job managers signal a process, and then its group."""
+ANSWER_S = 0.5
+"""The time that the event loop has to answer a signal, before the person hears what holds it up."""
 
 
 def train(config_file: Path, overrides: Sequence[str], *, resume: str | None, is_dry: bool) -> int:
     """Train as a config says, or only check it, and return the exit code. Raises ArealAgentError."""
     config = Config.load(config_file, overrides)
+    logging.captureWarnings(True)  # below the hook that rollouts have on warnings (rollout/unawaited.py)
     progress = Progress(total_steps=config.steps, mode="none" if is_dry else config.observe.progress)
     run = Run(config, name=config_file.stem, resume=resume, progress=progress)
     if is_dry:
@@ -52,11 +56,11 @@ def train(config_file: Path, overrides: Sequence[str], *, resume: str | None, is
             f"engine and trainer: python -m areal_agent.doctor --config {config_file}"
         )
         return 0
-    return asyncio.run(_train(run))
+    return asyncio.run(_train_and_exit(run))
 
 
 class Interruption:
-    """Turns SIGINT and SIGTERM into one cancellation of a task; the second signal ends the process.
+    """Turns the first signal that asks to end into one cancellation of a task; a second one ends the process.
 
     After `close`, the first signal is only noted: the run is ending anyway.
     """
@@ -64,7 +68,6 @@ class Interruption:
     def __init__(self, note: Callable[[str], None]) -> None:
         self.happened = False
         self._is_closing = False
-        self._first_s = 0.0
         self._note = note
 
     def close(self) -> None:
@@ -76,27 +79,32 @@ class Interruption:
 
     @contextmanager
     def cancels(self, task: "asyncio.Task[int]") -> Generator[None]:
-        loop = asyncio.get_running_loop()
+        loop, look, answered = asyncio.get_running_loop(), watch_this_loop(), threading.Event()
 
         def interrupt() -> None:
-            now_s = time.monotonic()
-            if self.happened and now_s - self._first_s < SAME_SIGNAL_S:
-                return
-            if self.happened:
-                os._exit(INTERRUPTED_CODE)  # at once: the children see their lifeline close and end themselves
-            self.happened, self._first_s = True, now_s
-            if self._is_closing:
-                self._note("the run is closing; Ctrl-C again ends at once")
-            else:
+            if not self.happened and not self._is_closing:
                 task.cancel()
+            self.happened = True
+            answered.set()
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, interrupt)
-        try:
+        def tell(name: str) -> None:
+            blockage = None if answered.wait(ANSWER_S) else look()
+            what = "ending once what is under way has ended"
+            if blockage is not None:
+                what = f"held up by {blockage.task or 'the event loop'} at {blockage.where}"
+            self._note(f"interrupted ({name}): {what}; a second signal ends the run at once")
+
+        with ended_by_signals(lambda: loop.call_soon_threadsafe(interrupt), tell):
             yield
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                loop.remove_signal_handler(number)
+
+
+async def _train_and_exit(run: Run) -> NoReturn:
+    """Train and end the process, which would wait for ever for tasks and threads that a workflow has left behind."""
+    try:
+        code = await _train(run)
+    except ArealAgentError as error:
+        code = report(error)
+    os._exit(code)
 
 
 async def _train(run: Run) -> int:
@@ -105,8 +113,6 @@ async def _train(run: Run) -> int:
     finally:
         run.progress.close()
     print(last_words, flush=True)
-    if len(asyncio.all_tasks()) > 1:
-        os._exit(code)  # asyncio.run would wait for ever for a workflow that ignores its cancellation
     return code
 
 
@@ -147,6 +153,8 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
         if has_started:
             outcome.status, outcome.error, outcome.checkpoint = RunStatus.FAILED, str(error), run.checkpoint
             report_failure(run.folder, outcome, error, run.step)
+        elif isinstance(error, LedgerDamaged):
+            error.add_note(on_a_new_ledger(run.folder))
         raise
     return 0 if outcome.status is RunStatus.COMPLETED else INTERRUPTED_CODE, closing_lines(run.folder, summary)
 
@@ -163,7 +171,7 @@ async def _go_on(run: Run, outcome: Outcome, interruption: Interruption, task: "
         if not interruption.happened:
             raise
         task.uncancel()
-        run.progress.note("interrupted: saving a checkpoint; Ctrl-C again ends at once")
+        run.progress.note("saving a checkpoint")
         outcome.status = RunStatus.INTERRUPTED
     interruption.close()
     await _wind_up(run, outcome)
@@ -188,12 +196,30 @@ def report_failure(folder: RunFolder, outcome: Outcome, error: ArealAgentError, 
         write_report(folder, outcome)
     except OSError as fault:
         error.add_note(f"and the run's report could not be written: {fault}")
+    try:
+        require_intact(folder.ledger)  # as a resume would
+    except LedgerDamaged as damage:
+        error.add_note(f"{damage}\n{on_a_new_ledger(folder)}")
+        return
+    except LedgerError:  # what keeps a resume from it may be mended
+        pass
     hint = "" if isinstance(error, TakenOver) else f"python -m areal_agent.train --resume {folder.path}"
     if isinstance(error, RolloutsFailing):
         error.add_note(f"every failure, with its traceback, is in {folder.logs / '*.log'}")
         hint = f"once the cause is mended, {hint}" if num_steps else ""  # without a step a new run loses nothing
     if hint:
         error.add_note(f"go on with: {hint}")
+
+
+def on_a_new_ledger(folder: RunFolder) -> str:
+    """Return how to go on where the ledger is damaged."""
+    checkpoint = latest_checkpoint(folder.checkpoints)
+    if checkpoint is None:
+        return "there is no checkpoint to go on from: start a new run"
+    return (
+        "its checkpoints are whole; a new run, with a ledger of its own, may begin with the weights of the last one: "
+        f"python -m areal_agent.train --config {folder.config} model={checkpoint.path} run_dir={folder.path}-again"
+    )
 
 
 async def _learn(run: Run, outcome: Outcome) -> None:

@@ -3,18 +3,16 @@
     config.yaml  metrics.jsonl  curve.png  summary.json  checkpoints/  logs/
     model/        the result: a Hugging Face folder, for `model:` of a training run
 
-Ctrl-C or SIGTERM ends it after the step under way, with a checkpoint; a second one ends the process at once. A resume
-goes on from the newest checkpoint and makes the same steps that an uninterrupted run makes.
+Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 ends it after the step under way, with a checkpoint; a second one ends the process at
+once. A resume goes on from the newest checkpoint and makes the same steps that an uninterrupted run makes.
 """
 
 import asyncio
 import logging
 import math
-import os
 import shutil
-import signal
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -34,7 +32,7 @@ from areal_agent.observe.curve import draw_losses
 from areal_agent.observe.metrics import MetricsLog, Row, RowKind, evaluation_rows, numbers_of, read_metrics, step_rows
 from areal_agent.observe.progress import Progress, clock_time
 from areal_agent.observe.trackers import TrackedRun, require_installed, start_trackers
-from areal_agent.process import start_logging
+from areal_agent.process import INTERRUPTED_CODE, ended_by_signals, start_logging
 from areal_agent.section import one_line
 from areal_agent.sft.config import SftConfig
 from areal_agent.sft.data import Data, load_data
@@ -46,7 +44,6 @@ from areal_agent.trainer.worker import Worker
 from areal_agent.types import JsonObject
 
 logger = logging.getLogger(__name__)
-INTERRUPTED_CODE = 130
 SAVE_POLL_S = 0.1
 NOT_YET: JsonObject = {}
 
@@ -126,6 +123,7 @@ class SftRun:
         self._progress = progress
         self._saved = latest_checkpoint(folder.checkpoints)
         self._loss: float | None = None  # of the newest evaluation
+        self._is_asked_to_end = False  # by a signal
         self._saving: int | None = None  # the step of a save under way
         self._failed_saves = FailedSaves(folder.checkpoints)
 
@@ -143,21 +141,29 @@ class SftRun:
             )
         self._progress.note(str(data))
         self._progress.phase("loading the model")
-        with interruption() as is_interrupted:
-            if self._train(model, data, num_steps, is_interrupted):
+        with ended_by_signals(self._ask_to_end, self._tell_of_signal):
+            if self._train(model, data, num_steps):
                 return 0, self._close()
         assert self._saved is not None  # the step under way is saved
         hint = f"python -m areal_agent.sft --resume {folder.path}"
         return INTERRUPTED_CODE, f"interrupted after step {self._saved.step}; go on with: {hint}"
 
-    def _train(self, model: Path, data: Data, num_steps: int, is_interrupted: Callable[[], bool]) -> bool:
+    def _ask_to_end(self) -> None:
+        self._is_asked_to_end = True
+
+    def _tell_of_signal(self, name: str) -> None:
+        self._progress.note(
+            f"interrupted ({name}): ending once the step under way is saved; a second signal ends the run at once"
+        )
+
+    def _train(self, model: Path, data: Data, num_steps: int) -> bool:
         """Make the steps that are left, and save the last one. Return whether all were made."""
         with self._metrics(), loaded(self._setup(model, num_steps), self._folder.logs) as trainer:
             fitting = self._fitting(trainer, data, num_steps)
             if fitting.step == 0 and data.held_out:
                 self._note_check(fitting.check())
             for fitted in self._steps(fitting):
-                is_last, is_asked = fitted.step >= fitting.num_steps, is_interrupted()
+                is_last, is_asked = fitted.step >= fitting.num_steps, self._is_asked_to_end
                 if fitted.step % self._config.trainer.checkpoint_every == 0 or is_asked or is_last:
                     self._save(trainer, fitting, is_final=is_asked or is_last)
                 if is_asked and not is_last:
@@ -313,21 +319,3 @@ def told_failures(folder: RunFolder) -> Generator[None]:
         told.add_note(f"the traceback is in {folder.logs / 'main.log'}")
         told.add_note(f"go on with: python -m areal_agent.sft --resume {folder.path}")
         raise told from error
-
-
-@contextmanager
-def interruption() -> Generator[Callable[[], bool]]:
-    """Note SIGINT and SIGTERM inside; yield whether one has come. A second one ends the process at once."""
-    signals: list[int] = []
-
-    def note(number: int, _: object) -> None:
-        if signals:
-            os._exit(INTERRUPTED_CODE)  # the other ranks see their lifeline close and end themselves
-        signals.append(number)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(signals)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -3,7 +3,8 @@
 1. what it raises, exits with or returns; 2. what it logs, of any kind and size; 3. a session that it ends itself;
 4. an agent of AReaL's kind runs unmodified;
 5. a plain function runs in a thread, with a client of its own kind; when its time is up its next call is refused;
-6. with `sampling_override` an agent's top-p is ignored, and its `max_tokens` counts; the model may have aliases.
+6. a call that was not awaited is named with its line;
+7. with `sampling_override` an agent's top-p is ignored, and its `max_tokens` counts; the model may have aliases.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
 from areal_agent.rollout.context import SharedResources
 from areal_agent.rollout.runner import RolloutRunner, RolloutSpec, open_clients
+from areal_agent.rollout.unawaited import unawaited_calls
 from areal_agent.rollout.workflow import load_workflow
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import SessionPurpose, Trajectory
@@ -139,6 +141,18 @@ async def test_one_that_never_calls_the_model_is_an_error(play) -> None:
 
     status, trajectory = await play(silent)
     assert status is Status.ERROR and "never called" in trajectory.error
+
+
+async def test_a_call_that_is_not_awaited_is_named(play, recwarn: pytest.WarningsRecorder) -> None:
+    async def forgetting(task, rollout):
+        answer = ask(rollout)
+        return 1.0 if answer else 0.0
+
+    with unawaited_calls() as unawaited:
+        _, trajectory = await play(forgetting, unawaited=unawaited)
+    place = f"{Path(__file__).name}:{forgetting.__code__.co_firstlineno + 1}"
+    assert trajectory.error == f"the model was never called; a call was made and not awaited: {place}"
+    assert [str(one.message).partition("\n")[0] for one in recwarn] == ["coroutine 'ask' was never awaited"]
 
 
 def nested(depth: int) -> object:

@@ -3,6 +3,8 @@
 - A late answer is looked into once, warned of and counted; one in time is not. One warning a place.
 - A loop that is late but not stuck is neither warned of nor counted; one that never answers is named.
 - In a real process the blocking line is found, with its session.
+- Beyond the limit an error is raised there. A workflow that catches it ends its process, as does C code that lets no
+  thread run (slow).
 - The innermost line of the workflow is blamed, not of a library that it calls; without one, the innermost line of all.
 - A loop that waits for events, the program that runs the loop, and an import on first use are not blamed.
 - The warning names the session, the seconds, the place, its source and the remedy.
@@ -11,6 +13,7 @@
 
 import asyncio
 import logging
+import re
 import selectors
 import subprocess
 import sys
@@ -104,7 +107,7 @@ async def solve():
 
 async def main():
     logging.getLogger().addHandler(Told())
-    with Watchdog.of_this_loop(warn_s=0.05) as watchdog:
+    with Watchdog.of_this_loop(warn_s=0.05, limit_s=60.0) as watchdog:
         await asyncio.create_task(solve(), name="rollout s-0003")
         while not watchdog.blocked_s:
             await asyncio.sleep(0)
@@ -122,6 +125,48 @@ def test_a_real_loop(tmp_path: Path) -> None:
     assert warning.startswith("rollout s-0003 has blocked the event loop for")
     assert f"{program}:13 in solve: warned.wait()" in warning
     assert counted == "counted"
+
+
+BEYOND_THE_LIMIT = """
+import asyncio, itertools, sys, time
+from areal_agent.errors import LoopBlocked
+from areal_agent.rollout.watchdog import Watchdog
+
+async def sleep():
+    time.sleep(600)
+
+async def catch():
+    while True:
+        try:
+            time.sleep(600)
+        except LoopBlocked:
+            print("caught", flush=True)
+
+async def hold():
+    sum(itertools.repeat(1))
+
+async def main(solve):
+    with Watchdog.of_this_loop(warn_s=0.1, limit_s=0.5):
+        await asyncio.create_task(solve(), name="rollout s-0003")
+
+asyncio.run(main(globals()[sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("solve", "printed", "told"),
+    [
+        ("sleep", "", "LoopBlocked: rollout s-0003 has blocked the event loop for .* at .*:7 in sleep: .*; use await"),
+        ("catch", "caught\n" * 3, "rollout s-0003 has blocked .*:12 in catch: .* so this process ends: .* --resume"),
+        pytest.param("hold", "", "agent.py., line 17 in hold", marks=pytest.mark.slow),
+    ],
+)
+def test_beyond_the_limit(tmp_path: Path, solve: str, printed: str, told: str) -> None:
+    program = tmp_path / "agent.py"
+    program.write_text(BEYOND_THE_LIMIT)
+    done = subprocess.run([sys.executable, program, solve], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, printed)
+    assert re.search(told, done.stderr)
 
 
 def frame(file: str, function: str = "f", line: int = 1) -> Frame:

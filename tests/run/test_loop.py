@@ -1,8 +1,10 @@
 """Signals while `train` runs, and how a failed run ends.
 
-- The first signal cancels the work, once; in the closing phase it is only noted.
+- The first signal cancels the work, once; not in the closing phase. It is told that it was heard.
 - Two that come at once, as `timeout` sends them to a process and its group, count as one.
+- While a workflow blocks the loop, the first signal tells its place within a second, and the second ends the process.
 - A report that cannot be written is added to the error as a note and does not replace it.
+- A damaged ledger is found when it is opened again; after a failure, what to do then is said instead of a resume.
 - Where rollouts failed, the logs are named; a resume is offered only after a step, and once the cause is mended.
 - A run whose trainer dies on a cluster goes on, before its first checkpoint too, until `cluster.restarts` are used up.
 """
@@ -10,8 +12,12 @@
 import asyncio
 import json
 import os
+import queue
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,11 +26,13 @@ from typing import Any
 import pytest
 
 from areal_agent.config import Config
-from areal_agent.errors import ArealAgentError, RolloutsFailing, TrainerDied
+from areal_agent.errors import ArealAgentError, LedgerDamaged, RolloutsFailing, TrainerDied
 from areal_agent.files import RunFolder
+from areal_agent.ledger.ledger import Ledger
 from areal_agent.run import loop
 from areal_agent.run.loop import Interruption, report_failure
 from areal_agent.run.results import Outcome
+from areal_agent.trainer.checkpoint import publish_checkpoint
 
 
 async def signalled(
@@ -56,21 +64,54 @@ async def signalled(
 
 
 @pytest.mark.parametrize(
-    ("is_closing", "events", "num_notes"), [(False, ["cancelled", "done"], 0), (True, ["done"], 1)]
+    ("is_closing", "number", "events"),
+    [(False, signal.SIGHUP, ["cancelled", "done"]), (True, signal.SIGUSR1, ["done"])],
 )
-async def test_the_first_signal(is_closing: bool, events: list[str], num_notes: int) -> None:
-    notes: list[str] = []
-    interruption = Interruption(notes.append)
-    assert await signalled(interruption, is_closing=is_closing) == events
+async def test_the_first_signal(is_closing: bool, number: signal.Signals, events: list[str]) -> None:
+    notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+    interruption = Interruption(notes.put)
+    assert await signalled(interruption, is_closing=is_closing, signals=[number]) == events
     assert interruption.happened
-    assert len(notes) == num_notes
+    told = await asyncio.to_thread(notes.get)
+    assert told.startswith(f"interrupted ({number.name}): ending once what is under way has ended; a second signal")
 
 
 async def test_two_signals_at_once_are_one() -> None:
-    notes: list[str] = []
     both = (signal.SIGTERM, signal.SIGINT)
-    assert await signalled(Interruption(notes.append), signals=both) == ["cancelled", "done"]
-    assert notes == []
+    assert await signalled(Interruption(lambda _: None), signals=both) == ["cancelled", "done"]
+
+
+BLOCKED = """
+import asyncio, hashlib, time
+from areal_agent.run.loop import Interruption
+
+async def solve():
+    print("blocked", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+
+async def main():
+    with Interruption(lambda text: print(text, flush=True)).cancels(asyncio.current_task()):
+        await asyncio.create_task(solve(), name="rollout s-1")
+
+asyncio.run(main())
+"""
+
+
+def test_a_blocked_loop_is_named_and_ended(tmp_path: Path) -> None:
+    program = tmp_path / "agent.py"
+    program.write_text(BLOCKED)
+    with subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "blocked\n"
+        process.send_signal(signal.SIGTERM)
+        told = process.stdout.readline()
+        while process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
+    assert told.startswith(
+        f"interrupted (SIGTERM): held up by rollout s-1 at {program}:7 in solve: hashlib.pbkdf2_hmac("
+    )
+    assert process.returncode == 130
 
 
 def test_a_report_that_cannot_be_written_does_not_hide_the_error(tmp_path: Path) -> None:
@@ -93,6 +134,25 @@ def test_a_resume_is_offered_where_it_helps(tmp_path: Path, num_steps: int, is_o
     logs, *hints = error.__notes__
     assert str(folder.logs) in logs
     assert [hint.startswith("go on with: once the cause is mended, ") for hint in hints] == [True] * is_offered
+
+
+async def test_a_damaged_ledger_gets_no_advice_to_resume(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.metrics.touch()
+    await (await Ledger.open(folder.ledger, create=True)).aclose()
+    with folder.ledger.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\xff" * 4096)
+    with pytest.raises(LedgerDamaged, match=rf"ledger.sqlite is damaged .* -m areal_agent.ledger verify {tmp_path}"):
+        await Ledger.open(folder.ledger, create=False)
+    checkpoint = publish_checkpoint(
+        folder.checkpoints, step=4, incarnation=0, run_state={}, write=lambda _: None, keep_last=1
+    )
+    error = ArealAgentError("the gateway answered /rl/start_session with 500")
+    report_failure(folder, Outcome(), error, num_steps=4)
+    *_, damage = error.__notes__
+    assert "so its run cannot be resumed" in damage and "--resume" not in damage
+    assert damage.endswith(f"--config {folder.config} model={checkpoint.path} run_dir={tmp_path}-again")
 
 
 class DyingRun:
