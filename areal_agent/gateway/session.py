@@ -142,7 +142,8 @@ def with_reward(rewards: Rewards, request: RewardRequest, completion_ids: Collec
     if completion_id is None:
         raise RequestError(
             f"this session has no completion {name!r}; use the id of a chat completion of this session (with n > 1: "
-            "that id and '-0', '-1' ...), of a message, of a response or of one of its items",
+            "that id and '-0', '-1' ...), of a message, of a response or of one of its items; a part of the reward has "
+            "a name and no id",
             param="interaction_id",
             code="interaction_not_found",
         )

@@ -62,7 +62,7 @@ class Listed:
     """One rollout of a page, with the rewards of its siblings and the weights that sampled it."""
 
     rollout: RolloutSummary
-    siblings: Mapping[str, float | None]  # rewards by session, itself among them; empty in an evaluation
+    siblings: Mapping[str, float | None]  # rewards by session, itself among them
     versions: tuple[int, int] | None  # the first and last step of the weights; None: nothing was sampled
 
 
@@ -146,12 +146,11 @@ def _listed(snapshot: Snapshot, numbers: Sequence[Sequence[int]], tops: Sequence
             except DAMAGE as error:
                 raise LedgerError(f"an answer of session {session_id!r} is damaged: {error}") from error
             versions.setdefault(session_id, []).extend(steps)
-    groups = {one.group_id for one in rollouts.values() if one.purpose == SessionPurpose.TRAIN}
-    siblings = _siblings(snapshot, groups, numbers, tops)
+    siblings = _siblings(snapshot, {(one.group_id, one.task_id) for one in rollouts.values()}, numbers, tops)
     return {
         session_id: Listed(
             rollout=one,
-            siblings=siblings.get(one.group_id, {}),
+            siblings=siblings[one.group_id, one.task_id],
             versions=(min(steps), max(steps)) if (steps := versions.get(session_id)) else None,
         )
         for session_id, one in rollouts.items()
@@ -159,16 +158,17 @@ def _listed(snapshot: Snapshot, numbers: Sequence[Sequence[int]], tops: Sequence
 
 
 def _siblings(
-    snapshot: Snapshot, groups: Iterable[str], numbers: Sequence[Sequence[int]], tops: Sequence[int]
-) -> Mapping[str, Mapping[str, float | None]]:
-    """The rewards of the sessions of each group that were opened near those of a page, by session."""
-    found: dict[str, dict[str, float | None]] = {group_id: {} for group_id in groups}
+    snapshot: Snapshot, groups: Iterable[tuple[str, str]], numbers: Sequence[Sequence[int]], tops: Sequence[int]
+) -> Mapping[tuple[str, str], Mapping[str, float | None]]:
+    """The rewards of the sessions of each group and task that were opened near those of a page, by session."""
+    found: dict[tuple[str, str], dict[str, float | None]] = {group: {} for group in groups}
+    group_ids = json.dumps([group_id for group_id, _ in found])
     for connection, chosen, top in zip(snapshot, numbers, tops, strict=True):
         first, last = min(chosen, default=top) - NEAR, max(chosen, default=top) + NEAR
-        for group_id, session_id, reward in connection.execute(
-            f"SELECT s.group_id, s.id, {TOTAL} FROM sessions s LEFT JOIN endings e ON e.session = s.number "
+        for group_id, task_id, session_id, reward in connection.execute(
+            f"SELECT s.group_id, s.task_id, s.id, {TOTAL} FROM sessions s LEFT JOIN endings e ON e.session = s.number "
             "WHERE s.number BETWEEN ? AND ? AND s.group_id IN (SELECT value FROM json_each(?)) ORDER BY s.id",
-            (first, last, json.dumps(list(found))),
+            (first, last, group_ids),
         ):
-            found[group_id][session_id] = reward
+            found.get((group_id, task_id), {})[session_id] = reward
     return found

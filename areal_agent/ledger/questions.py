@@ -410,6 +410,14 @@ def summaries_in(connection: sqlite3.Connection, condition: str, *given: object)
         yield RolloutSummary(*columns, rewards=rewards, fate=_fate(purpose, status, trained_step, dropped))
 
 
+def siblings_of(snapshot: Snapshot, session_id: str) -> Sequence[RolloutSummary]:
+    """The rollouts of the same group and task, itself among them; a group of an evaluation has many tasks."""
+    group_id = group_of(snapshot, session_id) or ""
+    rollouts = rollouts_of(snapshot, [group_id])[group_id]
+    task_id = next((one.task_id for one in rollouts if one.session_id == session_id), None)
+    return [one for one in rollouts if one.task_id == task_id]
+
+
 def group_of(snapshot: Snapshot, session_id: str) -> str | None:
     """The group of a session, or None when there is no such session."""
     return _first(snapshot, "SELECT group_id FROM sessions WHERE id = ?", session_id)

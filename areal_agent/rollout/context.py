@@ -4,10 +4,13 @@ openai and httpx are imported for their types only, so that `import areal_agent`
 """
 
 import asyncio
+import contextlib
+import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from areal_agent.types import MAX_REWARD
@@ -20,21 +23,38 @@ Resource = TypeVar("Resource")
 
 
 def as_reward(value: object) -> float:
-    """Return a reward as a float: int, bool, float and numpy scalars are rewards.
+    """Return a reward as a float: int, bool, float, Decimal, Fraction and numpy scalars are rewards.
 
     Raises TypeError for anything else, ValueError for NaN and for numbers too large for the trainer to add up.
     """
     item = getattr(value, "item", None)
-    number = item() if callable(item) else value
-    if not isinstance(number, numbers.Real):
-        raise TypeError(f"a reward is a number, got {value!r} ({type(value).__name__})")
+    number = value
+    if callable(item):
+        with contextlib.suppress(Exception):  # an array or tensor of several numbers is refused below, with its text
+            number = item()
+    if not isinstance(number, numbers.Real | Decimal):
+        raise TypeError(f"a reward is a number, got {value!r:.200} ({type(value).__name__}); {_remedy_for(value)}")
     try:
         reward = float(number)
     except OverflowError:  # an integer can be larger than any float
         reward = math.inf
+    except ValueError:  # a signalling NaN of Decimal
+        reward = math.nan
     if not abs(reward) <= MAX_REWARD:
-        raise ValueError(f"a reward is a number from {-MAX_REWARD:g} to {MAX_REWARD:g}, got {value!r}; scale it down")
+        remedy = "it comes from 0 / 0 or the like; raise Reject if this rollout has no reward"
+        raise ValueError(
+            f"a reward is a number from {-MAX_REWARD:g} to {MAX_REWARD:g}, got {value!r:.200}; "
+            f"{remedy if math.isnan(reward) else 'clip it or scale it down'}"
+        )
     return reward
+
+
+def _remedy_for(value: object) -> str:
+    if inspect.isawaitable(value):
+        return "await it"
+    if isinstance(value, Mapping | list | tuple):
+        return "return the final reward alone, and give each part with rollout.reward(value, name=...)"
+    return "give an int, a float, a bool, a Decimal or a numpy scalar"
 
 
 class SharedResources:

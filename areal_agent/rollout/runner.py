@@ -297,9 +297,8 @@ def _outcome_of(returned: object, rollout: Rollout, note: str | None) -> _Outcom
     if rollout.rejected is not None:
         return _Outcome(status=Status.REJECTED, error=rollout.rejected)
     if not any(name is None for _, name in rollout.rewards):
-        return _Outcome(
-            status=Status.MISSING_REWARD, error="the workflow returned None and gave no reward: return a number"
-        )
+        error = f"the workflow returned {returned!r} and gave no reward: return a number"
+        return _Outcome(status=Status.MISSING_REWARD, error=error)
     return _Outcome(status=Status.COMPLETED, error=note)
 
 

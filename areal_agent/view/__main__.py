@@ -211,7 +211,7 @@ def _show_named(screen: Screen, snapshot: Snapshot, name: str, run_dir: Path, to
         near = difflib.get_close_matches(name, ids, n=3) or [one for one in ids if name in one][:3]
         remedy = f"did you mean {', '.join(map(in_line, near))}?" if near else "without a name the groups are listed"
         raise ConfigError(f"the ledger has no session or group {name!r}; {remedy}")
-    siblings = questions.rollouts_of(snapshot, [group_id])[group_id]
+    siblings = questions.siblings_of(snapshot, name)
     turns, trajectory = questions.recorded(snapshot, name)
     transcript = Transcript.of_ledger(questions.note(snapshot, TRANSCRIPT_NOTE), run_dir, tokenizer)
     SessionView(screen, transcript, name, siblings, turns, trajectory).show()

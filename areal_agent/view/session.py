@@ -19,7 +19,7 @@ from areal_agent.view.terminal import LABEL_WIDTH, Screen
 
 STYLES = {"system": "dim", "developer": "dim", "user": "cyan", "tool": "yellow"}
 MAX_SIBLINGS = 32
-"""Siblings shown of a group that is not the subject; a group of an evaluation has one for every task."""
+"""Rollouts shown of a group that is not the subject; a group of an evaluation has one for every task."""
 NUM_COMPARED = 50
 """A new root is compared with so many turns before it: messages that it repeats are not printed again."""
 REASONING, ANSWER, CALL = "dim italic", "green", "bold magenta"

@@ -17,7 +17,7 @@ from areal_agent.view.recorded import described
 from areal_agent.view.session import loss_of, most_alike, places_of
 
 MAX_SIBLINGS = 64
-"""Siblings named with a rollout, those around it; a group of an evaluation has one for every task."""
+"""Siblings named with a rollout, those around it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,7 @@ class RecordedRollout:
     def read(cls, snapshot: Snapshot, transcript: Transcript, run_dir: Path, session_id: str) -> Self:
         """Read a rollout. Raises LedgerError when there is no such session."""
         turns, trajectory = questions.recorded(snapshot, session_id)
-        group_id = questions.group_of(snapshot, session_id) or ""
-        siblings = questions.rollouts_of(snapshot, [group_id])[group_id]
+        siblings = questions.siblings_of(snapshot, session_id)
         one = next(one for one in siblings if one.session_id == session_id)
         leased = transcript.loss_rule.masks(trajectory) if trajectory else {}
         return cls(

@@ -7,11 +7,13 @@ import contextlib
 import io
 import os
 import socket
+import sys
 import tarfile
 import tempfile
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from sandboxes.pool import Pool
 from sandboxes.sandbox import Sandbox
@@ -424,6 +426,21 @@ def listeners() -> Generator[tuple[int, str], None, None]:
         yield server.getsockname()[1], name
 
 
+@contextlib.contextmanager
+def canaries() -> Generator[list[str], None, None]:
+    """Make a file in the temporary folder and one in the working directory, unless a box shows that folder by design.
+
+    The folders themselves prove nothing: a box has a /tmp of its own, for example.
+    """
+    with contextlib.ExitStack() as stack:
+        paths: list[str] = []
+        for folder in {Path(tempfile.gettempdir()).resolve(), Path.cwd()}:
+            if not any(folder.is_relative_to(shown) for shown in ("/usr", sys.base_prefix)):
+                with contextlib.suppress(OSError):  # a folder where nothing can be written
+                    paths.append(stack.enter_context(tempfile.NamedTemporaryFile(dir=folder)).name)
+        yield paths
+
+
 async def reaching_out(box: Sandbox) -> str:
     with listeners() as (port, name):
         source = NETWORK.replace("{port}", str(port)).replace("{name}", name)
@@ -440,8 +457,8 @@ async def against_the_launcher(box: Sandbox) -> str:
 
 async def host_is_absent(box: Sandbox) -> str:
     """Look for the host's files, name and environment; none may be there."""
-    with tempfile.NamedTemporaryFile() as canary:
-        source = HOST_FILES.replace("{paths}", repr([canary.name, os.getcwd(), __file__]))
+    with canaries() as paths:
+        source = HOST_FILES.replace("{paths}", repr(paths))
         result = await box.exec_python(source.replace("{host}", repr(socket.gethostname())))
     expected = b"['HOME', 'PATH', 'TMPDIR']\n"
     return "" if result.is_ok and result.stdout == expected else f"{told(result)}, printed {result.stdout!r}"

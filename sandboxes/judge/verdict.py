@@ -169,7 +169,8 @@ class StdinCase:
 class CallCase:
     """The call `function(*args)` must return `expected`; it is a function of the program or a method of its `Solution`.
 
-    Arguments and result are JSON: a tuple counts as a list. Each call runs in a process of its own.
+    Arguments and result are JSON: a tuple counts as a list, a key of a dict as its text. A result that JSON cannot say,
+    such as NaN, a set or JavaScript's undefined, equals nothing. Each call runs in a process of its own.
 
     >>> CallCase(function="add", args=[1, 2], expected=3).function
     'add'

@@ -1,12 +1,16 @@
 """What a workflow gets:
 
-- rewards of every kind of number, and no other, of a completion or with a name
+- rewards of every kind of number, and no other, of a completion or with a name; a refusal names the remedy
 - a shared resource is opened once, also by concurrent callers, and closed with the run
 - what was entered is left in reverse order
 """
 
 import asyncio
+import math
+import re
 from contextlib import asynccontextmanager
+from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -16,28 +20,34 @@ from areal_agent.rollout.context import Rollout, SharedResources, as_reward
 
 @pytest.mark.parametrize(
     ("value", "reward"),
-    [(1, 1.0), (True, 1.0), (0.5, 0.5), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (np.True_, 1.0)],
+    [
+        *((1, 1.0), (True, 1.0), (0.5, 0.5), (Decimal("0.5"), 0.5), (Fraction(1, 2), 0.5)),
+        *((np.float32(0.5), 0.5), (np.int64(2), 2.0), (np.True_, 1.0), (np.array([2]), 2.0)),
+    ],
 )
 def test_every_number_is_a_reward(value: object, reward: float) -> None:
     assert as_reward(value) == reward
 
 
 @pytest.mark.parametrize(
-    ("value", "error"),
+    ("value", "error", "remedy"),
     [
-        (float("nan"), ValueError),
-        (np.inf, ValueError),
-        (1e31, ValueError),
-        (-(10**400), ValueError),
-        ("1", TypeError),
-        (None, TypeError),
-        ([1.0], TypeError),
-        (1j, TypeError),
+        *((value, ValueError, "raise Reject") for value in (math.nan, np.float32("nan"), Decimal("snan"))),
+        *((value, ValueError, "clip it or scale it down") for value in (np.inf, 1e31, -(10**400), Decimal("1e31"))),
+        *((value, TypeError, "rollout.reward(value, name=...)") for value in ((1.0, {"part": 0.5}), {"a": 1}, [1.0])),
+        *((value, TypeError, "give an int") for value in ("1", None, 1j, np.array([1, 2]))),
     ],
 )
-def test_nothing_else_is(value: object, error: type[Exception]) -> None:
-    with pytest.raises(error, match="a reward is"):
+def test_nothing_else_is(value: object, error: type[Exception], remedy: str) -> None:
+    with pytest.raises(error, match=f"^a reward is a number.* got .*{re.escape(remedy)}"):
         as_reward(value)
+
+
+async def test_a_reward_that_was_not_awaited() -> None:
+    judging = asyncio.sleep(0, 1.0)
+    with pytest.raises(TypeError, match="await it"):
+        as_reward(judging)
+    assert as_reward(await judging) == 1.0
 
 
 def rollout(shared: SharedResources | None = None) -> Rollout:

@@ -124,7 +124,7 @@ async def test_what_it_raises(play, error: BaseException, status: Status) -> Non
         (None, Status.MISSING_REWARD),
         (float("nan"), Status.ERROR),
         ("1.0", Status.ERROR),
-        ({"no-such-completion": 1.0}, Status.ERROR),
+        ({}, Status.MISSING_REWARD),
     ],
 )
 async def test_what_it_returns(play, returned: object, status: Status) -> None:
@@ -133,6 +133,15 @@ async def test_what_it_returns(play, returned: object, status: Status) -> None:
         return returned
 
     assert (await play(returning))[0] is status
+
+
+async def test_parts_returned_by_name_are_told_how_parts_are_given(play) -> None:
+    async def returning(task, rollout):
+        await ask(rollout)
+        return {"style": 0.5}
+
+    status, trajectory = await play(returning)
+    assert status is Status.ERROR and "a part of the reward has a name" in trajectory.error
 
 
 async def test_one_that_never_calls_the_model_is_an_error(play) -> None:

@@ -2,8 +2,10 @@
 
 1. Every row holds in every backend that promises it (in containers by a command that .ci/run runs: `python -m
 sandboxes check --backend docker`); 2. a row sees a wall that is missing; 3. a row beyond a backend is not run; 4. one
-that fails tells what it saw.
+that fails tells what it saw; 5. a working directory whose name a box has too is no leak.
 """
+
+import tempfile
 
 import pytest
 
@@ -40,6 +42,13 @@ async def test_row_holds(pool: Pool, row: Row) -> None:
 @pytest.mark.parametrize("number", [16, 19, 20])
 async def test_row_sees_that_a_wall_is_missing(pool: Pool, number: int) -> None:
     assert await row_of(number).run(pool)
+
+
+@pytest.mark.parametrize("backend", ["jail"])
+@pytest.mark.parametrize("folder", ["/", "/usr", tempfile.gettempdir()])
+async def test_a_folder_of_the_box_itself_is_no_leak(pool: Pool, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert await check(row_of(20), pool) == (Verdict.HELD, "")
 
 
 async def test_row_beyond_a_backend_is_not_run(pool: Pool) -> None:

@@ -5,7 +5,8 @@ is not in it; 3. how a program fails is told; 4. each case counts for its part; 
 the first failure; 6. a case may have limits of its own; 7. a custom checker decides, may give a part, one that fails
 passes nothing, and one that fails on what is expected or evaluates outputs is refused; 8. what the program prints in a
 call is no result; 9. what cannot be judged is refused; 10. a sandbox that fails, or that has not the language, raises
-SandboxError: it is no verdict; 11. a text that is precompiled does what its source does, in a Python of any version.
+SandboxError: it is no verdict; 11. a text that is precompiled does what its source does, in a Python of any version;
+12. a result that JSON cannot say equals nothing.
 """
 
 import shutil
@@ -67,6 +68,33 @@ async def test_calls_in_javascript(jails: Pool) -> None:
     code = "class Solution { add(a, b) { console.log('thinking'); return a + b } }"
     assert (await grade(code, ADDS, pool=jails, language="javascript", limits=AMPLE)).reward == 1.0
     assert (await grade("const add = (a, b) => a - b", ADDS, pool=jails, language="javascript")).reward == 0.0
+    given = {"a": [1.5, "é", None, True], "b": 2**64}
+    case = CallCase(function="f", args=[given["a"]], expected=given)
+    assert (
+        await grade("const f = (a) => ({a, b: 2n ** 64n})", [case], pool=jails, language="javascript")
+    ).reward == 1.0
+
+
+NOT_JSON = {
+    "python": {"float('nan')": None, "[float('inf')]": [None], "{1}": [1], "{}.keys()": [], "b''": "", "f": None},
+    "javascript": {
+        **{"NaN": None, "[-Infinity]": [None], "undefined": None, "[,]": [None], "{a: undefined}": {}},
+        **{"new Map()": {}, "[new Set([1])]": [{}], "new Date(NaN)": None, "Promise.resolve(1)": {}, "f": None},
+    },
+}
+
+
+@pytest.mark.parametrize("language", NOT_JSON)
+async def test_what_json_cannot_say_equals_nothing(jails: Pool, language: str) -> None:
+    """Not even what is often written in its place."""
+    if shutil.which(PROGRAM_OF[language], path="/usr/bin:/bin") is None and language != "python":
+        pytest.skip(f"{PROGRAM_OF[language]} is not installed")
+    values = f"[{', '.join(NOT_JSON[language])}][i]"
+    code = f"def f(i): return {values}" if language == "python" else f"const f = (i) => {values}"
+    expected = enumerate(NOT_JSON[language].values())
+    cases = [CallCase(function="f", args=[index], expected=value) for index, value in expected]
+    verdict = await grade(code, cases, pool=jails, language=language, limits=AMPLE)
+    assert [case.outcome for case in verdict.cases] == [Outcome.WRONG] * len(cases), verdict
 
 
 async def test_a_language_of_ones_own(pool: Pool) -> None:

@@ -2,9 +2,9 @@
 
 1. Every view shows what a run recorded: its curves and time line, its rollouts with siblings, a rollout as a
 conversation with its branches and facts, the tokens of a turn with their weights and interruptions; 2. rollouts are
-filtered, and searched for text and tools; 3. what a run adds is shown while one looks; 4. several runs stand side by
-side; 5. the keyboard suffices, narrow windows need no sideways scrolling, light and dark follow the reader; 6. hostile
-text harms nothing, a line of 1 MB is cut; 7. a list of any length has a handful of rows; 8. a run that is damaged later
+filtered, and searched for text and tools, those for evaluation come last; 3. what a run adds is shown while one looks;
+4. several runs stand side by side; 5. the keyboard suffices, narrow windows need no sideways scrolling, light and dark
+follow the reader; 6. hostile text harms nothing, a line of 1 MB is cut; 7. a list of any length has a handful of rows; 8. a run that is damaged later
 gets one line, one of the schema before is shown; 9. what the trainer kept stands beside each token; 10. an exported
 rollout is one file that needs no server; 11. nothing is fetched elsewhere.
 """
@@ -141,7 +141,7 @@ async def test_a_step_that_was_trained_again_counts_once(run: Path, reader: Read
 
 async def test_rollouts_have_their_siblings_rewards_and_fates(run: Path, reader: Reader) -> None:
     page = await reader.open(run, at="#/rollouts/0")
-    assert await rows_of(page) == ["cut-1", "cut-0", "e-0", "g2-0", "g1-0", "g0-1", "g0-0"]
+    assert await rows_of(page) == ["cut-1", "cut-0", "g2-0", "g1-0", "g0-1", "g0-0", "e-0"]
     found = page.locator(".rows .row", has_text="g0-0")
     assert await found.locator("> span").all_inner_texts() == [
         "g0-0", "0.75", "", "trained(1)", "1", "0–1", "4", "116", "8.0 s", "0",

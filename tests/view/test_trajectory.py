@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from areal_agent.ledger import pages
 from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.files import reading
 from areal_agent.ledger.ledger import Ledger
@@ -92,14 +93,18 @@ async def test_answers_of_a_branch_that_was_cut_off_are_not_in_the_loss(tmp_path
         assert told == loss
 
 
-async def test_siblings_are_those_around_it(tmp_path: Path) -> None:
+async def test_siblings_are_those_of_its_task_around_it(tmp_path: Path) -> None:
     async with aclosing(await Ledger.open(tmp_path / "ledger.sqlite", create=True)) as ledger:
         await ledger.begin_incarnation(0)
         for number in range(150):
             await ledger.own.open_session(session(f"e-{number:03}", purpose=SessionPurpose.EVAL))
+        await ledger.own.open_session(session("e-100-other", task_id="1", purpose=SessionPurpose.EVAL))
     described = read(tmp_path, "e-100").describe()
     names = [one["session_id"] for one in described["siblings"]]
     assert (len(names), names[0], names[-1], described["num_siblings"]) == (64, "e-068", "e-131", 150)
+    with reading(tmp_path / "ledger.sqlite") as snapshot:
+        [newest] = pages.page(snapshot, {}, (), 1).rollouts
+    assert newest.siblings == {"e-100-other": None}
 
 
 async def test_an_export_grows_with_its_turns(tmp_path: Path) -> None:

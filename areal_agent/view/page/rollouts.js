@@ -1,4 +1,5 @@
-// The rollouts of a run, the newest first: filters, a search through what was said, and rows that load as one scrolls.
+// The rollouts of a run, the newest first, those for evaluation after all others: filters, a search through what was
+// said, and rows that load as one scrolls.
 
 import { VirtualList, ask, count, duration, el, query, tone, word } from "./parts.js";
 
@@ -20,9 +21,15 @@ export function showRollouts({ run, number, search }) {
   return run.listed;
 }
 
+/** What is read of a list, and for what purposes there is more: training comes first. */
+function nothingRead({ purpose, fate }) {
+  const only = purpose ?? (fate && (fate === "evaluation" ? "eval" : "train"));
+  return { rows: [], cursor: "", numRead: 0, numFurther: 0, isDone: false, purposes: only ? [only] : ["train", "eval"] };
+}
+
 class Rollouts {
   constructor(run, number, filters) {
-    Object.assign(this, { run, number, filters, place: location.hash, rows: [], cursor: "", numRead: 0, numPages: 0, isDone: false, loading: null, top: 0 });
+    Object.assign(this, { run, number, filters, place: location.hash, loading: null, top: 0 }, nothingRead(filters));
     this.note = el("span.dim");
     this.box = el("div.rows", { tabindex: 0, "aria-label": "rollouts" });
     this.root = el("section.rollout-list", {}, this.form(), this.heading(), this.box);
@@ -93,9 +100,8 @@ class Rollouts {
   async read() {
     const isSearch = this.filters.text || this.filters.tool, wanted = this.rows.length + 100;
     while (!this.isDone && this.rows.length < wanted) {
-      let page;
       try {
-        page = await ask(`api/${this.number}/rollouts?${query({ ...this.filters, cursor: this.cursor })}`, this.stop.signal);
+        await this.next(this);
       } catch (error) {
         if (error.name === "AbortError") return;
         this.isDone = true;
@@ -103,14 +109,23 @@ class Rollouts {
         this.note.textContent = error.message;
         return;
       }
-      this.numPages++;
-      this.rows.push(...page.rollouts);
-      this.numRead += page.num_read;
-      this.cursor = page.cursor.join(",");
-      this.isDone = page.cursor.every((one) => one === 0) || (isSearch && this.numRead >= MAX_SEARCHED);
+      this.isDone ||= isSearch && this.numRead >= MAX_SEARCHED;
       this.say(isSearch);
       this.list.resize(this.rows.length);
     }
+  }
+
+  /** Read the next page into `list`. */
+  async next(list) {
+    const filters = { ...this.filters, purpose: list.purposes[0], cursor: list.cursor };
+    const page = await ask(`api/${this.number}/rollouts?${query(filters)}`, this.stop.signal);
+    list.numFurther += list.cursor ? 1 : 0;
+    list.rows.push(...page.rollouts);
+    list.numRead += page.num_read;
+    const isEnd = page.cursor.every((one) => one === 0);
+    list.cursor = isEnd ? "" : page.cursor.join(",");
+    if (isEnd) list.purposes.shift();
+    list.isDone = !list.purposes.length;
   }
 
   say(isSearch) {
@@ -124,17 +139,15 @@ class Rollouts {
    * filter that leaves too little of one page, are asked again by "find" only.
    */
   async refresh() {
-    const isDear = this.filters.text || this.filters.tool || (this.numPages > 1 && Object.keys(this.filters).length);
+    const isDear = this.filters.text || this.filters.tool || (this.numFurther && Object.keys(this.filters).length);
     if (this.box.scrollTop > ROW_HEIGHT || isDear || this.loading) return;
     const { status, num_rollouts } = this.run.state, stand = `${status} ${num_rollouts}`;
     if (this.run.isOver && this.seen === stand) return;
     this.seen = stand;
-    const page = await ask(`api/${this.number}/rollouts?${query(this.filters)}`, this.stop.signal);
+    const fresh = nothingRead(this.filters);
+    while (!fresh.isDone && fresh.rows.length < 100) await this.next(fresh);
     const selected = this.rows[this.list.selected]?.session_id;
-    this.numPages = 1;
-    this.rows = page.rollouts;
-    this.cursor = page.cursor.join(",");
-    this.isDone = page.cursor.every((one) => one === 0);
+    Object.assign(this, fresh);
     this.list.selected = this.rows.findIndex((one) => one.session_id === selected);
     this.say(false);
     this.list.resize(this.rows.length, true);

@@ -33,13 +33,21 @@ def find(names: dict[str, object], function: str) -> object:
     raise NameError(f"the program defines no function {function!r}")
 
 
+def written(result: object) -> str:
+    """Return a result as JSON; if JSON cannot say it, as Python shows it, in <>, which equals no JSON."""
+    try:
+        return json.dumps(result)
+    except (TypeError, ValueError, RecursionError):
+        return f"<{result!a}>"
+
+
 def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
     results = os.dup(1)
     os.dup2(2, 1)
     function = find(vars(load(request["code"], "solution")), request["function"])
     assert callable(function)
-    data = json.dumps(function(*request["args"])).encode()
+    data = written(function(*request["args"])).encode()
     while data:
         data = data[os.write(results, data) :]
 
