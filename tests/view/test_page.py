@@ -4,9 +4,9 @@
 conversation with its branches and facts, the tokens of a turn with their weights and interruptions; 2. rollouts are
 filtered, and searched for text and tools, those for evaluation come last; 3. what a run adds is shown while one looks;
 4. several runs stand side by side; 5. the keyboard suffices, narrow windows need no sideways scrolling, light and dark
-follow the reader; 6. hostile text harms nothing, a line of 1 MB is cut; 7. a list of any length has a handful of rows; 8. a run that is damaged later
-gets one line, one of the schema before is shown; 9. what the trainer kept stands beside each token; 10. an exported
-rollout is one file that needs no server; 11. nothing is fetched elsewhere.
+follow the reader; 6. hostile text harms nothing, a line of 1 MB is cut; 7. a list of any length has a handful of rows;
+8. a run that is damaged later gets one line, one of the schema before is shown; 9. what the trainer kept stands beside
+each token; 10. an exported rollout is one file that needs no server; 11. nothing is fetched elsewhere.
 """
 
 import asyncio
