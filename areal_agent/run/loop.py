@@ -22,7 +22,7 @@ from pathlib import Path
 
 from areal_agent.cluster.ray_hosts import ranks_that_fit
 from areal_agent.config import Config
-from areal_agent.errors import ArealAgentError, RolloutsFailing, TakenOver, TrainerDied
+from areal_agent.errors import ArealAgentError, DiskFull, RolloutsFailing, TakenOver, TrainerDied
 from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
@@ -186,8 +186,9 @@ def report_failure(folder: RunFolder, outcome: Outcome, error: ArealAgentError, 
     """Write the report of a failed run and note how to go on; a full disk must not hide the error."""
     try:
         write_report(folder, outcome)
-    except OSError as fault:
-        error.add_note(f"and the run's report could not be written: {fault}")
+    except (OSError, ArealAgentError) as fault:
+        if not isinstance(error, DiskFull):
+            error.add_note(f"and the run's report could not be written: {fault}")
     hint = "" if isinstance(error, TakenOver) else f"python -m areal_agent.train --resume {folder.path}"
     if isinstance(error, RolloutsFailing):
         error.add_note(f"every failure, with its traceback, is in {folder.logs / '*.log'}")
