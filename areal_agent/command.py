@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
-from areal_agent.errors import ArealAgentError, ConfigError
+from areal_agent.errors import NO_ROOM, ArealAgentError, ConfigError
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
@@ -65,5 +65,10 @@ def run_command(main: Callable[[], int]) -> NoReturn:
         code = 130
     except BrokenPipeError:  # `... | head` has closed our output; there is nobody left to print to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        print(f"error: a disk is full: {error}; make room there", file=sys.stderr)
         code = 1
     sys.exit(code)

@@ -19,6 +19,7 @@
     │   └── TrainerDied        the trainer, one of its ranks, or a machine of theirs
     ├── LedgerError            the ledger of a run folder is locked, cannot be written or contradicts itself
     │   └── LedgerDamaged      its file is damaged: the run cannot be resumed on it
+    ├── DiskFull               a disk is full: nothing can be written to a run folder until there is room
     ├── TakenOver              a later incarnation of the run holds its checkpoints: this one may publish nothing
     ├── RolloutsFailing        group after group fails or teaches nothing: the run would train nothing
     ├── LoopBlocked            raised in a workflow that has blocked the event loop for too long
@@ -28,7 +29,12 @@
 A message says what was wrong, the value received, and the remedy.
 """
 
-from typing import Literal
+import errno
+from pathlib import Path
+from typing import Literal, Self
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""The errors of a full disk, and of a user who may write no more to it."""
 
 
 class ArealAgentError(Exception):
@@ -121,6 +127,15 @@ class LedgerDamaged(LedgerError):
     """A file of the ledger is damaged. Its run cannot be resumed; a new one may begin with its last checkpoint."""
 
 
+class DiskFull(ArealAgentError):
+    """A disk is full: nothing can be written to a run folder until there is room, but a resume goes on from there."""
+
+    @classmethod
+    def at(cls, path: Path) -> Self:
+        """Return the error for a file that could not be written."""
+        return cls(f"the disk of {path.parent} is full: {path.name} could not be written; make room there")
+
+
 class TakenOver(ArealAgentError):
     """A later incarnation of the run has claimed its checkpoints. This one may publish nothing any more, and ends."""
 
@@ -139,3 +154,10 @@ class SandboxError(ArealAgentError):
 
 class Reject(ArealAgentError):
     """Raise it in a workflow to say that this rollout must not be trained; the reason is recorded."""
+
+
+def unwritable(path: Path, error: OSError) -> ArealAgentError:
+    """Return the error for a file of a run that could not be written."""
+    if error.errno in NO_ROOM:
+        return DiskFull.at(path)
+    return ArealAgentError(f"{path} could not be written: {error.strerror}; mend that and resume the run")

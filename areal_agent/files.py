@@ -35,7 +35,7 @@ from typing import Any, Self, cast
 
 import orjson
 
-from areal_agent.errors import ConfigError, TakenOver
+from areal_agent.errors import ConfigError, TakenOver, unwritable
 from areal_agent.types import JsonObject
 
 MANIFEST = "manifest.json"
@@ -273,7 +273,10 @@ class RunFolder:
     def keep_config(self, text: str) -> None:
         """Write the run's config, also where a run is restored from."""
         for path in {self.path, self.shared}:
-            (path / self.config.name).write_text(text)
+            try:
+                (path / self.config.name).write_text(text)
+            except OSError as error:
+                raise unwritable(path / self.config.name, error) from error
 
     @property
     def is_completed(self) -> bool:

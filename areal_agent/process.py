@@ -19,6 +19,7 @@ import os
 import re
 import resource
 import signal
+import sys
 import termios
 import threading
 import time
@@ -76,12 +77,21 @@ class _Shown(logging.Handler):
         self._show(hide_keys(f"{record.levelname.lower()}: {record.getMessage()}"))
 
 
+class _LogFile(logging.FileHandler):
+    """A log that drops what its disk has no room for: a traceback for each line would hide the error of the run."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def start_logging(path: Path | None = None, show: Callable[[str], None] | None = None) -> None:
     """Append everything that this process logs to `path`, or write it to its output. A process's entry point calls it.
 
     Every warning and error is also passed to `show`, as one text.
     """
-    logging.basicConfig(filename=path, level=logging.INFO, encoding="utf-8", force=True)
+    handlers = None if path is None else [_LogFile(path, encoding="utf-8")]
+    logging.basicConfig(handlers=handlers, level=logging.INFO, force=True)
     for handler in logging.getLogger().handlers:
         handler.setFormatter(_KeylessFormatter(FORMAT))
     logging.captureWarnings(True)

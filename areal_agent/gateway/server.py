@@ -20,7 +20,7 @@ from typing import Any, cast
 import orjson
 from aiohttp import web
 
-from areal_agent.errors import ConfigError, EngineError, EngineRejected, EngineUnreachable, RequestError
+from areal_agent.errors import ConfigError, DiskFull, EngineError, EngineRejected, EngineUnreachable, RequestError
 from areal_agent.gateway.auth import HostCheck, without_keys
 from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.metrics import Counters
@@ -298,6 +298,9 @@ def _fault(error: Exception, call: str, headers: Mapping[str, str]) -> RequestEr
             return RequestError(
                 f"the engine failed: {error}", status=status, code="engine_failed", retry_after_s=retry_after_s
             )
+        case DiskFull():
+            logger.info("%s: %s", without_keys(call, headers), error)
+            return RequestError(str(error), status=507, code="disk_full")
         case _:
             logger.error("%s failed", without_keys(call, headers), exc_info=error)
             return RequestError(f"internal error ({type(error).__name__}); see the gateway's log", status=500)

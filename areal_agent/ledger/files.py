@@ -18,6 +18,7 @@ opened for writing. Readers never change a file: `LedgerFiles` reads an upgraded
 import fcntl
 import os
 import re
+import shutil
 import sqlite3
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -32,6 +33,8 @@ FILE_NAME = "ledger.sqlite"
 VERSION = 3
 """The version of the tables, kept by SQLite as `user_version`. Raise it with every change and add to UPGRADES."""
 
+NO_ROOM_BYTES = 2**16
+"""A disk with less room is full: SQLite takes a log's index in pieces of 32 KiB."""
 NO_DIGEST = ""
 """The digest of an ending that version 2 wrote: nothing proves that the ending is unchanged."""
 
@@ -366,13 +369,21 @@ def naming(path: Path) -> Generator[None]:
         raise LedgerError(_cannot(path, "read", error)) from error
 
 
+def is_disk_full(path: Path, error: sqlite3.Error) -> bool:
+    """Return whether this failed for want of room. SQLite calls it an I/O error where the log's index cannot grow."""
+    kind = error.sqlite_errorcode & 0xFF  # without its details
+    has_no_room = kind == sqlite3.SQLITE_IOERR and shutil.disk_usage(path.parent).free < NO_ROOM_BYTES
+    return kind == sqlite3.SQLITE_FULL or has_no_room
+
+
 def _cannot(path: Path, what: str, error: sqlite3.Error) -> str:
     is_locked = error.sqlite_errorcode in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-    remedy = (
-        "another program holds it; wait until that has ended"
-        if is_locked
-        else "restore it from a copy, or start a new run"
-    )
+    if is_locked:
+        remedy = "another program holds it; wait until that has ended"
+    elif is_disk_full(path, error):
+        remedy = "make room there"
+    else:
+        remedy = "restore it from a copy, or start a new run"
     return f"the ledger {path} cannot be {what}: {error}; {remedy}"
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from areal_agent.errors import LedgerError
+from areal_agent.errors import DiskFull, LedgerError
 from areal_agent.ledger import writes
 from areal_agent.ledger.encoding import (
     CompletionRow,
@@ -31,7 +31,7 @@ from areal_agent.ledger.encoding import (
     encode_ending,
     encode_turn,
 )
-from areal_agent.ledger.files import FileKind, FileLock, has_tables, is_damage, is_older, open_for_writing
+from areal_agent.ledger.files import FileKind, FileLock, has_tables, is_disk_full, is_older, open_for_writing
 from areal_agent.types import SessionRecord, Trajectory, Turn
 
 Given = ParamSpec("Given")
@@ -133,8 +133,7 @@ class GroupCommitWriter:
         except Exception as error:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
-            remedy = "" if is_damage(error) else "; make room on its disk and resume the run"
-            failure = LedgerError(f"the ledger could not be written: {error}{remedy}")
+            failure = _explain(error, self._connection)
             for request in group:
                 request.error = failure
 
@@ -148,14 +147,17 @@ def _perform(connection: sqlite3.Connection, request: _Request) -> None:
         if not connection.in_transaction:  # SQLite rolled the whole transaction back, as on a full disk
             raise
         connection.execute("ROLLBACK TO request")
-        request.error = _explain(error)
+        request.error = _explain(error, connection)
     connection.execute("RELEASE request")
 
 
-def _explain(error: Exception) -> Exception:
+def _explain(error: Exception, connection: sqlite3.Connection) -> Exception:
     if isinstance(error, sqlite3.IntegrityError):
         return LedgerError(f"this write contradicts the ledger: {error}; each session, turn and answer is written once")
     if isinstance(error, sqlite3.Error):
+        path = Path(connection.execute("PRAGMA database_list").fetchone()[2])
+        if is_disk_full(path, error):
+            return DiskFull.at(path)
         return LedgerError(f"the ledger could not be written: {error}")
     return error
 

@@ -18,7 +18,7 @@ from typing import Any, Self
 import numpy as np
 import orjson
 
-from areal_agent.errors import ArealAgentError
+from areal_agent.errors import ArealAgentError, unwritable
 from areal_agent.types import Completion, FinishReason, RolloutBatch, Trajectory, TrajectoryGroup
 
 
@@ -26,13 +26,14 @@ class MetricsLog:
     """The file, open for appending. Numbers that are not finite are written as null. End it with `close`."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("ab", buffering=0)
         _remove_torn_line(path)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row; it is in the file when this returns. Numbers may be numpy's.
 
-        Raises ArealAgentError when it cannot be written whole; the file is then as before.
+        Raises DiskFull, or ArealAgentError, when it cannot be written whole; the file is then as before.
         """
         options = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
         line = memoryview(orjson.dumps(dict(row), option=options))
@@ -42,9 +43,7 @@ class MetricsLog:
                 line = line[self._file.write(line) :]
         except OSError as error:
             self._file.truncate(before)
-            raise ArealAgentError(
-                f"{self._file.name} could not be written: {error.strerror}; make room on its disk and resume the run"
-            ) from error
+            raise unwritable(self._path, error) from error
 
     def close(self) -> None:
         """Close the file. Harmless when closed before."""

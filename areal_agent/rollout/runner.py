@@ -21,7 +21,7 @@ import openai
 import orjson
 from httpx_aiohttp import HttpxAiohttpClient
 
-from areal_agent.errors import ArealAgentError, EngineError, Reject, SandboxError
+from areal_agent.errors import ArealAgentError, DiskFull, EngineError, Reject, SandboxError
 from areal_agent.observe.clock import BusyClock
 from areal_agent.process import uninterrupted
 from areal_agent.rollout.context import Rollout, SharedResources, as_reward
@@ -192,7 +192,13 @@ class RolloutRunner:
         except _TooLong:
             return _Outcome(status=Status.TIMEOUT, error=f"it ran longer than rollout.timeout_s = {self._timeout_s:g}")
         except (SandboxError, EngineError, openai.InternalServerError, openai.APIConnectionError) as error:
-            logger.warning("rollout %s failed, not because of the model: %s", spec.session_id, error)
+            is_known = getattr(error, "status_code", None) == 507  # the disk is full, which ending the session tells
+            logger.log(
+                logging.INFO if is_known else logging.WARNING,
+                "rollout %s failed, not because of the model: %s",
+                spec.session_id,
+                error,
+            )
             return _Outcome(status=Status.INFRA, error=_describe(error))
         except Exception as error:  # the boundary: what a workflow raises is data
             logger.info("rollout %s failed", spec.session_id, exc_info=error)
@@ -228,6 +234,8 @@ class RolloutRunner:
             headers={"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
         ) as response:
             answer = orjson.loads(await response.read())
+            if response.status == 507:
+                raise DiskFull(answer["error"]["message"])
             if response.status != 200:
                 raise _Refused(f"the gateway answered {path} with {response.status}: {answer}", response.status)
             return cast(dict[str, Any], answer)

@@ -18,7 +18,7 @@ from pathlib import Path
 from areal_agent.callback import call_back
 from areal_agent.command import Parser, run_command
 from areal_agent.engine.fleet.member import FleetView
-from areal_agent.errors import ArealAgentError, LedgerError
+from areal_agent.errors import ArealAgentError, DiskFull, LedgerError
 from areal_agent.ledger.encoding import encode_ending
 from areal_agent.ledger.shard import LedgerShard, rows_of
 from areal_agent.observe.clock import SpanLog
@@ -159,6 +159,8 @@ class WorkerServer:
         except asyncio.CancelledError:
             self._channel.send(encode(Ended(number=call.number, status=Status.CANCELLED)))
             raise
+        except DiskFull as error:
+            self._channel.send(encode(Failed(number=call.number, message=str(error), is_disk_full=True)))
         except Exception as error:  # the boundary that turns a failure into an answer
             logger.exception("rollout %s could not be run", call.spec.session_id)
             message = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
@@ -231,7 +233,8 @@ class RemoteJournal:
             if answer.error is None:
                 future.set_result(None)
             else:
-                future.set_exception(LedgerError(answer.error))
+                kind = DiskFull if answer.is_disk_full else LedgerError
+                future.set_exception(kind(answer.error))
 
     def lose(self) -> None:
         """Fail every write: nobody answers any more."""

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.fleet.member import FleetView
-from areal_agent.errors import ConfigError, WorkerError
+from areal_agent.errors import ConfigError, DiskFull, WorkerError
 from areal_agent.gateway.metrics import GatewayStats
 from areal_agent.ledger.encoding import CompletionRow, EndingRow, TurnRow
 from areal_agent.ledger.shard import LedgerShard
@@ -81,6 +81,7 @@ class Written(Section):
     kind: Literal["written"] = "written"
     number: int
     error: str | None = None
+    is_disk_full: bool = False
 
 
 class OpenSession(Section):
@@ -139,6 +140,7 @@ class Failed(Section):
     kind: Literal["failed"] = "failed"
     number: int
     message: str
+    is_disk_full: bool = False
 
 
 class Counted(Section):
@@ -254,6 +256,8 @@ class WorkerClient:
             match await asyncio.shield(answer):
                 case Ended(status=status):
                     return status
+                case Failed(message=message, is_disk_full=True):
+                    raise DiskFull(message)
                 case Failed(message=message):
                     raise WorkerError(f"a worker could not run rollout {spec.session_id}: {message}; its log says why")
                 case other:
@@ -312,7 +316,7 @@ class WorkerClient:
     async def _write(self, write: Write) -> None:
         """Write what a worker asks for, and answer it."""
         assert self._shard is not None, "only a worker elsewhere asks"
-        error = None
+        error, is_disk_full = None, False
         try:
             match write:
                 case OpenSession():
@@ -322,9 +326,9 @@ class WorkerClient:
                 case CloseSession():
                     await self._shard.close_with(write.session_id, write.ending)
         except Exception as failure:  # the boundary that turns a failure into an answer
-            error = str(failure) or repr(failure)
+            error, is_disk_full = str(failure) or repr(failure), isinstance(failure, DiskFull)
         if not self._is_gone:
-            self._channel.send(encode(Written(number=write.number, error=error)))
+            self._channel.send(encode(Written(number=write.number, error=error, is_disk_full=is_disk_full)))
 
     async def _receive(self) -> Answer:
         """Return the next answer; warnings before it are passed to `on_warning`."""

@@ -25,7 +25,15 @@ from typing import NoReturn
 from areal_agent.cluster.ray_hosts import ranks_that_fit
 from areal_agent.command import report
 from areal_agent.config import Config
-from areal_agent.errors import ArealAgentError, LedgerDamaged, LedgerError, RolloutsFailing, TakenOver, TrainerDied
+from areal_agent.errors import (
+    ArealAgentError,
+    DiskFull,
+    LedgerDamaged,
+    LedgerError,
+    RolloutsFailing,
+    TakenOver,
+    TrainerDied,
+)
 from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import require_intact
@@ -194,8 +202,9 @@ def report_failure(folder: RunFolder, outcome: Outcome, error: ArealAgentError, 
     """Write the report of a failed run and note how to go on; a full disk must not hide the error."""
     try:
         write_report(folder, outcome)
-    except OSError as fault:
-        error.add_note(f"and the run's report could not be written: {fault}")
+    except (OSError, ArealAgentError) as fault:
+        if not isinstance(error, DiskFull):
+            error.add_note(f"and the run's report could not be written: {fault}")
     try:
         require_intact(folder.ledger)  # as a resume would
     except LedgerDamaged as damage:

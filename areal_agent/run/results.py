@@ -24,6 +24,7 @@ import orjson
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.credit import reward_parts
+from areal_agent.errors import unwritable
 from areal_agent.files import RunFolder
 from areal_agent.observe.clock import BusyClock, EngineReading, TimeAccount, engine_seconds
 from areal_agent.observe.curve import draw_curve
@@ -97,7 +98,7 @@ class Outcome:
 
 
 def write_report(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
-    """Write summary.json and, once there is a step, curve.png. Return the summary."""
+    """Write summary.json and, once there is a step, curve.png. Return the summary. Raises as `unwritable` does."""
     all_rows = read_metrics(folder.metrics)
     rows, spent = living_rows(all_rows), Spent.of(all_rows)
     evaluations = evaluation_rows(all_rows)
@@ -130,16 +131,19 @@ def write_report(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
         summary["generated_tokens"], summary["trained_tokens"] = outcome.tokens
     if outcome.error is not None:
         summary["error"] = outcome.error
-    folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
-    if rows:
-        between = [(row["step"], row["eval/success"]) for row in evaluations if row["label"] not in ("before", "after")]
-        draw_curve(
-            rows,
-            folder.curve,
-            success_before=outcome.success_before,
-            success_after=outcome.success_after,
-            success_between=between,
-        )
+    between = [(row["step"], row["eval/success"]) for row in evaluations if row["label"] not in ("before", "after")]
+    try:
+        folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
+        if rows:
+            draw_curve(
+                rows,
+                folder.curve,
+                success_before=outcome.success_before,
+                success_after=outcome.success_after,
+                success_between=between,
+            )
+    except OSError as error:
+        raise unwritable(folder.summary, error) from error
     return summary
 
 

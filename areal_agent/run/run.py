@@ -45,7 +45,15 @@ from areal_agent.cluster.local import (
 from areal_agent.cluster.ray_hosts import open_hosts
 from areal_agent.config import Config
 from areal_agent.engine.config import may_be_on
-from areal_agent.errors import ArealAgentError, ConfigError, EngineError, LedgerError, ProcessDied, TrainerError
+from areal_agent.errors import (
+    ArealAgentError,
+    ConfigError,
+    DiskFull,
+    EngineError,
+    LedgerError,
+    ProcessDied,
+    TrainerError,
+)
 from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
@@ -256,7 +264,7 @@ class Run:
             state = await self.source.state(self.step)
             try:
                 await self._survival.saving(self.step)
-            except (OSError, LedgerError) as error:
+            except (OSError, LedgerError, DiskFull) as error:
                 return await self._commit(self.step, SaveEnd(fault=str(error)))
             ended = await self._trainer.save(
                 self.folder.checkpoints, step=self.step, incarnation=self.version.incarnation, run_state=state

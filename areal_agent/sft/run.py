@@ -26,7 +26,7 @@ from areal_agent.cluster.local import (
     read_described,
     require_model,
 )
-from areal_agent.errors import ArealAgentError, ConfigError, TrainerError
+from areal_agent.errors import NO_ROOM, ArealAgentError, ConfigError, DiskFull, TrainerError
 from areal_agent.files import RunFolder
 from areal_agent.observe.curve import draw_losses
 from areal_agent.observe.metrics import MetricsLog, Row, RowKind, evaluation_rows, numbers_of, read_metrics, step_rows
@@ -314,8 +314,11 @@ def told_failures(folder: RunFolder) -> Generator[None]:
     except ConfigError:
         raise
     except Exception as error:  # the boundary: torch may fail in any way
-        logger.exception("the run failed")
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            error = DiskFull.at(Path(error.filename or folder.path / "a file"))
         told = error if isinstance(error, ArealAgentError) else TrainerError(f"fine-tuning failed: {one_line(error)}")
-        told.add_note(f"the traceback is in {folder.logs / 'main.log'}")
+        if not isinstance(told, DiskFull):
+            logger.exception("the run failed")
+            told.add_note(f"the traceback is in {folder.logs / 'main.log'}")
         told.add_note(f"go on with: python -m areal_agent.sft --resume {folder.path}")
         raise told from error

@@ -220,7 +220,13 @@ def _open_channel(
     if config.transfer == "disk":
         return DiskChannel(folder / "weights", policy.publish_dtype, entries=entries)
     if config.transfer == "shared_memory":
-        return SharedMemoryChannel(folder, entries)
+        try:
+            return SharedMemoryChannel(folder, entries)
+        except OSError as error:
+            raise ConfigError(
+                f"trainer.transfer is 'shared_memory', but {folder} cannot hold the weights twice: {error.strerror}; "
+                "make room there, or set trainer.transfer=disk"
+            ) from error
     bucket_bytes = config.transfer_bucket_mib * 2**20
     share = {"rank": group.rank, "num_ranks": group.size}
     try:

@@ -23,7 +23,7 @@ import orjson
 from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
-from areal_agent.errors import ConfigError, TakenOver, TrainerDied
+from areal_agent.errors import ConfigError, DiskFull, TakenOver, TrainerDied
 from areal_agent.types import JsonObject, TokenRecord
 
 HEADER_LENGTH = struct.Struct(">I")
@@ -186,7 +186,7 @@ def describe_error(error: Exception) -> JsonObject:
     return {"type": type(error).__name__, "message": str(error), "traceback": lines[-NUM_TRACEBACK_LINES:]}
 
 
-AS_IT_WAS = (ConfigError, TakenOver, TrainerDied)
+AS_IT_WAS = (ConfigError, DiskFull, TakenOver, TrainerDied)
 
 
 def error_of(described: JsonObject, kind: type[Exception], what: str) -> Exception:

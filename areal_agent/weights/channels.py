@@ -52,6 +52,7 @@ from areal_agent.engine.foreign.weight_folders import (
     encode_header,
 )
 from areal_agent.engine.pushes import INDEX, WEIGHTS
+from areal_agent.errors import unwritable
 from areal_agent.files import MANIFEST, bring_to_disk, encode_manifest
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry, WeightPart
 
@@ -242,7 +243,7 @@ class DiskChannel:
     def write(self, parameters: Parameters) -> DiskWeights:
         """Write the parameters into a new folder, and remove all but the last two.
 
-        Raises ValueError if they do not fit the layout.
+        Raises ValueError if they do not fit the layout, DiskFull or ArealAgentError if they cannot be written.
         """
         self._number += 1
         folder = self._directory / f"weights_{self._number:06d}"
@@ -252,8 +253,10 @@ class DiskChannel:
             hidden.mkdir(parents=True, mode=0o700)
             self._fill(hidden, parameters)
             hidden.rename(folder)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(hidden, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise unwritable(folder, error) from error
             raise
         self._written.append(folder)
         while len(self._written) > NUM_KEPT:

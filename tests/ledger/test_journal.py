@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_agent.errors import LedgerError
+from areal_agent.errors import DiskFull, LedgerError
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import GroupCommitWriter
@@ -98,7 +98,7 @@ async def test_a_full_disk_fails_the_group_and_passes(tmp_path: Path) -> None:
     outcomes = await asyncio.gather(
         writer.run(insert("small")), writer.run(insert("big" * 100_000)), return_exceptions=True
     )
-    assert [type(one) for one in outcomes] == [LedgerError, LedgerError]
+    assert [type(one) for one in outcomes] == [DiskFull, DiskFull]
     assert "full" in str(outcomes[0])
     await writer.run(insert("small"))
     lines = await writer.run(lambda connection: connection.execute("SELECT line FROM lines").fetchall())

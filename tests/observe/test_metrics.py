@@ -91,7 +91,7 @@ def test_a_row_that_a_full_disk_takes_in_part_is_not_there(path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
     try:
-        with pytest.raises(ArealAgentError, match=r"could not be written: .*; make room"):
+        with pytest.raises(ArealAgentError, match=r"could not be written: .*; mend that"):
             log.append({"step": 2})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
