@@ -67,7 +67,11 @@ async def signalled(
     ("is_closing", "number", "events"),
     [(False, signal.SIGHUP, ["cancelled", "done"]), (True, signal.SIGUSR1, ["done"])],
 )
-async def test_the_first_signal(is_closing: bool, number: signal.Signals, events: list[str]) -> None:
+async def test_the_first_signal(
+    request: pytest.FixtureRequest, is_closing: bool, number: signal.Signals, events: list[str]
+) -> None:
+    before = signal.signal(number, signal.SIG_DFL)  # not ignored, as it is under nohup
+    request.addfinalizer(lambda: signal.signal(number, before))
     notes: queue.SimpleQueue[str] = queue.SimpleQueue()
     interruption = Interruption(notes.put)
     assert await signalled(interruption, is_closing=is_closing, signals=[number]) == events
