@@ -65,8 +65,12 @@ class Subject:
         """Return what transformers renders of normalised messages, or None where the template refuses them.
 
         `apply_chat_template` leaves out what is null, also for templates that write calls only where the content is.
+        Thinking has two names in it where transformers is newer than 5.17: here it always has both.
         """
         given: list[dict[str, Any]] = [dict(message) for message in messages]
+        for message in given:
+            if message.get("reasoning_content") is not None:
+                message.setdefault("thinking", message["reasoning_content"])
         options: dict[str, Any] = {"tools": list(tools) or None, "add_generation_prompt": True, **more}
         try:
             if all(message["content"] is not None for message in given):
