@@ -254,12 +254,15 @@ class Session:
         """
         task = asyncio.create_task(self._answer(exchange, outlet))
         self._answers[task] = exchange
-        task.add_done_callback(self._answers.pop)
-        task.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # marks an exception as seen: perhaps nobody awaits the task any more
-        if outlet is not None:
-            task.add_done_callback(lambda _: outlet.close())
+
+        def ended(_: "asyncio.Task[Answer]") -> None:
+            del self._answers[task]
+            if not task.cancelled():
+                task.exception()  # marks it as seen: perhaps nobody awaits the task any more
+            if outlet is not None:
+                outlet.close()
+
+        task.add_done_callback(ended)
         return task
 
     async def _place_turn(

@@ -99,7 +99,7 @@ async def cpu(world: World, is_quick: bool) -> None:
     """Measure the CPU per turn at 32 agents and 16 turns, and over 128 turns: early against late."""
     print("\n| | CPU ms, S32 T16 | CPU ms, T128 | turns 118-128 over 1-10 |\n|---|---|---|---|", flush=True)
     rounds = 1 if is_quick else 3
-    for kind in ("areal_agent", "pass_through", "retokenise"):
+    for kind in ("areal_agent", "floor", "retokenise"):
         short: list[float] = []
         long: list[float] = []
         ratios: list[float] = []
@@ -127,15 +127,15 @@ async def cpu(world: World, is_quick: bool) -> None:
 
 async def protocols(world: World, is_quick: bool) -> None:
     """Measure the CPU per turn of each protocol at 32 agents and 16 turns, and over 128 turns; rounds interleave."""
-    print("\n| | S32 T16, ratio to chat | ratio to pass_through | T128, ratio to chat |\n|---|---|---|---|", flush=True)
-    names = [*PROTOCOLS, "pass_through"]
+    print("\n| | S32 T16, ratio to chat | ratio to the floor | T128, ratio to chat |\n|---|---|---|---|", flush=True)
+    names = [*PROTOCOLS, "floor"]
     short, long = await _interleaved(world, names, 32, 16, is_quick), await _interleaved(world, names, 8, 128, is_quick)
 
     def ratio(figures: dict[str, list[float]], name: str, base: str) -> float:
         return statistics.median(one / other for one, other in zip(figures[name], figures[base], strict=True))
 
     for name in PROTOCOLS:
-        ratios = (ratio(short, name, "chat"), ratio(short, name, "pass_through"), ratio(long, name, "chat"))
+        ratios = (ratio(short, name, "chat"), ratio(short, name, "floor"), ratio(long, name, "chat"))
         print(f"| {name} | " + " | ".join(f"{one:.2f}" for one in ratios) + " |", flush=True)
 
 
@@ -162,7 +162,7 @@ async def _interleaved(
 async def latency(world: World, is_quick: bool) -> None:
     """Measure what the gateway adds to a turn of one agent alone, network and stub engine included."""
     print("\n| one agent | p50 ms | p95 ms |\n|---|---|---|", flush=True)
-    for kind in ("areal_agent", "pass_through"):
+    for kind in ("areal_agent", "floor"):
         async with open_side(world, kind) as side, load(world, side, 1) as agents:
             agent = agents[0]
             for _ in range(3 if is_quick else 20):
@@ -178,7 +178,7 @@ async def throughput(world: World, is_quick: bool) -> None:
     """Measure 256 agents on an engine that takes one second: 256 requests per second would be perfect."""
     print("\n| 256 agents, 1 s of engine time | requests/s |\n|---|---|", flush=True)
     num_turns = 3 if is_quick else 16
-    for kind in ("areal_agent", "pass_through"):
+    for kind in ("areal_agent", "floor"):
         async with open_side(world, kind, engine_url=world.slow_engine_url) as side, load(world, side, 256) as agents:
             for agent in agents:
                 await agent.start()

@@ -49,8 +49,9 @@ class Call(Generic[T]):
                 raise
             raise EngineUnreachable(self._taken_away) from None
         finally:
-            self._task.cancel()
-            await asyncio.wait({self._task})
+            if not self._task.done():  # waiting for a task that is done costs a turn of the event loop
+                self._task.cancel()
+                await asyncio.wait({self._task})
 
     def take_away(self, why: str) -> None:
         """Stop waiting for the server. Does nothing if it has answered."""
@@ -345,6 +346,8 @@ class Roster:
 
     async def wait_for_some(self, wait_s: float, is_given_up: Callable[[], bool] = lambda: False) -> list[Member]:
         """Wait for serving members, and return them; empty if given up. Raises EngineUnreachable after `wait_s`."""
+        if serving := self.serving:
+            return serving
         try:
             async with asyncio.timeout(wait_s):
                 while not self.serving and not is_given_up():
