@@ -22,7 +22,7 @@ from areal_agent.types import (
     WeightVersion,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ArealAgentError",
