@@ -197,7 +197,7 @@ def end(folder: Path, number: signal.Signals) -> None:
 def rows_of(text: str) -> list[dict[str, str]]:
     """Return the rows of all markdown tables in a text, by column; other lines may come between them."""
     lines, header, rows = text.splitlines(), list[str](), list[dict[str, str]]()
-    for line, below in zip(lines, [*lines[1:], ""], strict=True):
+    for line, below in zip(lines, [*lines[1:], ""], strict=False):
         cells = [cell.strip() for cell in line.strip("| ").split("|")]
         if below.startswith("|---"):
             header = cells
