@@ -7,7 +7,7 @@ The models have random weights of Qwen3's shapes, in bfloat16 on a GPU. Each req
 tokens; a last batch has long prompts. Each batch is sent over HTTP to a server of its own, which has slots for just
 these requests. Each figure is the median of some rounds by the clock, prompts included, after as many rounds that warm
 up. Then pushes are timed over shared memory, with this process as the trainer. Each figure is printed as soon as it is
-there. Failures are printed, and the rest goes on.
+there. Failures are printed, and the rest goes on; the exit code is then 1.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,12 @@ class Plan:
     batches: Sequence[Batch]
     rounds: int
     num_pushes: int
+    faults: list[str] = field(default_factory=list[str])
+
+    def fail(self, fault: str) -> None:
+        """Print a fault, and keep it."""
+        print(fault, flush=True)
+        self.faults.append(fault)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -66,20 +72,21 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=tuple(ALL_SHAPES), default=list(GPU_SHAPES))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--requests", nargs="+", type=int, help="at once (default: 1 64 256; tiny: 1 4)")
-    parser.add_argument("--long", type=int, help="prompt tokens of the last batch (default: 4096; tiny: 256)")
+    parser.add_argument("--long", type=int, help="prompt tokens of the last batch (default: 4096; tiny: 256; 0: none)")
     parser.add_argument("--rounds", type=int, default=2, help="of which the median is told (default %(default)s)")
     parser.add_argument("--pushes", type=int, default=5, help="how many (default %(default)s)")
     args = parser.parse_args()
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     print(named(device), flush=True)
+    has_failed = False
     for name in args.shapes:
         few = name == "tiny"
         batches = [
             Batch(requests=number, prompt_tokens=128, new_tokens=128)
             for number in args.requests or ((1, 4) if few else (1, 64, 256))
         ]
-        long_tokens = args.long or (256 if few else 4096)
-        batches.append(Batch(requests=min(16, batches[-1].requests), prompt_tokens=long_tokens, new_tokens=128))
+        if long_tokens := (256 if few else 4096) if args.long is None else args.long:
+            batches.append(Batch(requests=min(16, batches[-1].requests), prompt_tokens=long_tokens, new_tokens=128))
         with tempfile.TemporaryDirectory() as folder:
             plan = Plan(
                 name=name,
@@ -92,7 +99,8 @@ def main() -> int:
             )
             build_weights(plan.shape, plan.folder, device=device, dtype=plan.dtype)
             asyncio.run(measure(plan))
-    return 0
+            has_failed |= bool(plan.faults)
+    return int(has_failed)
 
 
 async def measure(plan: Plan) -> None:
@@ -110,14 +118,14 @@ async def measure(plan: Plan) -> None:
             async with serving(plan, batch.requests, batch.prompt_tokens + batch.new_tokens) as server:
                 print_rate(batch, "ours", await served_rate(plan, server, batch), floor)
         except NotServing as error:
-            print(f"ours failed with {batch.requests} requests: {error}", flush=True)
+            plan.fail(f"ours failed with {batch.requests} requests: {error}")
         if rate := generate_rate(plan, batch):
             print_rate(batch, "generate", rate, floor)
     try:
         async with serving(plan, NUM_REQUESTS, PUSH_CONTEXT) as server:
             print_pushes(plan.name, await push_all(plan, server))
     except (NotServing, EngineError) as error:
-        print(f"pushes failed: {error}", flush=True)
+        plan.fail(f"pushes failed: {error}")
 
 
 def print_rate(batch: Batch, side: str, rate: float, floor: float) -> None:
@@ -188,10 +196,10 @@ def generate_rate(plan: Plan, batch: Batch) -> float:
             timeout=GENERATE_S,
         )
     except subprocess.TimeoutExpired:
-        print(f"generate gave nothing within {GENERATE_S:.0f} s", flush=True)
+        plan.fail(f"generate gave nothing within {GENERATE_S:.0f} s")
         return 0.0
     if done.returncode:
-        print(f"generate failed: {done.stderr.strip().splitlines()[-1:]}", flush=True)
+        plan.fail(f"generate failed:\n{done.stderr}")
         return 0.0
     return statistics.median(map(float, done.stdout.split()))
 

@@ -105,7 +105,7 @@ async def wait_ready(client: aiohttp.ClientSession, server: Server, log: Path) -
 
 
 def _tail(log: Path) -> list[str]:
-    return log.read_text(errors="replace").splitlines()[-15:]
+    return log.read_text(errors="replace").splitlines()[-60:]
 
 
 def random_ids(vocabulary: int, number: int = PROMPT_TOKENS) -> list[int]:

@@ -1,0 +1,88 @@
+"""The benchmark for GPUs runs from start to end on a CPU, with the same code and small models. A part that fails or
+hangs costs itself alone: what it started ends with it, and its tracebacks are kept. So does the server of a benchmark
+end with it, also one that it has stopped."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.gpu.__main__ import Part, run_part
+
+ROOT = Path(__file__).parent.parent
+
+BENCHMARK = """
+import sys, time
+from pathlib import Path
+import psutil
+sys.path.insert(0, "benchmarks/engine")
+import servers
+server = servers._start(["sleep", "600"], Path(sys.argv[1]), 0, "/", servers._native_body)
+while psutil.Process(server.process.pid).name() != "sleep":
+    time.sleep(0.01)
+if sys.argv[2] == "frozen":
+    server.freeze()
+print(server.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("state", ["serving", "frozen"])
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_ends_with_the_benchmark_that_started_it(tmp_path, state, end):
+    command = [sys.executable, "-c", BENCHMARK, str(tmp_path / "log"), state]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as benchmark:
+        server = psutil.Process(int(benchmark.stdout.readline()))
+        benchmark.send_signal(end)
+    server.wait(timeout=60)  # or TimeoutExpired
+
+
+HANGING = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "def wait(): input()\\nwait()"], start_new_session=True,
+                         stdin=subprocess.PIPE, stderr=open("CHILD.log", "w"))
+print("| child |\\n|---|\\n|", child.pid, "|", flush=True)
+child.wait()
+"""
+
+
+def test_a_part_that_hangs_is_ended_with_all_that_it_started_and_says_where_it_was(tmp_path):
+    code = HANGING.replace("CHILD", str(tmp_path / "hangs" / "child"))
+    part = Part(name="hangs", command=[sys.executable, "-c", code], limit_s=3)
+    result = run_part(part, tmp_path / "hangs", part.limit_s, {})
+    assert result.state == "timed out"
+    with suppress(psutil.NoSuchProcess):
+        psutil.Process(int(result.rows[0]["child"])).wait(timeout=60)  # or TimeoutExpired
+    assert any("in wait" in one and "most recent call first" in one for one in result.tracebacks)  # the child's
+
+
+def test_a_part_that_fails_keeps_its_traceback(tmp_path):
+    part = Part(name="fails", command=[sys.executable, "-c", "[][1]"], limit_s=60)
+    result = run_part(part, tmp_path / "fails", part.limit_s, {})
+    assert (result.state, result.tracebacks[0].splitlines()[-1]) == ("failed", "IndexError: list index out of range")
+
+
+@pytest.mark.slow
+def test_all_parts_pass_on_a_cpu(tmp_path):
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = ["benchmarks/gpu/run", str(tmp_path), "--device", "cpu", "--shapes", "tiny", "--seconds", "1800"]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    parts = {part["name"]: part for part in json.loads((tmp_path / "results.json").read_text())["parts"]}
+    assert {row["side"] for row in parts["engine-tiny"]["rows"] if "tokens each" in row} == {
+        "floor",
+        "ours",
+        "generate",
+    }
+    assert "stall" in parts["engine-tiny"]["rows"][-1]
+    assert [row["side"] for row in parts["trainer-tiny"]["rows"]] == ["autocast", "loop", "one call", "float32 head"]
+    for run in ("quickstart", "run-tiny"):
+        found = {row["metric"]: row for row in parts[run]["rows"] if "metric" in row}
+        assert float(found["trainer/logp_diff_mean"]["first step"]) < 1e-5
+        assert float(parts[run]["rows"][-1]["predicted"]) > 0
