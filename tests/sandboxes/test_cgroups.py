@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from areal_agent.errors import SandboxError
 from sandboxes import Limits
@@ -77,7 +78,7 @@ def test_version_2_is_written_and_read(tmp_path: Path) -> None:
     assert group.num_oom_kills() == 2
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def tree():
     try:
         tree = await GroupTree.open()

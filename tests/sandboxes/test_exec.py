@@ -20,14 +20,12 @@ import threading
 
 import pytest
 
-from sandboxes import Limits, Pool, Sandbox, SandboxSpec, Status, open_pool
+from sandboxes import Limits, Pool, Sandbox, SandboxSpec, Status
 from sandboxes.conformance.harm import processes_left
 from sandboxes.link import interpreter
+from tests.sandboxes.conftest import BACKENDS, pool_of
 
-
-@pytest.fixture(params=["subprocess", "jail", pytest.param("docker", marks=pytest.mark.slow)])
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 
 async def test_python_runs_as_main(box: Sandbox) -> None:
@@ -160,9 +158,8 @@ async def test_early_exit_loses_its_output(box: Sandbox) -> None:
     assert (result.status, result.stdout) == (Status.OK, b"")
 
 
-async def test_200_programs_at_once_without_a_thread_each(backend: str, require) -> None:
-    await require(backend)
-    async with open_pool(backend=backend, wall_s=60.0, max_concurrent=200) as pool, pool.acquire() as box:
+async def test_200_programs_at_once_without_a_thread_each(backend: str) -> None:
+    async with pool_of(backend, max_concurrent=200) as pool, pool.acquire() as box:
         await box.exec_python("")
         num_threads = threading.active_count()
         results = await asyncio.gather(*(box.exec_python(f"print({number})") for number in range(200)))

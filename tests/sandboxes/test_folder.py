@@ -21,17 +21,21 @@ from sandboxes.agent.wire import pack
 from sandboxes.folder import of_agent
 from sandboxes.owner import PREFIX, own_tag
 from sandboxes.subprocess import reap_folders
+from tests.sandboxes.conftest import BACKENDS
+
+in_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 async def path_of(box: Sandbox) -> Path:
     return Path((await box.exec_python("import os; print(os.getcwd(), end='')")).stdout.decode())
 
 
-async def test_bytes_round_trip(any_box: Sandbox) -> None:
+@in_every_backend
+async def test_bytes_round_trip(box: Sandbox) -> None:
     data = bytes(range(256)) * 5_000
-    await any_box.write("a/b/c.bin", data)
-    assert await any_box.read("a/b/c.bin") == data
-    assert (await any_box.exec(["wc", "-c", "a/b/c.bin"])).stdout.split()[0] == b"1280000"
+    await box.write("a/b/c.bin", data)
+    assert await box.read("a/b/c.bin") == data
+    assert (await box.exec(["wc", "-c", "a/b/c.bin"])).stdout.split()[0] == b"1280000"
 
 
 @pytest.mark.parametrize("name", ["new\nline", "-rf", "ünï", " ", "*", "\udcff"])
@@ -40,17 +44,19 @@ async def test_odd_names_round_trip(box: Sandbox, name: str) -> None:
     assert await box.read(name) == b"x"
 
 
-async def test_path_that_leads_out(any_box: Sandbox) -> None:
+@in_every_backend
+async def test_path_that_leads_out(box: Sandbox) -> None:
     for path in ("../x", "a/../../x", "/etc/hostname", "", ".", "a\0b"):
         with pytest.raises(PermissionError, match="give a path in the working directory"):
-            await any_box.read(path)
+            await box.read(path)
         with pytest.raises(PermissionError, match="give a path in the working directory"):
-            await any_box.write(path, b"")
+            await box.write(path, b"")
 
 
-async def test_missing_file(any_box: Sandbox) -> None:
+@in_every_backend
+async def test_missing_file(box: Sandbox) -> None:
     with pytest.raises(FileNotFoundError):
-        await any_box.read("answer.txt")
+        await box.read("answer.txt")
 
 
 async def test_symlinks_are_not_followed(box: Sandbox, tmp_path: Path) -> None:
@@ -65,24 +71,26 @@ async def test_symlinks_are_not_followed(box: Sandbox, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["secret"]
 
 
-async def test_file_longer_than_the_limit(any_box: Sandbox) -> None:
-    max_bytes = any_box.limits.file_bytes
-    ample = replace(any_box.limits, file_bytes=2 * max_bytes)
-    await any_box.exec(["sh", "-c", f"truncate -s {max_bytes} fits; truncate -s {max_bytes + 1} long"], limits=ample)
-    assert len(await any_box.read("fits")) == max_bytes
+@in_every_backend
+async def test_file_longer_than_the_limit(box: Sandbox) -> None:
+    max_bytes = box.limits.file_bytes
+    ample = replace(box.limits, file_bytes=2 * max_bytes)
+    await box.exec(["sh", "-c", f"truncate -s {max_bytes} fits; truncate -s {max_bytes + 1} long"], limits=ample)
+    assert len(await box.read("fits")) == max_bytes
     with pytest.raises(OSError, match=r"longer than Limits\.file_bytes|too large"):
-        await any_box.read("long")
+        await box.read("long")
 
 
-async def test_writing_replaces_what_was_planted(any_box: Sandbox) -> None:
-    await any_box.exec(["sh", "-c", "mkdir target; ln -s target/x link; mkfifo fifo; ln -s target folder"])
+@in_every_backend
+async def test_writing_replaces_what_was_planted(box: Sandbox) -> None:
+    await box.exec(["sh", "-c", "mkdir target; ln -s target/x link; mkfifo fifo; ln -s target folder"])
     for name in ("link", "fifo"):
-        await any_box.write(name, b"mine")
-        assert await any_box.read(name) == b"mine"
+        await box.write(name, b"mine")
+        assert await box.read(name) == b"mine"
     with pytest.raises(NotADirectoryError):
-        await any_box.write("folder/x", b"mine")
+        await box.write("folder/x", b"mine")
     with pytest.raises(FileNotFoundError):
-        await any_box.read("target/x")
+        await box.read("target/x")
 
 
 async def test_folder_is_private(box: Sandbox) -> None:

@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 
 import pytest
+import pytest_asyncio
 
 from areal_agent.errors import SandboxError
 from sandboxes import Limits, Sandbox, SandboxSpec
@@ -67,7 +68,7 @@ def provider() -> StubProvider:
     return StubProvider()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def stock(provider: StubProvider):
     stock = Stock(provider, max_idle=2, idle_s=1000.0, refill_pause_s=0.0)
     yield stock
