@@ -1,9 +1,9 @@
 """The shipped configs, run as a user runs them (slow).
 
 1. The quickstart learns, and says so in summary.json. 2. The exported checkpoint, graded again, gives the same figure,
-and loads with transformers. 3. The ledger proves the run. 4. Ctrl-C leaves no process, a checkpoint, and the line that
-resumes, which works. 5. Another preset lifts it too, by its name alone (full). 6. The configs of code rewards learn, in
-jails and in Docker containers. 7. So does the number game (full).
+and loads with transformers. 3. The ledger proves the run. 4. Ctrl-C, with rollout workers, leaves no
+process, a checkpoint, and the line that resumes, which works. 5. Another preset lifts it too, by its name alone (full).
+6. The configs of code rewards learn, in jails and in Docker containers. 7. So does the number game (full).
 """
 
 import asyncio
@@ -71,12 +71,13 @@ def test_the_ledger_proves_it(quickstart: Path) -> None:
 def test_ctrl_c_ends_cleanly_and_resumes(tmp_path: Path, quickstart: Path) -> None:
     folder = tmp_path / "run"
     command = ("areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={folder}")
-    with started(*command, "steps=12", "eval.num_tasks=20") as process:
+    with started(*command, "steps=12", "eval.num_tasks=20", "rollout.workers=2") as process:
         metrics = folder / "metrics.jsonl"
         while not metrics.exists() or metrics.read_text().count('"kind":"step"') < 2:
             assert process.poll() is None
             time.sleep(0.2)
         children = psutil.Process(process.pid).children(recursive=True)
+        assert sum("areal_agent.rollout.worker" in child.cmdline() for child in children) == 2
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 130
