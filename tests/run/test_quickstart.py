@@ -8,7 +8,6 @@ process, a checkpoint, and the line that resumes, which works. 5. Another preset
 
 import asyncio
 import json
-import os
 import signal
 import time
 from pathlib import Path
@@ -18,6 +17,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_agent.errors import SandboxError
+from areal_agent.observe.metrics import read_metrics, step_rows
+from areal_agent.trainer.checkpoint import latest_checkpoint
 from sandboxes import open_pool
 from tests.commands import run, started
 
@@ -84,7 +85,9 @@ def test_ctrl_c_ends_cleanly_and_resumes(tmp_path: Path, quickstart: Path) -> No
     assert f"--resume {folder}" in out
     assert not psutil.wait_procs(children, timeout=60)[1]
     assert summary_of(folder)["status"] == "interrupted"
-    assert os.path.isdir(summary_of(folder)["checkpoint"])
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None and str(checkpoint.path) == summary_of(folder)["checkpoint"]
+    assert checkpoint.step == step_rows(read_metrics(metrics))[-1]["step"]
 
     done = run("areal_agent.train", "--resume", str(folder), "steps=4")
     assert done.returncode == 0, done.stderr

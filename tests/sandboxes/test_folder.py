@@ -1,10 +1,9 @@
 """The working directory.
 
-1. Bytes round-trip, folders are made on the way; 2. odd names round-trip; 3. a path that leads out is refused, for
-reading and writing; 4. a missing file is FileNotFoundError; 5. symlinks are not followed, in the last place or before
-it; 6. a file longer than the limit is not read; 7. writing replaces what a program planted; 8. the folder is private;
-9. whatever programs leave is removed: deep, locked, odd, linked outside; 10. sandboxes do not share a folder. (Reading
-a FIFO and the like is row 11 of the hostile suite.)
+1. Bytes round-trip, folders are made on the way; 2. a path that leads out is refused, for reading and writing; 3. a
+missing file is FileNotFoundError; 4. a file longer than the limit is not read; 5. writing replaces what a program
+planted; 6. the folder is private; 7. whatever programs leave is removed: deep, locked, odd, linked outside; 8.
+sandboxes do not share a folder. (Odd names, links and FIFOs are rows 10, 11 and 13 of the hostile suite.)
 """
 
 import os
@@ -38,12 +37,6 @@ async def test_bytes_round_trip(box: Sandbox) -> None:
     assert (await box.exec(["wc", "-c", "a/b/c.bin"])).stdout.split()[0] == b"1280000"
 
 
-@pytest.mark.parametrize("name", ["new\nline", "-rf", "ünï", " ", "*", "\udcff"])
-async def test_odd_names_round_trip(box: Sandbox, name: str) -> None:
-    await box.write(name, b"x")
-    assert await box.read(name) == b"x"
-
-
 @in_every_backend
 async def test_path_that_leads_out(box: Sandbox) -> None:
     for path in ("../x", "a/../../x", "/etc/hostname", "", ".", "a\0b"):
@@ -57,18 +50,6 @@ async def test_path_that_leads_out(box: Sandbox) -> None:
 async def test_missing_file(box: Sandbox) -> None:
     with pytest.raises(FileNotFoundError):
         await box.read("answer.txt")
-
-
-async def test_symlinks_are_not_followed(box: Sandbox, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("host bytes")
-    await box.exec(["ln", "-s", str(tmp_path / "secret"), "answer.txt"])
-    await box.exec(["ln", "-s", str(tmp_path), "folder"])
-    for path in ("answer.txt", "folder/secret"):
-        with pytest.raises(OSError, match=r"symbolic links|Not a directory"):
-            await box.read(path)
-    with pytest.raises(NotADirectoryError):
-        await box.write("folder/new", b"x")
-    assert os.listdir(tmp_path) == ["secret"]
 
 
 @in_every_backend
