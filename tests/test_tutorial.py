@@ -2,16 +2,13 @@
 folder (slow, with a short training of a small model).
 """
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from areal_agent.new import make
-from tests.commands import ROOT
+from tests.commands import ROOT, run
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 COMMANDS = re.findall(r"```bash\n(.*?)\n```", PAGE, re.DOTALL)
@@ -38,13 +35,10 @@ def test_the_code_is_that_of_the_template(block: str, made: str) -> None:
     assert block in made
 
 
-def run(command: str, folder: Path, *more: str) -> str:
-    program, *args = command.split()
-    assert program == "python"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    done = subprocess.run(
-        [sys.executable, *args, *more], cwd=folder, env=environment, capture_output=True, text=True, timeout=1200
-    )
+def said(command: str, folder: Path, *more: str) -> str:
+    python, option, *args = command.split()
+    assert (python, option) == ("python", "-m")
+    done = run(*args, *more, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -52,9 +46,9 @@ def run(command: str, folder: Path, *more: str) -> str:
 @pytest.mark.slow
 def test_the_commands_in_their_order(small_model: Path, tmp_path: Path) -> None:
     new, test, dry_run, train, verify = COMMANDS
-    assert "made number_game/" in run(new, tmp_path)
-    assert "passed" in run(test, tmp_path)
-    assert "64 to train on, 64 held out" in run(dry_run, tmp_path)
-    assert "success on 4 held-out tasks" in run(train, tmp_path, f"model={small_model}", *SHORT)
+    assert "made number_game/" in said(new, tmp_path)
+    assert "passed" in said(test, tmp_path)
+    assert "64 to train on, 64 held out" in said(dry_run, tmp_path)
+    assert "success on 4 held-out tasks" in said(train, tmp_path, f"model={small_model}", *SHORT)
     assert verify.startswith("python -m areal_agent.ledger verify ")
-    run(verify, tmp_path)
+    said(verify, tmp_path)

@@ -166,8 +166,7 @@ def model_of(folder: Path, fields: dict[str, object]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("engine", "is_refused"),
-    [(EngineConfig(), True), (VLLM, False), (EngineConfig(url="http://127.0.0.1:1"), False)],
+    ("engine", "is_refused"), [(EngineConfig(), True), (VLLM, False), (EngineConfig(url="http://127.0.0.1:1"), False)]
 )
 def test_only_the_embedded_engine_has_a_list_of_types(tmp_path: Path, engine: EngineConfig, is_refused: bool) -> None:
     model = str(model_of(tmp_path, {"model_type": "gpt_oss"}))

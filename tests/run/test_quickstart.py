@@ -9,7 +9,6 @@ process, a checkpoint, and the line that resumes, which works. 5. Another preset
 import asyncio
 import json
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -20,7 +19,7 @@ from areal_agent.errors import SandboxError
 from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.trainer.checkpoint import latest_checkpoint
 from sandboxes import open_pool
-from tests.commands import run, started
+from tests.commands import run, started, until_step
 
 pytestmark = pytest.mark.slow
 
@@ -73,10 +72,7 @@ def test_ctrl_c_ends_cleanly_and_resumes(tmp_path: Path, quickstart: Path) -> No
     folder = tmp_path / "run"
     command = ("areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={folder}")
     with started(*command, "steps=12", "eval.num_tasks=20", "rollout.workers=2") as process:
-        metrics = folder / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_text().count('"kind":"step"') < 2:
-            assert process.poll() is None
-            time.sleep(0.2)
+        until_step(process, folder, 2)
         children = psutil.Process(process.pid).children(recursive=True)
         assert sum("areal_agent.rollout.worker" in child.cmdline() for child in children) == 2
         process.send_signal(signal.SIGINT)
@@ -87,7 +83,7 @@ def test_ctrl_c_ends_cleanly_and_resumes(tmp_path: Path, quickstart: Path) -> No
     assert summary_of(folder)["status"] == "interrupted"
     checkpoint = latest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None and str(checkpoint.path) == summary_of(folder)["checkpoint"]
-    assert checkpoint.step == step_rows(read_metrics(metrics))[-1]["step"]
+    assert checkpoint.step == step_rows(read_metrics(folder / "metrics.jsonl"))[-1]["step"]
 
     done = run("areal_agent.train", "--resume", str(folder), "steps=4")
     assert done.returncode == 0, done.stderr

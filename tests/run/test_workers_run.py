@@ -6,7 +6,6 @@ number of workers; 3. when the main process is killed, no process is left (test_
 
 import json
 import subprocess
-import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.commands import run, started
+from tests.commands import run, started, until_step
 
 pytestmark = pytest.mark.slow
 
@@ -26,10 +25,7 @@ def training(folder: Path, *overrides: str) -> Generator[subprocess.Popen[str]]:
     """The small run, once its second step is done."""
     args = ("areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={folder}", *SMALL, *overrides)
     with started(*args) as process:
-        metrics = folder / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_text().count('"kind":"step"') < 2:
-            assert process.poll() is None, process.communicate()[0]
-            time.sleep(0.1)
+        until_step(process, folder, 2)
         yield process
 
 

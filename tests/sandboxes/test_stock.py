@@ -200,9 +200,7 @@ async def test_a_cell_for_a_closed_sandbox_is_closed() -> None:
     assert cell.is_closed
 
 
-async def test_what_sandboxes_fail_is_counted_and_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_what_sandboxes_fail_is_counted_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     async def take(_spec: CellSpec) -> StubCell:
         raise SandboxError("no more cells")
 
