@@ -73,8 +73,9 @@ def test_ctrl_c_ends_cleanly_and_resumes(tmp_path: Path, quickstart: Path) -> No
     command = ("areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={folder}")
     with started(*command, "steps=12", "eval.num_tasks=20", "rollout.workers=2") as process:
         until_step(process, folder, 2)
-        children = psutil.Process(process.pid).children(recursive=True)
-        assert sum("areal_agent.rollout.worker" in child.cmdline() for child in children) == 2
+        own = psutil.Process(process.pid)
+        assert sum("areal_agent.rollout.worker" in child.cmdline() for child in own.children()) == 2
+        children = own.children(recursive=True)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 130
