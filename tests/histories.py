@@ -114,13 +114,7 @@ async def open_ledger(folder: Path) -> AsyncGenerator[Ledger]:
 
 def session(id: str, **changes: Any) -> SessionRecord:
     made = SessionRecord(
-        id=id,
-        group_id="g",
-        task_id="0",
-        purpose=SessionPurpose.TRAIN,
-        seed=0,
-        key_hash="0" * 64,
-        started_s=1.0,
+        id=id, group_id="g", task_id="0", purpose=SessionPurpose.TRAIN, seed=0, key_hash="0" * 64, started_s=1.0
     )
     return replace(made, **changes)
 

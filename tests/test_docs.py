@@ -12,11 +12,9 @@ import importlib
 import inspect
 import io
 import json
-import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -26,6 +24,7 @@ import pytest
 
 from areal_agent import Rollout
 from areal_agent.config_reference import reference
+from tests.commands import run
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -102,8 +101,8 @@ def test_the_environment_of_readme_trains(tmp_path: Path) -> None:
     words = shlex.split(command.split("python -m ", 1)[1])
     shorter = ["steps=2", "eval.num_tasks=8", f"run_dir={tmp_path / 'run'}"]
     words = [word for word in words if not word.startswith(("steps=", "run_dir="))] + shorter
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    words = [str(ROOT / word) if word.startswith("configs/") else word for word in words]
+    done = run(*words, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
 

@@ -6,10 +6,7 @@ has bad names.
 """
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ from areal_agent.config import Config
 from areal_agent.errors import ConfigError
 from areal_agent.new import TEMPLATES, make
 from areal_agent.run.preflight import Preflight
-from tests.commands import ROOT
+from tests.commands import run
 
 NEEDED = {"openai_agents": "agents", "langgraph": "langgraph"}
 """The package that a template's workflow imports and that may not be installed."""
@@ -54,15 +51,7 @@ def test_the_config_passes_every_check(parent: Path, template: str, monkeypatch:
 
 
 def test_the_tests_pass(parent: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *(f"my_{name}" for name in usable())]
-    done = subprocess.run(
-        command,
-        cwd=parent,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    done = run("pytest", "-p", "no:cacheprovider", *(f"my_{name}" for name in usable()), folder=parent)
     assert done.returncode == 0, done.stdout
     assert all(f"my_{name}/test_workflow.py" in done.stdout for name in usable())
 

@@ -1,17 +1,14 @@
 """docs/tutorial.md: its code is that of the template that it makes, and its commands work in their order, in an empty
-folder; the training is shortened, with a small model, and slow.
+folder (slow, with a short training of a small model).
 """
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from areal_agent.new import make
-from tests.commands import ROOT
+from tests.commands import ROOT, run
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 COMMANDS = re.findall(r"```bash\n(.*?)\n```", PAGE, re.DOTALL)
@@ -38,36 +35,20 @@ def test_the_code_is_that_of_the_template(block: str, made: str) -> None:
     assert block in made
 
 
-def run(command: str, folder: Path, *more: str) -> str:
-    program, *args = command.split()
-    assert program == "python"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-    done = subprocess.run(
-        [sys.executable, *args, *more], cwd=folder, env=environment, capture_output=True, text=True, timeout=1200
-    )
+def said(command: str, folder: Path, *more: str) -> str:
+    python, option, *args = command.split()
+    assert (python, option) == ("python", "-m")
+    done = run(*args, *more, folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_the_page_has_these_commands() -> None:
-    assert [command.split()[2] for command in COMMANDS] == [
-        "areal_agent.new",
-        "pytest",
-        "areal_agent.train",
-        "areal_agent.train",
-        "areal_agent.ledger",
-    ]
-
-
-def test_the_commands_before_the_training(tmp_path: Path) -> None:
-    said = [run(command, tmp_path) for command in COMMANDS[:3]]
-    assert "made number_game/" in said[0]
-    assert "passed" in said[1]
-    assert "64 to train on, 64 held out" in said[2]
-
-
 @pytest.mark.slow
-def test_the_commands_of_the_training(small_model: Path, tmp_path: Path) -> None:
-    run(COMMANDS[0], tmp_path)
-    assert "success on 4 held-out tasks" in run(COMMANDS[3], tmp_path, f"model={small_model}", *SHORT)
-    run(COMMANDS[4], tmp_path)
+def test_the_commands_in_their_order(small_model: Path, tmp_path: Path) -> None:
+    new, test, dry_run, train, verify = COMMANDS
+    assert "made number_game/" in said(new, tmp_path)
+    assert "passed" in said(test, tmp_path)
+    assert "64 to train on, 64 held out" in said(dry_run, tmp_path)
+    assert "success on 4 held-out tasks" in said(train, tmp_path, f"model={small_model}", *SHORT)
+    assert verify.startswith("python -m areal_agent.ledger verify ")
+    said(verify, tmp_path)

@@ -3,12 +3,11 @@
 1. Every package that is imported is declared, and the extra `all` has those that users may want. 2. The wheel has every
 file of the packages and nothing else, and `areal_agent.__version__` is its version. 3. From there, with nothing of the
 clone on the path: the packages are its own, beside a user's `envs`; a model trains; the doctor names an `envs` that
-hides ours; `areal_agent.new` makes an environment that trains. The environment borrows the dependencies of the one that
-runs the tests (slow), or pip installs them all (full).
+hides ours; `areal_agent.new` makes one that passes its tests (test_tutorial.py trains one). The Python environment
+borrows the dependencies of the one that runs the tests (slow), or pip installs them all (full).
 """
 
 import ast
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -181,13 +180,8 @@ def test_a_model_trains_beside_a_users_own_envs(elsewhere: Elsewhere, small_mode
     assert f"fail  packages      `import envs` finds {folder / 'envs'}, which hides" in examined
 
 
-@pytest.mark.skipif(importlib.util.find_spec("areal_agent.new") is None, reason="there is no areal_agent.new yet")
-def test_a_new_environment_trains(elsewhere: Elsewhere, small_model: Path) -> None:
+def test_a_new_environment_passes_its_tests(elsewhere: Elsewhere) -> None:
     (elsewhere.folder / "envs").mkdir()
     (elsewhere.folder / "envs" / "mine.py").write_text(WORKFLOW)
     elsewhere.run("-m", "areal_agent.new", "my_game")
-    elsewhere.run("-m", "pytest", "-q", "my_game")
-    sizes = [f"{name}={value}" for name, value in SMALL.items() if not isinstance(value, dict)]
-    overrides = [f"model={small_model}", "eval.num_tasks=0", "engine.max_context_tokens=256", *sizes]
-    elsewhere.run("-m", "areal_agent.train", "--config", "my_game/my_game.yaml", *overrides)
-    assert (elsewhere.folder / "run" / "checkpoints" / "step_000002" / "model.safetensors").is_file()
+    assert " passed" in elsewhere.run("-m", "pytest", "my_game")

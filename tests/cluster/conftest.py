@@ -1,7 +1,7 @@
 """Rollout workers over a real engine in this process, whose pause holds rollouts in mid-answer."""
 
 import sys
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,11 +60,11 @@ def until_ended(process_ids: set[int]) -> None:
 collect_ignore = ["agents.py"]  # what the workers import; no test
 
 
-@pytest_asyncio.fixture
-async def make_crew(tmp_path: Path, small_model: Path) -> AsyncGenerator:
-    """`await make_crew("solve", workers=2, max_concurrent=4)`. The engine listens at the address `home`."""
+@asynccontextmanager
+async def crews(folder: Path, small_model: Path) -> AsyncGenerator[Callable[..., Awaitable[Crew]]]:
+    """Yield a function that makes one in a folder, until the end."""
     async with AsyncExitStack() as stack:
-        ledger = await stack.enter_async_context(open_ledger(tmp_path))
+        ledger = await stack.enter_async_context(open_ledger(folder))
 
         async def make(
             workflow: str, *, is_elsewhere: bool = False, hosts: Hosts = LOCAL, home: str = LOOPBACK, **values: object
@@ -92,7 +92,14 @@ async def make_crew(tmp_path: Path, small_model: Path) -> AsyncGenerator:
                 )
                 for number, num_slots in enumerate(config.slots)
             ]
-            pool = await stack.enter_async_context(open_workers(settings, ledger, tmp_path, hosts))
-            return Crew(pool=pool, ledger=ledger, engine=engine, logs=tmp_path)
+            pool = await stack.enter_async_context(open_workers(settings, ledger, folder, hosts))
+            return Crew(pool=pool, ledger=ledger, engine=engine, logs=folder)
 
+        yield make
+
+
+@pytest_asyncio.fixture
+async def make_crew(tmp_path: Path, small_model: Path) -> AsyncGenerator[Callable[..., Awaitable[Crew]]]:
+    """`await make_crew("solve", workers=2, max_concurrent=4)`. The engine listens at the address `home`."""
+    async with crews(tmp_path, small_model) as make:
         yield make

@@ -108,9 +108,8 @@ async def test_what_cannot_be_is_an_error_with_a_code(stage: Stage, tmp_path: Pa
     assert await stage.urls() == [stage.url]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
+async def test_a_wrong_body_is_refused(stage: Stage) -> None:
+    for body in (
         {},
         {"add": "http://a", "remove": "http://b"},
         {"add": 7},
@@ -125,12 +124,9 @@ async def test_what_cannot_be_is_an_error_with_a_code(stage: Stage, tmp_path: Pa
         {"add": "http://a\n"},
         {"delete": "http://a"},
         {"add": "http://a", "force": True},
-    ],
-    ids=str,
-)
-async def test_a_wrong_body_is_refused(stage: Stage, body: dict[str, object]) -> None:
-    answer = await stage.post(**body)
-    assert answer.status_code == 400 and answer.json()["error"]["message"], answer.text
+    ):
+        answer = await stage.post(**body)
+        assert answer.status_code == 400 and answer.json()["error"]["message"], (body, answer.text)
     assert await stage.urls() == [stage.url]
 
 

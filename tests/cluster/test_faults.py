@@ -62,10 +62,7 @@ async def test_a_server_whose_node_dies_is_started_elsewhere(tmp_path: Path) -> 
 async def test_a_node_that_is_cut_off(tmp_path: Path) -> None:
     one, two = Node(room=2), Node()
     ray = FakeRay(one, two)
-    async with (
-        on_a_cluster(ray, "engine", lost_after_s=LOST_AFTER_S) as hosts,
-        serving_on(hosts, tmp_path) as servers,
-    ):
+    async with on_a_cluster(ray, "engine", lost_after_s=LOST_AFTER_S) as hosts, serving_on(hosts, tmp_path) as servers:
         cut_off = one.process_ids
         ray.cut(one)
         await pass_time(LOST_AFTER_S - 1.0)
@@ -86,10 +83,7 @@ async def test_a_node_that_is_cut_off(tmp_path: Path) -> None:
 async def test_a_cable_that_is_back_in_time_costs_nothing(tmp_path: Path) -> None:
     node = Node()
     ray = FakeRay(node)
-    async with (
-        on_a_cluster(ray, "engine", lost_after_s=LOST_AFTER_S) as hosts,
-        serving_on(hosts, tmp_path) as servers,
-    ):
+    async with on_a_cluster(ray, "engine", lost_after_s=LOST_AFTER_S) as hosts, serving_on(hosts, tmp_path) as servers:
         before = node.process_ids
         ray.cut(node)
         await pass_time(LOST_AFTER_S - 1.0)
@@ -115,10 +109,7 @@ async def test_a_server_without_room_elsewhere_waits_for_a_node(tmp_path: Path) 
 async def test_a_server_that_finds_no_room_is_given_up_and_named(tmp_path: Path) -> None:
     node = Node()
     ray = FakeRay(node)
-    async with (
-        on_a_cluster(ray, "engine", placement_timeout_s=30.0) as hosts,
-        serving_on(hosts, tmp_path) as servers,
-    ):
+    async with on_a_cluster(ray, "engine", placement_timeout_s=30.0) as hosts, serving_on(hosts, tmp_path) as servers:
         ray.kill_node(node)
         failure = asyncio.create_task(servers.failure())
         await pass_time(30.0)

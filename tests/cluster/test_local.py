@@ -7,7 +7,6 @@
 """
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,17 +27,6 @@ with folder_in(Path(sys.argv[1])) as folder:
 """
 
 
-@pytest.fixture
-def holder(tmp_path: Path):
-    """Another process that has such a folder."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with process:
-        yield process
-        process.kill()
-
-
 def test_it_is_private_and_gone_in_the_end(tmp_path: Path):
     with folder_in(tmp_path) as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
@@ -46,23 +34,20 @@ def test_it_is_private_and_gone_in_the_end(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_run_left_is_removed(tmp_path: Path, holder: "subprocess.Popen[str]"):
-    assert holder.stdout is not None
-    left = Path(holder.stdout.readline().strip())
-    with folder_in(tmp_path):
-        assert (left / "weights").exists()  # it lives
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
+def test_what_is_held_stays_and_what_a_killed_run_left_is_removed(tmp_path: Path):
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        theirs = Path(holder.stdout.readline().strip())
+        with folder_in(tmp_path):
+            assert (theirs / "weights").exists()
+        unseen = theirs.rename(tmp_path / f"{PREFIX}{dead_process_id()}-theirs")  # as of another container
+        with folder_in(tmp_path):
+            assert (unseen / "weights").exists()
+        unseen.rename(theirs)
+        holder.kill()
     with folder_in(tmp_path) as folder:
         assert list(tmp_path.iterdir()) == [folder]
-
-
-def test_what_another_container_has_stays(tmp_path: Path, holder: "subprocess.Popen[str]"):
-    assert holder.stdout is not None
-    theirs = Path(holder.stdout.readline().strip())
-    unseen = theirs.rename(tmp_path / f"{PREFIX}{dead_process_id()}-theirs")  # a number of their own
-    with folder_in(tmp_path):
-        assert (unseen / "weights").exists()
 
 
 @pytest.mark.parametrize("name", [PREFIX, f"{PREFIX}notes", "other-1-x"])

@@ -18,6 +18,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from areal_agent import ConfigError, Status, Task
 from areal_agent.engine.address import EngineAddress
@@ -26,7 +27,7 @@ from areal_agent.errors import ProcessDied
 from areal_agent.ledger import questions
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.types import Drop, Fate, PauseMode, SessionPurpose, WeightVersion
-from tests.cluster.conftest import serving
+from tests.cluster.conftest import crews, serving
 
 
 def spec_of(number: int, **data: str) -> RolloutSpec:
@@ -41,6 +42,7 @@ def spec_of(number: int, **data: str) -> RolloutSpec:
 
 async def until_sampling(crew, num_requests: int) -> None:
     """Wait until so many requests have reached the engine."""
+    await crew.pool.stats()  # not what an earlier test left
     while sum(seat.gateway.num_engine_requests for seat in crew.pool.seats) < num_requests:
         await crew.pool.stats()
 
@@ -54,9 +56,24 @@ def num_sessions(crew, worker: int) -> int:
         return connection.execute("SELECT count(*) FROM sessions").fetchone()[0]
 
 
-@pytest.mark.parametrize("is_elsewhere", [pytest.param(False, marks=pytest.mark.slow), True], ids=["here", "elsewhere"])
-async def test_rollouts_spread_over_workers_into_one_ledger(make_crew, is_elsewhere: bool) -> None:
-    crew = await make_crew("solve", is_elsewhere=is_elsewhere, workers=2, max_concurrent=4)
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["here", "elsewhere"],
+)
+async def crew(request: pytest.FixtureRequest, small_model: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Two workers that solve whatever the tests give them; each test has numbers of its own."""
+    async with crews(tmp_path_factory.mktemp("crew"), small_model) as make:
+        yield await make("solve", is_elsewhere=request.param, workers=2, max_concurrent=4)
+
+
+with_a_crew = pytest.mark.asyncio(loop_scope="module")
+
+
+@with_a_crew
+async def test_rollouts_spread_over_workers_into_one_ledger(crew) -> None:
+    before = [num_sessions(crew, 0), num_sessions(crew, 1)]
     await crew.engine.pause(PauseMode.IN_PLACE)
     running = await roll_out(crew, *range(4))
     await until_sampling(crew, 4)
@@ -66,45 +83,51 @@ async def test_rollouts_spread_over_workers_into_one_ledger(make_crew, is_elsewh
     assert [(one.session_id, one.status, one.lost) for one in ended] == [
         (f"s-{number}", Status.COMPLETED, ()) for number in range(4)
     ]
-    assert [num_sessions(crew, 0), num_sessions(crew, 1)] == [2, 2]
-    assert {one.session_id for one in await crew.ledger.ask(questions.waiting)} == {"s-0", "s-1", "s-2", "s-3"}
+    assert [num_sessions(crew, 0), num_sessions(crew, 1)] == [num + 2 for num in before]
+    assert {"s-0", "s-1", "s-2", "s-3"} <= {one.session_id for one in await crew.ledger.ask(questions.waiting)}
 
 
-@pytest.mark.parametrize("is_elsewhere", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["here", "elsewhere"])
-async def test_a_killed_worker_and_its_rollouts_start_again(make_crew, is_elsewhere: bool) -> None:
-    crew = await make_crew("solve", is_elsewhere=is_elsewhere, workers=2, max_concurrent=2)
+@with_a_crew
+async def test_a_cancelled_rollout_ends_its_session(crew) -> None:
     await crew.engine.pause(PauseMode.IN_PLACE)
-    running = await roll_out(crew, 0, 1)
+    (running,) = await roll_out(crew, 10)
+    await until_sampling(crew, 1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    await crew.engine.resume()
+    assert (await crew.ledger.trajectory("s-10")).status is Status.CANCELLED
+
+
+@with_a_crew
+async def test_a_killed_worker_and_its_rollouts_start_again(crew) -> None:
+    turns = (await crew.pool.stats()).gateway.turns
+    await asyncio.gather(*await roll_out(crew, *range(20, 24)))
+    before = await crew.pool.stats()
+    assert before.gateway.turns == turns + 4
+    assert 0.0 < before.gateway.engine_busy_s <= before.rolling_s
+    await crew.engine.pause(PauseMode.IN_PLACE)
+    running = await roll_out(crew, 24, 25)
     await until_sampling(crew, 2)
     victim, bystander = crew.pool.seats
     victim_pid, bystander_pid = victim.pid, bystander.pid
     os.kill(victim_pid, signal.SIGKILL)
-    while victim.pid in (victim_pid, None) or not victim.load:
+    while victim.pid in (victim_pid, None):
         await crew.pool.stats()
     await crew.engine.resume()
     first, second = await asyncio.gather(*running)
-    assert (first.session_id, first.status, first.lost) == ("s-0.2", Status.COMPLETED, ("s-0",))
-    assert (second.session_id, second.status, second.lost) == ("s-1", Status.COMPLETED, ())
-    orphan = await crew.ledger.trajectory("s-0")
+    assert (first.session_id, first.status, first.lost) == ("s-24.2", Status.COMPLETED, ("s-24",))
+    assert (second.session_id, second.status, second.lost) == ("s-25", Status.COMPLETED, ())
+    orphan = await crew.ledger.trajectory("s-24")
     assert (orphan.status, orphan.fate) == (Status.ORPHAN, Fate(dropped=Drop.ORPHAN))
-    assert {one.session_id for one in await crew.ledger.ask(questions.waiting)} == {"s-0.2", "s-1"}
+    waiting = {one.session_id for one in await crew.ledger.ask(questions.waiting)}
+    assert {"s-24.2", "s-25"} <= waiting and "s-24" not in waiting
     assert bystander.pid == bystander_pid
-
-
-@pytest.mark.slow  # several starts of a process
-async def test_counts_are_those_of_all_workers_and_survive_them(make_crew) -> None:
-    crew = await make_crew("solve", workers=2, max_concurrent=2)
-    await asyncio.gather(*await roll_out(crew, *range(4)))
-    before = await crew.pool.stats()
-    assert before.gateway.turns == 4
-    assert 0.0 < before.gateway.engine_busy_s <= before.rolling_s
-    pid = crew.pool.seats[0].pid
-    os.kill(pid, signal.SIGKILL)
-    while crew.pool.seats[0].pid in (pid, None):
-        await crew.pool.stats()
-    await asyncio.gather(*await roll_out(crew, 4, 5))
+    num_before = num_sessions(crew, 0)
+    await asyncio.gather(*await roll_out(crew, 26, 27))
+    assert num_sessions(crew, 0) == num_before + 1  # the one that was started again works
     after = await crew.pool.stats()
-    assert after.gateway.turns == 6
+    assert after.gateway.turns == before.gateway.turns + 4
     assert before.gateway.engine_busy_s < after.gateway.engine_busy_s <= after.rolling_s
 
 
@@ -118,17 +141,6 @@ async def test_three_deaths_in_a_row_end_it(make_crew) -> None:
     assert (await running[0]).status is Status.ORPHAN
     with pytest.raises(ProcessDied, match="3 deaths"):
         await crew.pool.run(spec_of(1))
-
-
-async def test_a_cancelled_rollout_ends_its_session(make_crew) -> None:
-    crew = await make_crew("solve", workers=1)
-    await crew.engine.pause(PauseMode.IN_PLACE)
-    (running,) = await roll_out(crew, 0)
-    await until_sampling(crew, 1)
-    running.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running
-    assert (await crew.ledger.trajectory("s-0")).status is Status.CANCELLED
 
 
 @pytest.mark.slow
@@ -176,10 +188,7 @@ async def test_a_workflow_that_blocks_for_ever_is_told_and_ended(make_crew, capl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_started_again", [False, True])
-async def test_workers_hear_of_servers_that_join_and_leave(
-    make_crew, small_model: Path, is_started_again: bool
-) -> None:
+async def test_workers_hear_of_servers_that_join_and_leave(make_crew, small_model: Path) -> None:
     crew = await make_crew("solve", workers=1)
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(serving(small_model))
@@ -195,11 +204,13 @@ async def test_workers_hear_of_servers_that_join_and_leave(
         (seat,) = crew.pool.seats
         while seat.settings.engine.urls != (server.base_url,):  # noqa: ASYNC110 (a task of its own tells)
             await asyncio.sleep(0)
-        if is_started_again:
-            pid = seat.pid
-            os.kill(pid, signal.SIGKILL)
-            while seat.pid in (pid, None):
-                await crew.pool.stats()
         await asyncio.gather(*await roll_out(crew, 0))
-        assert (await joining.stats()).generated_tokens
+        generated_tokens = (await joining.stats()).generated_tokens
+        assert generated_tokens
+        pid = seat.pid
+        os.kill(pid, signal.SIGKILL)
+        while seat.pid in (pid, None):
+            await crew.pool.stats()
+        await asyncio.gather(*await roll_out(crew, 1))
+        assert (await joining.stats()).generated_tokens > generated_tokens
         assert (await crew.engine.stats()).generated_tokens == 0

@@ -32,7 +32,7 @@ def base(model: object, folder: Path, **more: object) -> dict[str, object]:
     return {
         "model": str(model),
         "workflow": "envs.calculator.workflow:solve",
-        "tasks": "envs.calculator.tasks:load",
+        "tasks": {"source": "envs.calculator.tasks:load", "args": {"num": 4}},
         "run_dir": str(folder / "run"),
         "batch_size": 2,
         "group_size": 2,
@@ -74,6 +74,7 @@ async def test_a_model_that_can_never_be_trained_is_named_as_that(small_model: P
     findings = await examined(base(folder, tmp_path))
     (failed,) = [one for one in findings if one.state is State.FAIL]
     assert (failed.check, failed.change) == ("model", "use a causal (decoder-only) language model")
+    assert "cannot be trained: type t5 is an encoder-decoder" in failed.found  # and no other engine is advised
 
 
 @pytest.mark.slow  # an engine and a trainer are started; what is asked of them is tested in test_trial.py

@@ -56,10 +56,7 @@ async def test_a_failure_is_a_finding_and_hides_no_other() -> None:
         await examined(report, "fourth", failing(asyncio.CancelledError()))
 
 
-NOTHING: Mapping[str, str | None] = {
-    "containers": "no daemon",
-    "jails": "not allowed",
-}
+NOTHING: Mapping[str, str | None] = {"containers": "no daemon", "jails": "not allowed"}
 
 
 @pytest.mark.parametrize(

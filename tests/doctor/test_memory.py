@@ -24,13 +24,7 @@ import pytest
 from areal_agent.config import Config
 from areal_agent.doctor.findings import GIB, State
 from areal_agent.doctor.machines import Machine, shares_of
-from areal_agent.doctor.memory import (
-    CUDA_CONTEXT_BYTES,
-    SERVER_BYTES,
-    TrainerMemory,
-    estimate,
-    memory_findings,
-)
+from areal_agent.doctor.memory import CUDA_CONTEXT_BYTES, SERVER_BYTES, TrainerMemory, estimate, memory_findings
 from areal_agent.doctor.model import ModelShape, shape_of
 from areal_agent.doctor.settings import storage_findings
 from areal_agent.models.recipe import RECIPE

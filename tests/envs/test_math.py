@@ -23,7 +23,7 @@ from envs.math.workflow import MAX_TURNS, solve
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def judge() -> AsyncIterator[Judge]:
-    async with open_judge(cpu_s=1.5) as judge:
+    async with open_judge(cpu_s=0.6) as judge:
         yield judge
 
 
@@ -57,6 +57,26 @@ async def test_what_is_right(judge: Judge, said: str, right: str, is_right: bool
     assert await judge.is_right(said, right) is is_right
 
 
+@IN_ONE_LOOP
+async def test_a_task_without_mathematics_is_an_error(judge: Judge) -> None:
+    with pytest.raises(ValueError, match="holds no mathematical expression; mend the task"):
+        await judge.is_right(r"\boxed{7}", "")
+
+
+@IN_ONE_LOOP
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_generated_answer_is_right(judge: Judge, kind: Any) -> None:
+    for a, b in ((2, 9), (9, 2), (58, 59)):
+        _, answer = kind(a, b)
+        assert await judge.is_right(f"\\boxed{{{answer}}}", answer)
+
+
+@IN_ONE_LOOP
+async def test_many_are_judged_at_once(judge: Judge) -> None:
+    answers = await asyncio.gather(*(judge.is_right(f"\\boxed{{{n}}}", "7") for n in range(20)))
+    assert answers == [n == 7 for n in range(20)]
+
+
 HOSTILE = {
     "a tower": r"\boxed{9**9**9**9}",
     "a tower in LaTeX": r"\boxed{9^{9^{9^{9}}}}",
@@ -80,12 +100,6 @@ async def test_a_hostile_answer_is_wrong_and_the_judge_goes_on(judge: Judge, sai
 
 
 @IN_ONE_LOOP
-async def test_many_are_judged_at_once(judge: Judge) -> None:
-    answers = await asyncio.gather(*(judge.is_right(f"\\boxed{{{n}}}", "7") for n in range(20)))
-    assert answers == [n == 7 for n in range(20)]
-
-
-@IN_ONE_LOOP
 async def test_a_process_that_died_between_two_answers_costs_none(judge: Judge) -> None:
     assert await judge.is_right(r"\boxed{7}", "7")
     num_killed = judge.num_killed
@@ -93,20 +107,6 @@ async def test_a_process_that_died_between_two_answers_costs_none(judge: Judge) 
         process.kill()
         await process.wait()
     assert await judge.is_right(r"\boxed{7}", "7") and judge.num_killed == num_killed
-
-
-@IN_ONE_LOOP
-async def test_a_task_without_mathematics_is_an_error(judge: Judge) -> None:
-    with pytest.raises(ValueError, match="holds no mathematical expression; mend the task"):
-        await judge.is_right(r"\boxed{7}", "")
-
-
-@IN_ONE_LOOP
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_generated_answer_is_right(judge: Judge, kind: Any) -> None:
-    for a, b in ((2, 9), (9, 2), (58, 59)):
-        _, answer = kind(a, b)
-        assert await judge.is_right(f"\\boxed{{{answer}}}", answer)
 
 
 def test_no_problem_is_in_both_splits() -> None:

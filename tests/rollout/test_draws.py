@@ -1,8 +1,8 @@
 """Which task is next, over restarts, and which are passed over.
 
-- The stream: a permutation goes through all, and every order may come; each epoch uses every task once, in an order
-  that depends on the seed alone, or unshuffled as they come; a mix keeps its shares at every position; evaluation takes
-  the first of each source, none twice.
+- The stream: every order may come; each epoch uses every task once, in an order that depends on the seed alone, or
+  unshuffled as they come; a mix keeps its shares at every position; evaluation takes the first of each source, none
+  twice.
 - A group's id holds its position. What was cut off is drawn again, first, under a new id.
 - Killed at any moment and resumed, every task of an epoch is settled exactly once: over the cursor alone, and over a
   real ledger and producer with commits, lost leases, failures and groups that are cut off.
@@ -65,11 +65,6 @@ def mixed(**sizes_and_weights: tuple[int, float]) -> TaskSet:
     )
 
 
-@given(size=st.integers(1, 600), key=st.text(max_size=10))
-def test_a_permutation_reaches_each_once(size: int, key: str) -> None:
-    assert sorted(permuted(index, size, key) for index in range(size)) == list(range(size))
-
-
 def test_every_order_of_three_is_about_as_likely() -> None:
     orders = Counter(tuple(permuted(index, 3, f"key {key}") for index in range(3)) for key in range(1200))
     assert len(orders) == 6
@@ -82,7 +77,7 @@ def test_neighbours_are_torn_apart() -> None:
     assert 3200 < sum(distances) / len(distances) < 3460, "a third of the size, as for independent places"
 
 
-@given(size=st.integers(1, 40), seed=st.integers(0, 5))
+@given(size=st.integers(1, 300), seed=st.integers(0, 5))
 def test_each_epoch_uses_every_task_once(size: int, seed: int) -> None:
     stream = TaskStream(TaskSet.of(tasks_of(size)), seed=seed)
     for epoch in range(3):

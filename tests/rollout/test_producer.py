@@ -364,44 +364,33 @@ def test_groups_without_spread_are_flat(rewards: list[Rewards], expected: bool) 
     assert sampling.num_flat == int(expected)
 
 
+def of_turns(*by_completion: dict[str, float], num_turns: int = 2, **sizes: int) -> list[Trajectory]:
+    return [rollout(Rewards(by_completion=one), num_turns=num_turns, **sizes) for one in by_completion]
+
+
+SOONER_AND_LATER = [rollout(Rewards(final=1.0), num_turns=num_turns) for num_turns in (1, 2)]
+WITHOUT_A_TOKEN = [rollout(Rewards(final=0.0), distribution=Distribution.ALTERED), *[rollout(Rewards(final=1.0))] * 2]
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "expected"),
+    ("rollouts", "settings", "expected"),
     [
-        ({"0a": 1.0}, {"1a": 1.0}, False),
-        ({"0a": 1.0, "1a": 0.0}, {"0a": 0.0, "1a": 1.0}, False),
-        ({"0a": 1.0, "1a": 0.5}, {"1a": 0.5, "0a": 1.0}, True),
+        pytest.param(of_turns({"0a": 1.0}, {"1a": 1.0}), {}, False, id="other turns"),
+        pytest.param(of_turns({"0a": 1.0, "1a": 0.0}, {"0a": 0.0, "1a": 1.0}), {}, False, id="values swapped"),
+        pytest.param(of_turns({"0a": 1.0, "1a": 0.5}, {"1a": 0.5, "0a": 1.0}), {}, True, id="told in another order"),
+        pytest.param(SOONER_AND_LATER, {"discount": 1.0}, True, id="no discount"),
+        pytest.param(SOONER_AND_LATER, {"discount": 0.5}, False, id="the sooner, with a discount"),
+        # rollouts earn the same on the mean of their parallel samples
+        pytest.param(of_turns(*[{"0a": 0.5, "0b": 0.5}] * 2, num_turns=1, num_samples=2), {}, True, id="samples alike"),
+        pytest.param(of_turns(*[{"0a": 1.0, "0b": 0.0}] * 2, num_turns=1, num_samples=2), {}, False, id="samples"),
+        pytest.param(WITHOUT_A_TOKEN, {"rule": LossRule()}, True, id="no token to train"),
+        pytest.param(WITHOUT_A_TOKEN, {"rule": LossRule(trains_altered=True)}, False, id="altered tokens are trained"),
+        pytest.param(of_turns(*[{"0a": 1.0}] * 2), {"step_group_weight": 0.0}, True, id="turns are not compared"),
+        pytest.param(of_turns(*[{"0a": 1.0}] * 2), {"step_group_weight": 1.0}, False, id="turns that meet in a state"),
     ],
-    ids=["other turns", "the same values, swapped", "the same turns, told in another order"],
 )
-def test_alike_in_total_they_are_told_apart_by_turns(first: dict, second: dict, expected: bool) -> None:
-    rollouts = [rollout(Rewards(by_completion=one), num_turns=2) for one in (first, second)]
-    assert is_flat(rollouts) is expected
-
-
-@pytest.mark.parametrize(("discount", "expected"), [(1.0, True), (0.5, False)])
-def test_with_a_discount_the_sooner_is_told_apart(discount: float, expected: bool) -> None:
-    rollouts = [rollout(Rewards(final=1.0), num_turns=num_turns) for num_turns in (1, 2)]
-    assert is_flat(rollouts, discount=discount) is expected
-
-
-@pytest.mark.parametrize(("of_one", "expected"), [(0.5, True), (1.0, False)])
-def test_parallel_samples_are_told_apart(of_one: float, expected: bool) -> None:
-    """All rollouts earn the same on the mean of their samples."""
-    rewards = Rewards(by_completion={"0a": of_one, "0b": 1.0 - of_one})
-    assert is_flat([rollout(rewards, num_samples=2)] * 2) is expected
-
-
-@pytest.mark.parametrize(("trains_altered", "expected"), [(False, True), (True, False)])
-def test_what_has_no_token_to_train_does_not_count(trains_altered: bool, expected: bool) -> None:
-    failed = rollout(Rewards(final=0.0), distribution=Distribution.ALTERED)
-    rollouts = [failed, rollout(Rewards(final=1.0)), rollout(Rewards(final=1.0))]
-    assert is_flat(rollouts, rule=LossRule(trains_altered=trains_altered)) is expected
-
-
-@pytest.mark.parametrize(("compares_turns", "expected"), [(False, True), (True, False)])
-def test_turns_that_meet_in_a_state_are_told_apart(compares_turns: bool, expected: bool) -> None:
-    rollouts = [rollout(Rewards(by_completion={"0a": 1.0}), num_turns=2)] * 2
-    assert is_flat(rollouts, step_group_weight=float(compares_turns)) is expected
+def test_what_is_told_apart(rollouts: list[Trajectory], settings: dict[str, Any], expected: bool) -> None:
+    assert is_flat(rollouts, **settings) is expected
 
 
 few = st.sampled_from([0.0, 0.5, 1.0])

@@ -36,10 +36,14 @@ SPEC = RolloutSpec(session_id="s-1", group_id="g", task=Task(id="t", data={}), s
 Play = Callable[..., Awaitable[tuple[Status, Trajectory]]]
 
 
+@pytest.fixture(scope="module")
+def renderer(small_model: Path) -> Renderer:
+    return Renderer.load(small_model)
+
+
 @pytest_asyncio.fixture
-async def play(tmp_path: Path, small_model: Path) -> AsyncGenerator[Play]:
+async def play(tmp_path: Path, renderer: Renderer) -> AsyncGenerator[Play]:
     """`await play(workflow)`: run it once; return its status, and its trajectory as the ledger has it."""
-    renderer = Renderer.load(small_model)
     async with open_ledger(tmp_path) as ledger, open_clients() as clients, SharedResources() as shared:
         gateway = Gateway(
             sampler=FakeEngine(lambda request: (70, renderer.end_token_id)),

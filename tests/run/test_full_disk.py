@@ -7,7 +7,6 @@
 import logging
 import os
 import subprocess
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, closing
 from pathlib import Path
@@ -23,7 +22,7 @@ from areal_agent.observe.metrics import MetricsLog
 from areal_agent.process import start_logging
 from areal_agent.run.results import Outcome, write_report
 from areal_agent.weights.channels import DiskChannel
-from tests.commands import started
+from tests.commands import started, until_step
 from tests.histories import session
 
 
@@ -115,10 +114,7 @@ def test_a_run_ends_in_two_lines(disk: Path) -> None:
     sizes = ("batch_size=4", "group_size=4", "eval.num_tasks=4", "rollout.workers=2")
     command = ("areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={folder}", *sizes)
     with started(*command, "steps=50") as process:
-        metrics = folder / "metrics.jsonl"
-        while not metrics.exists() or '"kind":"step"' not in metrics.read_text():
-            assert process.poll() is None
-            time.sleep(0.2)
+        until_step(process, folder, 1)
         fill(disk)
         out, _ = process.communicate(timeout=120)
     told, hint = out.splitlines()[-2:]

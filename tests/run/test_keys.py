@@ -5,9 +5,6 @@ While it goes on, one file holds a key, the one that it is for: `admin_key`, whi
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -15,8 +12,7 @@ import pytest
 import yaml
 
 from areal_agent.files import RunFolder
-
-ROOT = Path(__file__).parents[2]
+from tests.commands import run as run_command
 
 WORKFLOW = '''
 import gc, json, logging, os, pathlib, stat
@@ -90,12 +86,6 @@ def test_a_run_leaves_and_prints_no_key(small_model: Path, tmp_path: Path) -> No
 
 def command(folder: Path, *arguments: str) -> str:
     """Return everything that `python -m` with these arguments prints."""
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{folder}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run_command(*arguments, folder=folder)
+    done.check_returncode()
     return done.stdout + done.stderr

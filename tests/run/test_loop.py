@@ -65,7 +65,11 @@ async def signalled(
 
 @pytest.mark.parametrize(
     ("is_closing", "number", "events"),
-    [(False, signal.SIGHUP, ["cancelled", "done"]), (True, signal.SIGUSR1, ["done"])],
+    [
+        (False, signal.SIGTERM, ["cancelled", "done"]),
+        (False, signal.SIGHUP, ["cancelled", "done"]),
+        (True, signal.SIGUSR1, ["done"]),
+    ],
 )
 async def test_the_first_signal(
     request: pytest.FixtureRequest, is_closing: bool, number: signal.Signals, events: list[str]

@@ -1,16 +1,14 @@
 """The shipped configs, run as a user runs them (slow).
 
 1. The quickstart learns, and says so in summary.json. 2. The exported checkpoint, graded again, gives the same figure,
-and loads with transformers. 3. The ledger proves the run. 4. Ctrl-C leaves no process, a checkpoint, and the line that
-resumes, which works. 5. Another preset lifts it too, by its name alone (full). 6. The configs of code rewards learn, in
-jails and in Docker containers. 7. So does the number game (full).
+and loads with transformers. 3. The ledger proves the run. 4. Ctrl-C, with rollout workers, leaves no
+process, a checkpoint, and the line that resumes, which works. 5. Another preset lifts it too, by its name alone (full).
+6. The configs of code rewards learn, in jails and in Docker containers. 7. So does the number game (full).
 """
 
 import asyncio
 import json
-import os
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -18,8 +16,10 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_agent.errors import SandboxError
+from areal_agent.observe.metrics import read_metrics, step_rows
+from areal_agent.trainer.checkpoint import latest_checkpoint
 from sandboxes import open_pool
-from tests.commands import run, started
+from tests.commands import run, started, until_step
 
 pytestmark = pytest.mark.slow
 
@@ -71,19 +71,20 @@ def test_the_ledger_proves_it(quickstart: Path) -> None:
 def test_ctrl_c_ends_cleanly_and_resumes(tmp_path: Path, quickstart: Path) -> None:
     folder = tmp_path / "run"
     command = ("areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={folder}")
-    with started(*command, "steps=12", "eval.num_tasks=20") as process:
-        metrics = folder / "metrics.jsonl"
-        while not metrics.exists() or metrics.read_text().count('"kind":"step"') < 2:
-            assert process.poll() is None
-            time.sleep(0.2)
-        children = psutil.Process(process.pid).children(recursive=True)
+    with started(*command, "steps=12", "eval.num_tasks=20", "rollout.workers=2") as process:
+        until_step(process, folder, 2)
+        own = psutil.Process(process.pid)
+        assert sum("areal_agent.rollout.worker" in child.cmdline() for child in own.children()) == 2
+        children = own.children(recursive=True)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     assert f"--resume {folder}" in out
     assert not psutil.wait_procs(children, timeout=60)[1]
     assert summary_of(folder)["status"] == "interrupted"
-    assert os.path.isdir(summary_of(folder)["checkpoint"])
+    checkpoint = latest_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None and str(checkpoint.path) == summary_of(folder)["checkpoint"]
+    assert checkpoint.step == step_rows(read_metrics(folder / "metrics.jsonl"))[-1]["step"]
 
     done = run("areal_agent.train", "--resume", str(folder), "steps=4")
     assert done.returncode == 0, done.stderr

@@ -177,19 +177,20 @@ async def test_a_trainer_that_dies_ends_the_run_with_its_last_lines(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_servers", [1, 2])
-async def test_engines_that_die_are_started_again(tmp_path: Path, small_model: Path, num_servers: int) -> None:
-    engine = {"num_servers": num_servers, "max_running_requests": 8, "max_context_tokens": 256, "wait_s": 1e4}
+async def test_engines_that_die_are_started_again(tmp_path: Path, small_model: Path) -> None:
+    engine = {"num_servers": 2, "max_running_requests": 8, "max_context_tokens": 256, "wait_s": 1e4}
     async with Run(config(tmp_path, small_model, engine=engine), workflow=solve) as run:
         await train(run, 1)
-        killed = run.source.process_ids()
-        assert len(killed) == num_servers
-        for process_id in killed.values():
-            os.kill(process_id, signal.SIGKILL)
-        await train(run, 3)
-        assert run.source.process_ids() != killed
+        for num_killed in (1, 2):
+            before = set(run.source.process_ids().values())
+            assert len(before) == 2
+            killed = set(sorted(before)[:num_killed])
+            for process_id in killed:
+                os.kill(process_id, signal.SIGKILL)
+            while len(alive := set(run.source.process_ids().values())) < 2 or killed & alive:
+                await train(run, run.step + 1)
         await end(run)
-    assert [row["step"] for row in proved_rows(run)] == [1, 2, 3]
+    assert len(proved_rows(run)) == run.step > 2
 
 
 @pytest.mark.slow
@@ -257,19 +258,23 @@ def test_greedy_rollouts_cannot_be_trained(tmp_path: Path, small_model: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transfer", ["disk", "distributed"])
-async def test_weights_go_another_way(transfer: str, tmp_path: Path, small_model: Path) -> None:
-    trainer = {"learning_rate": 1e-3, "transfer": transfer}
-    rows = await train_to_the_end(config(tmp_path, small_model, max_staleness=0, steps=3, trainer=trainer), 3)
+@pytest.mark.parametrize(
+    ("transfer", "engine"), [("disk", {"release_kv": True, "leave_gib": 0.25}), ("distributed", {})]
+)
+async def test_weights_go_another_way_and_keys_and_values_are_released(
+    transfer: str, engine: dict[str, object], tmp_path: Path, small_model: Path
+) -> None:
+    settings = config(
+        tmp_path,
+        small_model,
+        max_staleness=0,
+        steps=3,
+        engine={"max_running_requests": 16, "max_context_tokens": 256, **engine},
+        trainer={"learning_rate": 1e-3, "transfer": transfer},
+    )
+    rows = await train_to_the_end(settings, 3)
     assert all(row["trainer/logp_diff_fresh_max"] < 1e-4 for row in rows)
     assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith(f"areal_agent-{os.getpid()}-")]
-
-
-@pytest.mark.slow
-async def test_keys_and_values_are_released_while_the_trainer_trains(tmp_path: Path, small_model: Path) -> None:
-    engine = {"max_running_requests": 16, "max_context_tokens": 256, "release_kv": True, "leave_gib": 0.25}
-    rows = await train_to_the_end(config(tmp_path, small_model, steps=3, engine=engine), 3)
-    assert rows[0]["trainer/logp_diff_fresh_max"] < 1e-4
 
 
 class Memory:

@@ -210,6 +210,7 @@ async def play(task: Any, rollout: Any) -> float:
     return 1.0
 
 
+@pytest.mark.slow
 async def test_a_whole_run_learns_from_a_server(tmp_path, small_model):
     teacher = AutoModelForCausalLM.from_pretrained(small_model)
     torch.manual_seed(1)

@@ -1,19 +1,31 @@
-"""A real pool, a real sandbox, and a witness that tells without polling whether a program lives."""
+"""Real pools and sandboxes, and a witness that tells without polling whether a program lives.
+
+The tests of a module run in one loop and share a pool of each backend: they leave it as it was, or open their own.
+"""
 
 import asyncio
 import os
 import resource
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from areal_agent.errors import SandboxError
 from sandboxes import Pool, Sandbox, open_pool
 from sandboxes.containers.provider import DockerProvider
-from sandboxes.jail import try_jail
 
 PATIENCE_S = 20.0
+BACKENDS = ["subprocess", "jail", pytest.param("docker", marks=pytest.mark.slow)]
+"""Every backend, for what each implements in its own way."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if pytest_asyncio.is_async_test(item) and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
 
 
 class Arrival:
@@ -58,7 +70,7 @@ class Witness:
         await self.arrivals.put(Arrival(name, reader, writer))
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def witness() -> AsyncIterator[Witness]:
     witness = Witness()
     server = await asyncio.start_server(witness.greet, "127.0.0.1", 0)
@@ -69,58 +81,53 @@ async def witness() -> AsyncIterator[Witness]:
         writer.transport.abort()
 
 
-@pytest.fixture
-def require() -> Callable[[str], Awaitable[None]]:
-    """Skips the test where a backend truly cannot work."""
-
-    async def require(backend: str) -> None:
+@asynccontextmanager
+async def pool_of(backend: str, **options: int) -> AsyncIterator[Pool]:
+    """Open a pool, or skip the test where the backend truly cannot work."""
+    async with AsyncExitStack() as stack:
         try:
-            if backend == "jail":
-                await try_jail()
-            elif backend == "docker":
+            if backend == "docker":
                 await (await DockerProvider.start(needs_default_image=True)).close()
+            pool = await stack.enter_async_context(open_pool(backend=backend, wall_s=PATIENCE_S, **options))
         except SandboxError as error:
             pytest.skip(str(error))
-
-    return require
-
-
-@asynccontextmanager
-async def pool_of(backend: str, require: Callable[[str], Awaitable[None]]) -> AsyncIterator[Pool]:
-    await require(backend)
-    async with open_pool(backend=backend, wall_s=PATIENCE_S) as pool:
         yield pool
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool_at() -> AsyncIterator[Callable[[str], Awaitable[Pool]]]:
+    """The module's pool of a backend."""
+    pools: dict[str, Pool] = {}
+    async with AsyncExitStack() as stack:
+
+        async def pool_at(backend: str) -> Pool:
+            if backend not in pools:
+                pools[backend] = await stack.enter_async_context(pool_of(backend))
+            return pools[backend]
+
+        yield pool_at
 
 
 @pytest.fixture
 def backend() -> str:
-    """The backend of `pool` and `box`; modules for several backends have a fixture of their own."""
+    """The backend of `pool` and `box`, which a module changes or has as a parameter."""
     return "subprocess"
 
 
-@pytest.fixture
-async def pool(backend: str, require: Callable[[str], Awaitable[None]]) -> AsyncIterator[Pool]:
-    async with pool_of(backend, require) as pool:
-        yield pool
+@pytest_asyncio.fixture(loop_scope="module")
+async def pool(backend: str, pool_at: Callable[[str], Awaitable[Pool]]) -> Pool:
+    return await pool_at(backend)
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
+async def jails(pool_at: Callable[[str], Awaitable[Pool]]) -> Pool:
+    """For what is judged behind walls only."""
+    return await pool_at("jail")
+
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def box(pool: Pool) -> AsyncIterator[Sandbox]:
     async with pool.acquire() as box:
-        yield box
-
-
-@pytest.fixture
-async def jails(require: Callable[[str], Awaitable[None]]) -> AsyncIterator[Pool]:
-    """For what is judged behind walls only."""
-    async with pool_of("jail", require) as pool:
-        yield pool
-
-
-@pytest.fixture(params=["subprocess", "jail", pytest.param("docker", marks=pytest.mark.slow)])
-async def any_box(request: pytest.FixtureRequest, require: Callable[[str], Awaitable[None]]) -> AsyncIterator[Sandbox]:
-    """A sandbox of every backend, for what each implements in its own way."""
-    async with pool_of(request.param, require) as pool, pool.acquire() as box:
         yield box
 
 

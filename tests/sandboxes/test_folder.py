@@ -1,10 +1,9 @@
 """The working directory.
 
-1. Bytes round-trip, folders are made on the way; 2. odd names round-trip; 3. a path that leads out is refused, for
-reading and writing; 4. a missing file is FileNotFoundError; 5. symlinks are not followed, in the last place or before
-it; 6. a file longer than the limit is not read; 7. writing replaces what a program planted; 8. the folder is private;
-9. whatever programs leave is removed: deep, locked, odd, linked outside; 10. sandboxes do not share a folder. (Reading
-a FIFO and the like is row 11 of the hostile suite.)
+1. Bytes round-trip, folders are made on the way; 2. a path that leads out is refused, for reading and writing; 3. a
+missing file is FileNotFoundError; 4. a file longer than the limit is not read; 5. writing replaces what a program
+planted; 6. the folder is private; 7. whatever programs leave is removed: deep, locked, odd, linked outside; 8.
+sandboxes do not share a folder. (Odd names, links and FIFOs are rows 10, 11 and 13 of the hostile suite.)
 """
 
 import os
@@ -21,68 +20,58 @@ from sandboxes.agent.wire import pack
 from sandboxes.folder import of_agent
 from sandboxes.owner import PREFIX, own_tag
 from sandboxes.subprocess import reap_folders
+from tests.sandboxes.conftest import BACKENDS
+
+in_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 async def path_of(box: Sandbox) -> Path:
     return Path((await box.exec_python("import os; print(os.getcwd(), end='')")).stdout.decode())
 
 
-async def test_bytes_round_trip(any_box: Sandbox) -> None:
+@in_every_backend
+async def test_bytes_round_trip(box: Sandbox) -> None:
     data = bytes(range(256)) * 5_000
-    await any_box.write("a/b/c.bin", data)
-    assert await any_box.read("a/b/c.bin") == data
-    assert (await any_box.exec(["wc", "-c", "a/b/c.bin"])).stdout.split()[0] == b"1280000"
+    await box.write("a/b/c.bin", data)
+    assert await box.read("a/b/c.bin") == data
+    assert (await box.exec(["wc", "-c", "a/b/c.bin"])).stdout.split()[0] == b"1280000"
 
 
-@pytest.mark.parametrize("name", ["new\nline", "-rf", "ünï", " ", "*", "\udcff"])
-async def test_odd_names_round_trip(box: Sandbox, name: str) -> None:
-    await box.write(name, b"x")
-    assert await box.read(name) == b"x"
-
-
-async def test_path_that_leads_out(any_box: Sandbox) -> None:
+@in_every_backend
+async def test_path_that_leads_out(box: Sandbox) -> None:
     for path in ("../x", "a/../../x", "/etc/hostname", "", ".", "a\0b"):
         with pytest.raises(PermissionError, match="give a path in the working directory"):
-            await any_box.read(path)
-        with pytest.raises(PermissionError, match="give a path in the working directory"):
-            await any_box.write(path, b"")
-
-
-async def test_missing_file(any_box: Sandbox) -> None:
-    with pytest.raises(FileNotFoundError):
-        await any_box.read("answer.txt")
-
-
-async def test_symlinks_are_not_followed(box: Sandbox, tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("host bytes")
-    await box.exec(["ln", "-s", str(tmp_path / "secret"), "answer.txt"])
-    await box.exec(["ln", "-s", str(tmp_path), "folder"])
-    for path in ("answer.txt", "folder/secret"):
-        with pytest.raises(OSError, match=r"symbolic links|Not a directory"):
             await box.read(path)
-    with pytest.raises(NotADirectoryError):
-        await box.write("folder/new", b"x")
-    assert os.listdir(tmp_path) == ["secret"]
+        with pytest.raises(PermissionError, match="give a path in the working directory"):
+            await box.write(path, b"")
 
 
-async def test_file_longer_than_the_limit(any_box: Sandbox) -> None:
-    max_bytes = any_box.limits.file_bytes
-    ample = replace(any_box.limits, file_bytes=2 * max_bytes)
-    await any_box.exec(["sh", "-c", f"truncate -s {max_bytes} fits; truncate -s {max_bytes + 1} long"], limits=ample)
-    assert len(await any_box.read("fits")) == max_bytes
-    with pytest.raises(OSError, match=r"longer than Limits\.file_bytes|too large"):
-        await any_box.read("long")
-
-
-async def test_writing_replaces_what_was_planted(any_box: Sandbox) -> None:
-    await any_box.exec(["sh", "-c", "mkdir target; ln -s target/x link; mkfifo fifo; ln -s target folder"])
-    for name in ("link", "fifo"):
-        await any_box.write(name, b"mine")
-        assert await any_box.read(name) == b"mine"
-    with pytest.raises(NotADirectoryError):
-        await any_box.write("folder/x", b"mine")
+@in_every_backend
+async def test_missing_file(box: Sandbox) -> None:
     with pytest.raises(FileNotFoundError):
-        await any_box.read("target/x")
+        await box.read("answer.txt")
+
+
+@in_every_backend
+async def test_file_longer_than_the_limit(box: Sandbox) -> None:
+    max_bytes = box.limits.file_bytes
+    ample = replace(box.limits, file_bytes=2 * max_bytes)
+    await box.exec(["sh", "-c", f"truncate -s {max_bytes} fits; truncate -s {max_bytes + 1} long"], limits=ample)
+    assert len(await box.read("fits")) == max_bytes
+    with pytest.raises(OSError, match=r"longer than Limits\.file_bytes|too large"):
+        await box.read("long")
+
+
+@in_every_backend
+async def test_writing_replaces_what_was_planted(box: Sandbox) -> None:
+    await box.exec(["sh", "-c", "mkdir target; ln -s target/x link; mkfifo fifo; ln -s target folder"])
+    for name in ("link", "fifo"):
+        await box.write(name, b"mine")
+        assert await box.read(name) == b"mine"
+    with pytest.raises(NotADirectoryError):
+        await box.write("folder/x", b"mine")
+    with pytest.raises(FileNotFoundError):
+        await box.read("target/x")
 
 
 async def test_folder_is_private(box: Sandbox) -> None:

@@ -19,9 +19,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import pytest_asyncio
 from aiohttp import web
 
-from sandboxes import Pool, Sandbox, open_pool
+from sandboxes import Pool, Sandbox
+from tests.sandboxes.conftest import BACKENDS
+
+in_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 ASK = """
 import http.client, json, sys
@@ -38,7 +42,6 @@ class Gateway:
     """What gateways are to a program: it tells what it was asked."""
 
     def __init__(self) -> None:
-        self.num_given_up = 0
         self.url = ""
         self.is_waiting, self.has_given_up = asyncio.Event(), asyncio.Event()
 
@@ -53,7 +56,6 @@ class Gateway:
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
-                self.num_given_up += 1
                 self.has_given_up.set()
                 raise
         if request.path != "/v1/stream":
@@ -67,7 +69,7 @@ class Gateway:
         return response
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def gateway() -> AsyncIterator[Gateway]:
     gateway = Gateway()
     runner = web.ServerRunner(web.Server(gateway.answer, handler_cancellation=True), shutdown_timeout=0.1)
@@ -77,13 +79,6 @@ async def gateway() -> AsyncIterator[Gateway]:
     gateway.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
     yield gateway
     await runner.cleanup()
-
-
-@pytest.fixture(params=["subprocess", "jail", pytest.param("docker", marks=pytest.mark.slow)])
-async def any_pool(request: pytest.FixtureRequest, require) -> AsyncIterator[Pool]:
-    await require(request.param)
-    async with open_pool(backend=request.param, wall_s=30.0) as pool:
-        yield pool
 
 
 def session(gateway: Gateway, key: str = "own") -> SimpleNamespace:
@@ -96,8 +91,9 @@ async def ask(box: Sandbox, url: str, *asked: tuple[str, str]) -> list[str]:
     return result.stdout.decode().splitlines()
 
 
-async def test_own_session_alone(any_pool: Pool, gateway: Gateway) -> None:
-    async with any_pool.acquire() as box, any_pool.acquire() as other:
+@in_every_backend
+async def test_own_session_alone(pool: Pool, gateway: Gateway) -> None:
+    async with pool.acquire() as box, pool.acquire() as other:
         url, other_url = await box.expose_gateway(session(gateway)), await other.expose_gateway(session(gateway, "two"))
         [first, *refused] = await ask(
             box, url, ("/v1/chat/completions?a=%2F", "x" * 3_000_000), ("/rl/set_reward", ""), ("/v1/../rl/end", ""),
@@ -115,7 +111,8 @@ async def test_own_session_alone(any_pool: Pool, gateway: Gateway) -> None:
         assert "Bearer two" in (await ask(other, other_url, ("/v1/models", "")))[0]
 
 
-async def test_streams_come_as_they_are_made(any_pool: Pool, gateway: Gateway) -> None:
+@in_every_backend
+async def test_streams_come_as_they_are_made(pool: Pool, gateway: Gateway) -> None:
     source = """
 import time, urllib.request
 answer = urllib.request.build_opener(urllib.request.ProxyHandler({})).open(URL + "/stream", b"")
@@ -125,7 +122,7 @@ while line := answer.readline():
     print(line)
 print(times[-1] - times[0] > 0.05, answer.headers["Content-Type"])
 """
-    async with any_pool.acquire() as box:
+    async with pool.acquire() as box:
         url = await box.expose_gateway(session(gateway))
         result = await box.exec_python(source.replace("URL", repr(url)))
         assert result.stdout.endswith(b"True text/event-stream\n"), result
@@ -134,14 +131,14 @@ print(times[-1] - times[0] > 0.05, answer.headers["Content-Type"])
         assert all('"num_bytes": 100000' in lines[0] for lines in await asyncio.gather(*calls))
 
 
-async def test_what_is_given_up(any_pool: Pool, gateway: Gateway) -> None:
-    async with any_pool.acquire() as box:
+@in_every_backend
+async def test_what_is_given_up(pool: Pool, gateway: Gateway) -> None:
+    async with pool.acquire() as box:
         url = await box.expose_gateway(session(gateway))
         call = asyncio.create_task(ask(box, url, ("/v1/never", "")))
-        await asyncio.sleep(1.0)
+        await gateway.is_waiting.wait()
         call.cancel()
-        await asyncio.sleep(1.0)
-        assert gateway.num_given_up == 1
+        await gateway.has_given_up.wait()
         gone = SimpleNamespace(base_url="http://127.0.0.1:9/v1", api_key="own")
         [line] = await ask(box, await box.expose_gateway(gone), ("/v1/models", ""))
         assert line.startswith("502 ")
@@ -161,8 +158,9 @@ with socket.create_connection(("127.0.0.1", int(URL.split(":")[2].split("/")[0])
 """
 
 
-async def test_a_body_that_is_not_read(any_pool: Pool, gateway: Gateway) -> None:
-    async with asyncio.timeout(30), any_pool.acquire() as box:
+@in_every_backend
+async def test_a_body_that_is_not_read(pool: Pool, gateway: Gateway) -> None:
+    async with asyncio.timeout(30), pool.acquire() as box:
         url = await box.expose_gateway(session(gateway))
         upload = await box.spawn_python(UPLOAD.replace("URL", repr(url)))
         assert await anext(upload.stdout) == b"nobody reads\n"
@@ -181,7 +179,8 @@ for sent in {sent!r}:
 """
 
 
-async def test_what_is_not_http(any_pool: Pool, gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
+@in_every_backend
+async def test_what_is_not_http(pool: Pool, gateway: Gateway, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     host, long = b" HTTP/1.1\r\nHost: x\r\n", b"Content-Length: 2000000\r\n"
     sent = (
@@ -192,7 +191,7 @@ async def test_what_is_not_http(any_pool: Pool, gateway: Gateway, caplog: pytest
         b"GET /v1/gone" + host + b"\r\n",
         b"POST /v1/models" + host + long + b"Expect: 100-continue\r\n\r\n",
     )
-    async with any_pool.acquire() as box:
+    async with pool.acquire() as box:
         url = await box.expose_gateway(session(gateway))
         result = await box.exec_python(RAW.format(url=url, sent=sent))
     statuses = [line.split(" ")[1] for line in result.stdout.decode().splitlines()]

@@ -18,9 +18,11 @@ import contextlib
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 
 from areal_agent.errors import SandboxError
 from sandboxes import Isolation, Limits, Pool, SandboxSpec, Status, jail, open_pool
@@ -29,14 +31,22 @@ from sandboxes.cgroups import hierarchies_here
 from sandboxes.conformance.harm import processes_left
 from sandboxes.jail import Zygote
 from sandboxes.owner import PREFIX, own_tag
+from tests.sandboxes.conftest import PATIENCE_S, pool_of
 
 GONE = "the sandbox is gone"
 
 
-@pytest.fixture
-async def backend(require) -> str:
-    await require("jail")
+@pytest_asyncio.fixture(loop_scope="module")
+async def backend(pool_at) -> str:
+    await pool_at("jail")  # or the test is skipped
     return "jail"
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def own_pool(backend: str) -> AsyncIterator[Pool]:
+    """For a test that harms it, or looks at its processes."""
+    async with pool_of(backend) as pool:
+        yield pool
 
 
 def groups_of(tag: str) -> list[Path]:
@@ -57,7 +67,7 @@ def children() -> set[int]:
 
 
 async def test_closing_the_pool_leaves_nothing(backend: str) -> None:
-    before = children()
+    before, groups_before = children(), groups_of(own_tag())
     async with open_pool(backend=backend, wall_s=20.0) as pool, pool.acquire() as box:
         assert (await box.exec_python("print(1)")).is_ok
         assert children() > before
@@ -67,7 +77,7 @@ async def test_closing_the_pool_leaves_nothing(backend: str) -> None:
         with pytest.raises(SandboxError):
             await call
     assert children() == before
-    assert groups_of(own_tag()) == []
+    assert groups_of(own_tag()) == groups_before
 
 
 async def test_no_descriptor_stays_open(backend: str) -> None:
@@ -121,9 +131,6 @@ async def test_killed_host_leaves_nothing(backend: str) -> None:
     assert groups_of(tag) == []
 
 
-PATIENCE_S = 20.0
-
-
 def is_process(pid: int) -> bool:
     return os.path.exists(f"/proc/{pid}")
 
@@ -144,9 +151,9 @@ def relays(zygote: int) -> list[int]:
 
 
 @pytest.mark.parametrize("is_first_process", [False, True])
-async def test_killed_jail_fails_its_calls_and_is_gone_and_no_other(pool: Pool, is_first_process: bool) -> None:
+async def test_killed_jail_fails_its_calls_and_is_gone_and_no_other(own_pool: Pool, is_first_process: bool) -> None:
     before = children()
-    async with pool.acquire() as box, pool.acquire() as other:
+    async with own_pool.acquire() as box, own_pool.acquire() as other:
         await box.write("file", b"x")
         [zygote] = children() - before
         [relay] = relays(zygote)
@@ -167,28 +174,28 @@ async def test_killed_jail_fails_its_calls_and_is_gone_and_no_other(pool: Pool, 
 
 @pytest.mark.parametrize("is_behind_the_walls", [False, True])
 async def test_killed_zygote_takes_its_jails_along_and_another_takes_its_place(
-    pool: Pool, is_behind_the_walls: bool
+    own_pool: Pool, is_behind_the_walls: bool
 ) -> None:
     before = children()
-    await pool.warm(num_cells=3)
-    async with pool.acquire() as box:
+    await own_pool.warm(num_cells=3)
+    async with own_pool.acquire() as box:
         await box.exec_python("")
         [zygote] = children() - before
         all_relays = relays(zygote)
         os.kill(children_of(zygote)[0] if is_behind_the_walls else zygote, signal.SIGKILL)
         with pytest.raises(SandboxError, match=GONE):
             await box.exec_python("import time; time.sleep(1000)")
-        async with pool.acquire() as next_box:  # and none of the dead stock
+        async with own_pool.acquire() as next_box:  # and none of the dead stock
             assert (await next_box.exec_python("")).is_ok
     assert not any(map(is_process, all_relays))
 
 
-async def test_jail_that_dies_for_want_of_memory_is_its_programs_failure(pool: Pool) -> None:
-    if "memory of many processes together" in pool.capabilities().cannot_stop:
+async def test_jail_that_dies_for_want_of_memory_is_its_programs_failure(own_pool: Pool) -> None:
+    if "memory of many processes together" in own_pool.capabilities().cannot_stop:
         pytest.skip("no control groups here")
     before = children()
     small = Limits(wall_s=PATIENCE_S, memory_bytes=2**25)
-    async with pool.acquire(SandboxSpec(limits=small)) as box:
+    async with own_pool.acquire(SandboxSpec(limits=small)) as box:
         await box.exec_python("hoard = b'x' * 2**28")
         [zygote] = children() - before
         call = asyncio.create_task(box.exec_python("import time; time.sleep(1000)"))
@@ -201,9 +208,9 @@ async def test_jail_that_dies_for_want_of_memory_is_its_programs_failure(pool: P
 
 
 @pytest.mark.slow
-async def test_jail_that_does_not_answer_is_killed_and_no_other(pool: Pool) -> None:
+async def test_jail_that_does_not_answer_is_killed_and_no_other(own_pool: Pool) -> None:
     before = children()
-    async with pool.acquire() as box, pool.acquire() as other:
+    async with own_pool.acquire() as box, own_pool.acquire() as other:
         await box.exec_python("")
         [zygote] = children() - before
         [relay] = relays(zygote)
@@ -216,11 +223,11 @@ async def test_jail_that_does_not_answer_is_killed_and_no_other(pool: Pool) -> N
         assert (await other.exec_python("")).is_ok
 
 
-async def test_zygote_that_does_not_answer_is_replaced(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_zygote_that_does_not_answer_is_replaced(own_pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jail, "START_TIMEOUT_S", 0.5)
     monkeypatch.setattr(jail, "STOP_TIMEOUT_S", 0.5)
     before = children()
-    async with pool.acquire() as box, pool.acquire() as late:
+    async with own_pool.acquire() as box, own_pool.acquire() as late:
         await box.exec_python("")
         [zygote] = children() - before
         [behind_the_walls] = children_of(zygote)
@@ -228,15 +235,15 @@ async def test_zygote_that_does_not_answer_is_replaced(pool: Pool, monkeypatch: 
         with pytest.raises(SandboxError, match=r"did not start within 0\.5 s"):
             await late.exec_python("")
         assert (await box.exec_python("")).is_ok  # what it has forked lives on
-        async with pool.acquire() as another:
+        async with own_pool.acquire() as another:
             assert (await another.exec_python("")).is_ok
-    await pool.close()
+    await own_pool.close()
     assert children() <= before
 
 
-async def test_jails_of_one_zygote_have_working_directories_of_their_own(pool: Pool) -> None:
+async def test_jails_of_one_zygote_have_working_directories_of_their_own(own_pool: Pool) -> None:
     before = children()
-    async with pool.acquire(SandboxSpec(workdir="/first/of/all")) as box, pool.acquire() as other:
+    async with own_pool.acquire(SandboxSpec(workdir="/first/of/all")) as box, own_pool.acquire() as other:
         assert (await box.exec(["sh", "-c", "pwd; mkdir /first/x /x; ls -A /work; ls -A"])).stdout == b"/first/of/all\n"
         assert (await other.exec(["sh", "-c", "pwd; mkdir /work/../x; ls -d /first"])).stdout == b"/work\n"
         assert len(children() - before) == 1

@@ -12,10 +12,12 @@ be imported by them, and not by the program; 13. a program cannot have its tests
 it defines a name as, by very many names, by very long answers; 14. limits hold for the program.
 """
 
+from collections.abc import Iterable
+
 import pytest
 
 from sandboxes import Limits, Pool
-from sandboxes.judge import Outcome, UnitTests, Verdict, grade
+from sandboxes.judge import CaseVerdict, Outcome, UnitTests, Verdict, grade
 from sandboxes.judge.inside.stand_in import Program, StandIn
 
 STACK = """
@@ -86,12 +88,20 @@ def count(n):
 
 
 @pytest.fixture
-def pool(jails: Pool) -> Pool:
-    return jails
+def backend() -> str:
+    return "jail"
 
 
 async def judged(pool: Pool, code: str, tests: str, **options) -> Verdict:
     return await grade(code, UnitTests(files={"test_it.py": tests}), pool=pool, **options)
+
+
+async def judged_each(pool: Pool, code: str, tests: Iterable[str], **options) -> tuple[CaseVerdict, ...]:
+    """The verdicts on tests that are each in a file of their own."""
+    files = {f"test_{number}.py": test for number, test in enumerate(tests)}
+    verdict = await grade(code, UnitTests(files=files), pool=pool, **options)
+    assert len(verdict.cases) == len(files), verdict
+    return verdict.cases
 
 
 def outcomes(verdict: Verdict) -> dict[str, Outcome]:
@@ -129,26 +139,25 @@ def test_function():
     assert "3 != 4" in next(case.detail for case in verdict.cases if case.output == "test_wrong")
 
 
+async def test_plain_values_go_there_and_back(pool: Pool) -> None:
+    tests = r"""
+import pytest
+from solution import same
 @pytest.mark.parametrize(
     "value",
-    ["None", "[True, 1, 1.5, 'x\\n\\u20ac', b'\\xff']", "(1, (2,), [])", "{1, 2}", "frozenset({(1, 2)})", "10**300",
-     "{(1, 2): {'a': [None]}, 3: {}}", "complex(1, 2)", "float('inf')", "''"],
-)  # fmt: skip
-async def test_plain_values_go_there_and_back(pool: Pool, value: str) -> None:
-    tests = f"""
-from solution import same
-value = {value}
-def test_it():
+    [None, [True, 1, 1.5, "x\n\u20ac", b"\xff"], (1, (2,), []), {1, 2}, frozenset({(1, 2)}), 10**300,
+     {(1, 2): {"a": [None]}, 3: {}}, complex(1, 2), float("inf"), ""],
+)
+def test_it(value):
     got = same(value, key=value)
     assert got == [value, value] and [type(one) for one in got] == [type(value)] * 2
 """
     verdict = await judged(pool, "def same(value, *, key):\n    return [value, key]", tests)
-    assert verdict.is_passed, verdict
+    assert [case.is_passed for case in verdict.cases] == [True] * 10, verdict
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
+async def test_objects_of_the_program_serve(pool: Pool) -> None:
+    checks = [
         "s = Stack(1); s.push(2).push(3); assert [s.pop(), s.pop(), len(s)] == [3, 2, 1]",
         "assert list(Stack(1, 2)) == [1, 2] and 2 in Stack(1, 2) and 5 not in Stack(1, 2)",
         "s = Stack(1); assert s.name == 'stack'; s.name = 'other'; assert s.name == 'other' and s[0] == 1",
@@ -168,13 +177,10 @@ def test_it():
         "import unittest; unittest.TestCase().assertRaises(LookupError, Stack().pop)",
         "import unittest; unittest.TestCase().assertRaisesRegex(Empty, 'nothing', Stack().pop)",
         "import unittest; unittest.TestCase().assertRaises(TypeError, merged, 1, 2)",
-    ],
-)
-async def test_objects_of_the_program_serve(pool: Pool, check: str) -> None:
-    verdict = await judged(
-        pool, STACK, f"from solution import Deep, Empty, Stack, apply, count, merged\ndef test_it():\n    {check}"
-    )
-    assert verdict.is_passed, verdict
+    ]
+    imports = "from solution import Deep, Empty, Stack, apply, count, merged"
+    cases = await judged_each(pool, STACK, [f"{imports}\ndef test_it():\n    {check}" for check in checks])
+    assert [(check, case) for check, case in zip(checks, cases, strict=True) if not case.is_passed] == []
 
 
 async def test_each_test_fails_alone(pool: Pool) -> None:
@@ -182,8 +188,7 @@ async def test_each_test_fails_alone(pool: Pool) -> None:
 import os, time
 def act(how):
     if how == "dies": os._exit(0)
-    if how == "hangs":
-        while True: pass
+    if how == "hangs": time.sleep(1000)
     if how == "raises": raise SystemExit(0)
     return how
 """
@@ -193,7 +198,7 @@ def act(how):
         else f"def test_{how}():\n    assert act({how!r}) == {how!r}"
         for how in ("well", "dies", "fine", "hangs", "raises", "also")
     )
-    verdict = await judged(pool, code, f"from solution import act\n{tests}", limits=Limits(wall_s=2.0))
+    verdict = await judged(pool, code, f"from solution import act\n{tests}", limits=Limits(wall_s=1.0))
     assert outcomes(verdict) == {
         "test_well": Outcome.PASSED,
         "test_dies": Outcome.CRASHED,
@@ -225,7 +230,7 @@ def test_makes(): assert solution.Box().full()
         ("def (", Outcome.CRASHED),
         ("raise SystemExit(0)", Outcome.CRASHED),
         ("import os; os._exit(0)", Outcome.CRASHED),
-        ("while True: pass", Outcome.TIMEOUT),
+        ("import time; time.sleep(1000)", Outcome.TIMEOUT),
         ("def ad(a, b): return a + b", Outcome.CRASHED),
     ],
 )
@@ -258,33 +263,36 @@ async def test_tests_that_are_at_fault_are_refused(pool: Pool, tests: str, messa
         await judged(pool, "def add(a, b): return a + b", tests)
 
 
-@pytest.mark.parametrize(
-    ("test", "detail"),
-    [
-        ("@pytest.mark.xfail\ndef test_it(): assert f() == 2", "expected to fail"),
-        ("def test_it():\n  if f() == 1: pytest.xfail('no')", "expected to fail"),
-        ("@pytest.mark.skipif(hasattr(solution, 'f'), reason='no')\ndef test_it(): pass", "Skipped: no"),
-        ("def test_it():\n  if f() == 1: pytest.skip('no')", "Skipped: no"),
-        ("def test_it(): return f() == 2", "returns a bool"),
-        ("def test_it():\n  yield f() == 2", "not in tests"),
-        ("def run(): yield\ndef test_it(): return run()", "returns a generator"),
-        ("@pytest.fixture\nasync def fix(): assert f() == 2\ndef test_it(fix): pass", "async fixture"),
-        ("class T(unittest.TestCase):\n  async def test_it(self): assert f() == 2", "returns a coroutine"),
-        ("class T(unittest.TestCase):\n  @unittest.expectedFailure\n  def test_it(self): 1 / 0", "expected to fail"),
-        ("def test_it():\n  t = Thread(target=lambda: f() / 0); t.start(); t.join()", "Exception in thread"),
-        ("def test_it():\n  t = Thread(target=solution.leave); t.start(); t.join()", "Exception in thread"),
-        ("def test_it(): assert all(map(lambda n: solution.stop() == n, [1]))", "the program raised StopIteration"),
-        ("def test_it(monkeypatch): monkeypatch.setattr(solution.It, 'x', 1)", "sets 'x' in It"),
-        ("def test_it(monkeypatch): monkeypatch.setattr(solution, 'f', 1)", "sets 'f' in the program"),
-        ("def test_it(): solution.It(lambda: 1)", "no plain data"),
-        ("class Mine(solution.It): pass\ndef test_it(): pass", "derives a class"),
-    ],
-)
-async def test_a_test_that_decides_nothing_fails(pool: Pool, test: str, detail: str) -> None:
-    code = "def f(): return 1\ndef leave(): raise SystemExit\ndef stop(): raise StopIteration\nclass It: x = 0"
+async def test_a_test_that_decides_nothing_fails(pool: Pool) -> None:
+    told = {
+        "@pytest.mark.xfail\ndef test_it(): assert f() == 2": "expected to fail",
+        "def test_it():\n  if f() == 1: pytest.xfail('no')": "expected to fail",
+        "@pytest.mark.skipif(hasattr(solution, 'f'), reason='no')\ndef test_it(): pass": "Skipped: no",
+        "def test_it():\n  if f() == 1: pytest.skip('no')": "Skipped: no",
+        "def test_it(): return f() == 2": "returns a bool",
+        "def run(): yield\ndef test_it(): return run()": "returns a generator",
+        "@pytest.fixture\nasync def fix(): assert f() == 2\ndef test_it(fix): pass": "async fixture",
+        "class T(unittest.TestCase):\n  async def test_it(self): assert f() == 2": "returns a coroutine",
+        "class T(unittest.TestCase):\n  @unittest.expectedFailure\n  def test_it(self): 1 / 0": "expected to fail",
+        "def test_it():\n  t = Thread(target=lambda: f() / 0); t.start(); t.join()": "Exception in thread",
+        "def test_it():\n  t = Thread(target=solution.leave); t.start(); t.join()": "Exception in thread",
+        "def test_it(): assert all(map(lambda n: solution.stop() == n, [1]))": "the program raised StopIteration",
+        "def test_it(monkeypatch): monkeypatch.setattr(solution.It, 'x', 1)": "sets 'x' in It",
+        "def test_it(monkeypatch): monkeypatch.setattr(solution, 'f', 1)": "sets 'f' in the program",
+        "def test_it(): solution.It(lambda: 1)": "no plain data",
+    }
     imports = "import pytest, solution, unittest\nfrom solution import f\nfrom threading import Thread"
-    verdict = await judged(pool, code, f"{imports}\n{test}")
-    assert (verdict.reward, detail in verdict.cases[0].detail) == (0.0, True), verdict
+    code = "def f(): return 1\ndef leave(): raise SystemExit\ndef stop(): raise StopIteration\nclass It: x = 0"
+    cases = await judged_each(pool, code, [f"{imports}\n{test}" for test in told])
+    for test, case in zip(told, cases, strict=True):
+        assert (case.score, told[test] in case.detail) == (0.0, True), (test, case)
+    at_loading = {
+        "def test_it():\n  yield f() == 2": "not in tests",
+        "class Mine(solution.It): pass\ndef test_it(): pass": "derives a class",
+    }
+    for test, detail in at_loading.items():
+        verdict = await judged(pool, code, f"{imports}\n{test}")
+        assert (verdict.reward, detail in verdict.cases[0].detail) == (0.0, True), verdict
 
 
 def test_forged_ancestors_are_not_believed() -> None:
@@ -294,22 +302,19 @@ def test_forged_ancestors_are_not_believed() -> None:
     assert not issubclass(program.classes["C"], program.classes["B"])  # a real C would derive from A too
 
 
-@pytest.mark.parametrize(
-    ("check", "detail"),
-    [
-        ("a, b = Stack(1), Stack(1)\n    assert a == b", "compares an object"),
-        ("a, b = merged([], []), merged([], [])\n    assert [a] != [b]", "compares an object"),
-        ("assert merged([], []) < 3", "compares an object"),
-        ("assert merged([], []) + 3", "a value of its own"),
-        ("try: apply(Mock(), 1)\n    except BaseException: pass", "no plain data"),
-        ("solution.merged = 1", "sets 'merged' in the program"),
-    ],
-)
-async def test_a_test_that_has_the_program_judge_itself_fails(pool: Pool, check: str, detail: str) -> None:
+async def test_a_test_that_has_the_program_judge_itself_fails(pool: Pool) -> None:
+    told = {
+        "a, b = Stack(1), Stack(1)\n    assert a == b": "compares an object",
+        "a, b = merged([], []), merged([], [])\n    assert [a] != [b]": "compares an object",
+        "assert merged([], []) < 3": "compares an object",
+        "assert merged([], []) + 3": "a value of its own",
+        "try: apply(Mock(), 1)\n    except BaseException: pass": "no plain data",
+        "solution.merged = 1": "sets 'merged' in the program",
+    }
     imports = "import solution\nfrom solution import Stack, apply, merged\nfrom unittest.mock import Mock"
-    tests = f"{imports}\ndef test_it():\n    {check}"
-    verdict = await judged(pool, STACK, tests)
-    assert (verdict.reward, detail in verdict.cases[0].detail) == (0.0, True), verdict
+    cases = await judged_each(pool, STACK, [f"{imports}\ndef test_it():\n    {check}" for check in told])
+    for check, case in zip(told, cases, strict=True):
+        assert (case.score, told[check] in case.detail) == (0.0, True), (check, case)
 
 
 async def test_what_pytest_offers(pool: Pool) -> None:
@@ -428,42 +433,49 @@ async def test_other_languages_have_none(pool: Pool) -> None:
         await grade("", UnitTests(files={"test.py": ""}), pool=pool, language="c")
 
 
-@pytest.mark.parametrize(
-    "definition",
-    [
-        "class made(Exception): pass",
-        "class made: pass",
-        "def made(n): return object()",
-        "def made(n): return [[]] * 3_000_000",
-        "def made(n): raise type('\\ud800', (ValueError,), {})('\\ud800')",
-        "def made(n): raise SystemExit(0)",
-        "def made(n): raise ModuleNotFoundError('none')",
-        "made = 5",
-    ],
-)
-@pytest.mark.parametrize("indent", ["def test_it(): ", "value = "])
-async def test_a_program_cannot_have_its_tests_refused(pool: Pool, definition: str, indent: str) -> None:
-    """By defining a name as something else than they take it for."""
-    tests = f"import pytest\nfrom solution import made, used\n{indent}used(made, made(3)) == 4 or pytest.fail()\n"
+WRONG_KINDS = [
+    "class made(Exception): pass",
+    "class made: pass",
+    "def made(n): return object()",
+    "def made(n): return [[]] * 1_200_000",
+    "def made(n): raise type('\\ud800', (ValueError,), {})('\\ud800')",
+    "def made(n): raise SystemExit(0)",
+    "def made(n): raise ModuleNotFoundError('none')",
+    "made = 5",
+]
+"""Definitions of a name as something else than its tests take it for."""
+
+
+@pytest.mark.parametrize("definition", WRONG_KINDS)
+async def test_a_program_cannot_have_its_tests_refused_as_they_are_loaded(pool: Pool, definition: str) -> None:
+    tests = "import pytest\nfrom solution import made, used\nvalue = used(made, made(3)) == 4 or pytest.fail()\n"
     verdict = await judged(pool, f"{definition}\ndef used(a, b): return 3", tests)
     assert verdict.reward == 0.0
     assert [case.detail.encode() for case in verdict.cases]
 
 
-@pytest.mark.parametrize(
-    ("body", "outcomes"),
-    [
-        ("bytearray(2**28)", (Outcome.MEMORY, Outcome.WRONG)),  # by the kernel, or by MemoryError
-        ("os.write(2, b'x' * 2**15)", (Outcome.OUTPUT_LIMIT,)),
-        ("open('big', 'wb').write(bytes(2**22))", (Outcome.DISK,)),
-    ],
-)
-async def test_limits_hold_for_the_program(pool: Pool, body: str, outcomes: tuple[Outcome, ...]) -> None:
-    tests = "from solution import act\ndef test_it():\n    act()"
+async def test_a_program_cannot_have_its_tests_refused_as_they_run(pool: Pool) -> None:
+    names = [f"made{number}" for number in range(len(WRONG_KINDS))]
+    code = "\n".join(definition.replace("made", name) for name, definition in zip(names, WRONG_KINDS, strict=True))
+    tests = (f"from solution import {name}, used\ndef test_it(): assert used({name}, {name}(3)) == 4" for name in names)
+    cases = await judged_each(pool, f"{code}\ndef used(a, b): return 3", tests)
+    assert [(case.score, bool(case.detail.encode())) for case in cases] == [(0.0, True)] * len(names), cases
+
+
+async def test_limits_hold_for_the_program(pool: Pool) -> None:
+    code = """
+import os
+def hoard(): bytearray(2**28); return 1
+def talk(): os.write(2, b'x' * 2**15); return 1
+def fill(): open('big', 'wb').write(bytes(2**22)); return 1
+"""
+    acts = ("hoard", "talk", "fill")
+    tests = "import solution\n" + "\n".join(f"def test_{act}(): assert solution.{act}() == 1" for act in acts)
     limits = Limits(wall_s=10.0, memory_bytes=2**26, file_bytes=2**20, output_bytes=2**14)
-    assert (await judged(pool, f"import os\ndef act(): {body}; return 1", tests)).reward == 1.0
-    verdict = await judged(pool, f"import os\ndef act(): {body}; return 1", tests, limits=limits)
-    assert verdict.cases[0].outcome in outcomes, verdict
+    assert (await judged(pool, code, tests)).reward == 1.0
+    hoarded, talked, filled = (case.outcome for case in (await judged(pool, code, tests, limits=limits)).cases)
+    assert hoarded in (Outcome.MEMORY, Outcome.WRONG)  # by the kernel, or by MemoryError
+    assert (talked, filled) == (Outcome.OUTPUT_LIMIT, Outcome.DISK)
 
 
 async def test_a_program_of_too_many_names_fails(pool: Pool) -> None:

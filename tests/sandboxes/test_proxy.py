@@ -11,8 +11,9 @@ import ipaddress
 from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 
-from sandboxes import Network, Pool, SandboxSpec, open_pool
+from sandboxes import Network, Pool, SandboxSpec
 from sandboxes.proxy import is_own, is_public
 
 FETCH = """
@@ -32,13 +33,11 @@ print(answer.decode())
 
 
 @pytest.fixture
-async def pool(require) -> AsyncIterator[Pool]:
-    await require("jail")
-    async with open_pool(backend="jail", wall_s=20.0) as pool:
-        yield pool
+def backend() -> str:
+    return "jail"
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def port() -> AsyncIterator[int]:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")

@@ -19,10 +19,13 @@ import pytest
 
 from sandboxes.agent import wire
 from sandboxes.agent.wire import HEADER, NUM_DESCRIPTORS, ORDER, REPORT, Ask, Order, Report, Tell
+from sandboxes.link import PACKAGE
 
 PATIENCE_S = 60.0
 RELAY = """
-import socket, sys
+import socket, sys, types
+package = sys.modules["sandboxes"] = types.ModuleType("sandboxes")  # without its imports, as in a sandbox
+package.__path__ = [sys.argv[2]]
 from sandboxes.agent.relay import Relay
 Relay(0, 1, socket.socket(fileno=int(sys.argv[1]))).serve(bytes(2))
 """
@@ -82,9 +85,8 @@ def stage() -> Iterator[Stage]:
     host, relays_host = socket.socketpair()
     forker, relays_forker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     descriptor = relays_forker.fileno()
-    process = subprocess.Popen(
-        [sys.executable, "-c", RELAY, str(descriptor)], stdin=relays_host, stdout=relays_host, pass_fds=[descriptor]
-    )
+    command = [sys.executable, "-I", "-S", "-c", RELAY, str(descriptor), str(PACKAGE)]
+    process = subprocess.Popen(command, stdin=relays_host, stdout=relays_host, pass_fds=[descriptor])
     relays_host.close()
     relays_forker.close()
     stage = Stage(host, forker, process)

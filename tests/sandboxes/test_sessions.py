@@ -21,6 +21,7 @@ import pytest
 
 from areal_agent.errors import SandboxError
 from sandboxes import Limits, Pool, Sandbox, Status
+from tests.sandboxes.conftest import BACKENDS
 
 SET_UP = """
 text='a  b'; list=(1 '2 3'); declare -A map=([k]=v); export E=e
@@ -31,9 +32,7 @@ ENDINGS = (("x=2; echo '$?=0'; exit 7", 7), ("x=3; false", 1), ("set -e; x=5; fa
 ECHO = "import sys\nfor line in sys.stdin: print('got', line, end='', flush=True)\nexit(4)"
 
 
-@pytest.fixture(params=["subprocess", "jail", pytest.param("docker", marks=pytest.mark.slow)])
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
+pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 
 
 async def test_spawned_program_answers_while_it_runs(box: Sandbox) -> None:

@@ -17,8 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.errors import SandboxError
-from sandboxes import Limits, Network, Pool, Sandbox, SandboxSpec, open_pool
+from sandboxes import Limits, Network, Pool, Sandbox, SandboxSpec
 from sandboxes.folder import Entry, entries_of, pack
+from tests.sandboxes.conftest import BACKENDS
+
+in_every_backend = pytest.mark.parametrize("backend", BACKENDS)
 
 
 async def test_set_up_runs_once_with_the_files(pool: Pool) -> None:
@@ -46,15 +49,13 @@ async def test_environment_is_every_programs(pool: Pool) -> None:
             assert result.stdout == b"me\n"
 
 
-async def test_working_directory_of_a_jail(require) -> None:
-    await require("jail")
-    async with open_pool(backend="jail", wall_s=60.0) as pool:
-        async with pool.acquire(SandboxSpec(workdir="/srv/app", files={"here": b""})) as box:
-            assert (await box.exec(["sh", "-c", "pwd; ls; echo $HOME"])).stdout == b"/srv/app\nhere\n/srv/app\n"
-        for workdir in ("/", "/usr/x", "app", "/a/../b", "/tmp/x", "/a//b"):
-            with pytest.raises(SandboxError, match="give an absolute path that is not the system's"):
-                async with pool.acquire(SandboxSpec(workdir=workdir)):
-                    pass
+async def test_working_directory_of_a_jail(jails: Pool) -> None:
+    async with jails.acquire(SandboxSpec(workdir="/srv/app", files={"here": b""})) as box:
+        assert (await box.exec(["sh", "-c", "pwd; ls; echo $HOME"])).stdout == b"/srv/app\nhere\n/srv/app\n"
+    for workdir in ("/", "/usr/x", "app", "/a/../b", "/tmp/x", "/a//b"):
+        with pytest.raises(SandboxError, match="give an absolute path that is not the system's"):
+            async with jails.acquire(SandboxSpec(workdir=workdir)):
+                pass
 
 
 @pytest.mark.parametrize(
@@ -74,14 +75,15 @@ async def test_what_a_backend_cannot_give_is_refused(pool: Pool, asked: dict[str
             pass
 
 
-async def test_folder_goes_in_and_out(any_box: Sandbox, tmp_path: Path) -> None:
+@in_every_backend
+async def test_folder_goes_in_and_out(box: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "hello").write_text("#!/bin/sh\necho hello")
     (tmp_path / "bin" / "hello").chmod(0o755)
     (tmp_path / "empty").mkdir()
-    await any_box.upload(tmp_path, "in/there")
-    assert (await any_box.exec(["./hello"], cwd="in/there/bin")).stdout == b"hello\n"
-    entries = entries_of(await any_box.download("in"))
+    await box.upload(tmp_path, "in/there")
+    assert (await box.exec(["./hello"], cwd="in/there/bin")).stdout == b"hello\n"
+    entries = entries_of(await box.download("in"))
     assert [(entry.path, entry.is_executable) for entry in entries] == [
         ("there", False),
         ("there/bin", False),
@@ -90,10 +92,11 @@ async def test_folder_goes_in_and_out(any_box: Sandbox, tmp_path: Path) -> None:
     ]
 
 
-async def test_tar_goes_in(any_box: Sandbox) -> None:
-    await any_box.write("a/old", b"1")
-    await any_box.upload(pack([Entry(path="a/new", data=b"2"), Entry(path="a/old", data=b"3")]))
-    assert [await any_box.read(path) for path in ("a/new", "a/old")] == [b"2", b"3"]
+@in_every_backend
+async def test_tar_goes_in(box: Sandbox) -> None:
+    await box.write("a/old", b"1")
+    await box.upload(pack([Entry(path="a/new", data=b"2"), Entry(path="a/old", data=b"3")]))
+    assert [await box.read(path) for path in ("a/new", "a/old")] == [b"2", b"3"]
 
 
 async def test_folder_with_a_link_is_not_taken(box: Sandbox, tmp_path: Path) -> None:
@@ -102,15 +105,16 @@ async def test_folder_with_a_link_is_not_taken(box: Sandbox, tmp_path: Path) -> 
         await box.upload(tmp_path)
 
 
-async def test_download_is_bounded(any_box: Sandbox) -> None:
+@in_every_backend
+async def test_download_is_bounded(box: Sandbox) -> None:
     make = "mkdir d; head -c 5000 /dev/zero > d/zeros; ln -s /etc/passwd d/link; mkfifo d/fifo"
-    await any_box.exec(["sh", "-c", make])
-    with tarfile.open(fileobj=io.BytesIO(await any_box.download("d"))) as tar:
+    await box.exec(["sh", "-c", make])
+    with tarfile.open(fileobj=io.BytesIO(await box.download("d"))) as tar:
         assert tar.getnames() == ["zeros"]
     with pytest.raises(OSError, match=r"more than max_bytes, 5000|too large"):
-        await any_box.download("d", max_bytes=5000)
+        await box.download("d", max_bytes=5000)
     with pytest.raises(OSError, match=r"symbolic|Not a directory"):
-        await any_box.download("d/link")
+        await box.download("d/link")
 
 
 @pytest.mark.parametrize("name", ["disk_bytes", "inodes"])

@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 
 import pytest
+import pytest_asyncio
 
 from areal_agent.errors import SandboxError
 from sandboxes import Limits, Sandbox, SandboxSpec
@@ -67,7 +68,7 @@ def provider() -> StubProvider:
     return StubProvider()
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def stock(provider: StubProvider):
     stock = Stock(provider, max_idle=2, idle_s=1000.0, refill_pause_s=0.0)
     yield stock
@@ -199,9 +200,7 @@ async def test_a_cell_for_a_closed_sandbox_is_closed() -> None:
     assert cell.is_closed
 
 
-async def test_what_sandboxes_fail_is_counted_and_warned_of(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_what_sandboxes_fail_is_counted_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     async def take(_spec: CellSpec) -> StubCell:
         raise SandboxError("no more cells")
 

@@ -27,7 +27,7 @@ from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE
 from sandboxes.folder import Entry, pack
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 PATIENCE_S = 120.0
 OF_NO_USE = ("usr/include", "usr/share", "usr/lib/gcc", "var", "boot")

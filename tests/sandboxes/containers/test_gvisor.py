@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, suppress
 
 import pytest
+import pytest_asyncio
 
 from areal_agent.errors import SandboxError
 from sandboxes import Sandbox, SandboxSpec, Status, open_pool
@@ -15,7 +16,7 @@ from sandboxes.containers.engine import Engine
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def box(engine: Engine) -> AsyncIterator[Sandbox]:
     async with open_pool(backend="docker", wall_s=30.0) as pool, AsyncExitStack() as stack:
         try:

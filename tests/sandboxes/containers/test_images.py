@@ -25,8 +25,6 @@ from sandboxes.containers.images import DEFAULT_IMAGE, MAX_WAITING_STEPS, BuildB
 from sandboxes.containers.provider import DockerProvider
 from sandboxes.spec import CellSpec, Limits, Program
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
 PATIENT = Limits(wall_s=30.0)
 MANY_PROCESSES = """\
 for i in $(seq 300); do cat /sys/fs/cgroup/pids.max /sys/fs/cgroup/pids/pids.max 2> /dev/null | grep -qx 50 && break; \
@@ -110,8 +108,8 @@ async def test_bounds_are_the_builders(engine: Engine) -> None:
 
 
 async def test_build_that_lasts_too_long(engine: Engine) -> None:
-    with pytest.raises(SandboxError, match="within 3 s"):
-        await build_image(dockerfile=f"FROM {DEFAULT_IMAGE}\nRUN sleep 1000\n", bounds=BuildBounds(wall_s=3.0))
+    with pytest.raises(SandboxError, match="within 1 s"):
+        await build_image(dockerfile=f"FROM {DEFAULT_IMAGE}\nRUN sleep 1000\n", bounds=BuildBounds(wall_s=1.0))
 
 
 async def test_build_ends_with_its_client(engine: Engine) -> None:

@@ -7,14 +7,11 @@ harm the tunnel; 4. without a network there is no tunnel.
 import asyncio
 from collections.abc import AsyncIterator
 
-import pytest
 import pytest_asyncio
 
 from sandboxes.cell import ContainerCell
 from sandboxes.containers.provider import DockerProvider
 from sandboxes.spec import CellSpec, Limits, Network, Program, Status
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PATIENT = Limits(wall_s=60.0, output_bytes=2**20)
 FETCH = """

@@ -15,8 +15,6 @@ from sandboxes.cell import ContainerCell
 from sandboxes.link import CHUNK_BYTES
 from sandboxes.spec import ExecResult, Limits, Program, Status
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
 PATIENT = Limits(wall_s=30.0)
 PATIENCE_S = 60.0
 

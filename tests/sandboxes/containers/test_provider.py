@@ -23,8 +23,6 @@ from sandboxes.containers.provider import DockerProvider
 from sandboxes.owner import own_tag
 from sandboxes.spec import CellSpec, Limits, Program
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
 PATIENT = Limits(wall_s=30.0)
 SPEC = CellSpec(limits=PATIENT)
 GONE_WITHIN_S = 30.0

@@ -16,8 +16,6 @@ from sandboxes.containers.provider import DockerProvider
 from sandboxes.folder import Entry
 from sandboxes.spec import CellSpec, Limits, Program, Status
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
 PATIENT = Limits(wall_s=60.0)
 IMAGES = {
     "minimal": f"FROM {DEFAULT_IMAGE}\nRUN rm -r /usr/lib/python3.*/ctypes /usr/lib/python3.*/lib-dynload/_ctypes.*\n",

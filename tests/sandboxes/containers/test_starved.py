@@ -11,7 +11,7 @@ import pytest
 from sandboxes.containers.provider import DockerProvider
 from sandboxes.spec import CellSpec, Limits, Program, Status
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 NUM_PROGRAMS = 1000
 STARVED = Limits(wall_s=60.0, cpus=0.1, pids=32)

@@ -20,7 +20,7 @@ from sandboxes import Pool, Sandbox, SandboxSpec, Status, open_pool
 from sandboxes.containers.engine import Engine
 from sandboxes.tasks.harbor import HarborTask, TaskVerdict, judge_solution, main
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.slow
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

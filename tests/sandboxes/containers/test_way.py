@@ -22,8 +22,6 @@ from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE, build_image
 from sandboxes.containers.way import DIAL
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
 
 @pytest_asyncio.fixture(params=["tcp", "ssh"], loop_scope="module")
 async def host(
