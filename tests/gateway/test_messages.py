@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -378,7 +378,6 @@ MESSAGES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(messages=st.lists(MESSAGES, max_size=3))
 def test_any_blocks_are_read_or_refused(renderer: Renderer, messages: list[Any]) -> None:
     with contextlib.suppress(RequestError):

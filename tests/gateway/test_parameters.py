@@ -10,7 +10,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.errors import RequestError
@@ -325,7 +325,6 @@ bodies = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(body=bodies)
 def test_any_json_is_checked_or_refused(renderer: Renderer, body: dict[str, Any]) -> None:
     for read in (

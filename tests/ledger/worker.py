@@ -16,7 +16,7 @@ from pathlib import Path
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.types import Drop
-from tests.ledger.conftest import Make
+from tests.ledger.make import Make
 
 
 def tell(text: str) -> None:

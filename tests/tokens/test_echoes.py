@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.tokens.forest import Forest, Prompt, Reply
@@ -112,7 +112,6 @@ def in_another_way(answer: JsonObject, stop_text: str, habits: Sequence[bool]) -
 
 
 @pytest.mark.parametrize("name", ["qwen25", "qwen3", "llama3", "mistral", "deepseek", "deepseek_r1"])
-@settings(max_examples=40, deadline=None)
 @given(turns=turns, data=st.data())
 def test_any_mix_of_habits_continues_the_same_answers(
     families: dict[str, Renderer], name: str, turns: Any, data: st.DataObject

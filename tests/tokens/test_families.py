@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.tokens.forest import Forest, Prompt, Reply
@@ -150,7 +150,6 @@ words = st.text(alphabet="abc xyz", min_size=1, max_size=9).map(lambda text: "a"
 turns = st.lists(st.tuples(texts, words, st.booleans(), st.booleans()), min_size=1, max_size=16)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(NAMES),
     system=st.none() | words,
@@ -239,7 +238,6 @@ def test_a_tool_loop_keeps_its_thinking_until_the_next_question(families: dict[s
     assert "hm" not in chat.renderer.text_of(prompt.path(), has_ended=False)
 
 
-@settings(max_examples=25, deadline=None)
 @given(name=st.sampled_from(THINKING), turns=turns)
 def test_each_sampled_token_is_in_the_loss_once(
     families: dict[str, Renderer], name: str, turns: list[tuple[str, str, bool, bool]]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.tokens.forest import Forest, Prompt, Reply
@@ -168,7 +168,6 @@ def trajectory_of(turns: list[Turn]) -> Trajectory:
     return histories.trajectory("s", (), 1.0, turns=tuple(turns))
 
 
-@settings(max_examples=150, deadline=None)
 @given(steps=steps)
 def test_what_is_trained_is_what_was_sampled(renderer: Renderer, steps: Any) -> None:
     agent = play(renderer, steps)
@@ -192,7 +191,6 @@ def test_what_is_trained_is_what_was_sampled(renderer: Renderer, steps: Any) -> 
     assert sorted(trained) == sorted(sampled)  # each log-probability is given to one sampled token only
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     contents=st.lists(st.tuples(texts, texts), min_size=1, max_size=5),
     system=texts,
@@ -217,7 +215,6 @@ tool_calls = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(steps=st.lists(st.tuples(moves, words, st.lists(tool_calls, max_size=2), st.booleans()), min_size=1, max_size=7))
 def test_canonical_histories_have_the_templates_own_ids(
     renderer: Renderer, steps: list[tuple[tuple[int, str, str], str, list[ToolCall], bool]]
@@ -232,7 +229,6 @@ def test_canonical_histories_have_the_templates_own_ids(
         assert list(agent.prompts[-1].path()) == rendered + renderer.ids_of(opening)
 
 
-@settings(max_examples=200, deadline=None)
 @given(role=st.sampled_from(["user", "tool"]), pieces=st.lists(texts, max_size=5))
 def test_text_never_becomes_a_special_token(renderer: Renderer, role: str, pieces: list[str]) -> None:
     content = "".join(pieces)
