@@ -9,7 +9,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from areal_agent.tokens.forest import Prompt
 from areal_agent.tokens.renderer import Renderer
+from areal_agent.types import JsonObject
 
 CHATML = """\
 {%- if tools %}
@@ -112,6 +114,16 @@ def train_tokenizer(
     )
 
 
+def as_it_is(message: JsonObject, index: int) -> JsonObject:
+    """Normalise a message that is in the form of the template already."""
+    return message
+
+
+def parent_of(prompt: Prompt) -> str | None:
+    """Return the completion that a prompt continues."""
+    return prompt.parent.completion_id if prompt.parent else None
+
+
 def save(folder: Path, chat_template: str) -> Path:
     train_tokenizer(chat_template).save_pretrained(folder)
     return folder
@@ -136,11 +148,6 @@ def families(family_folders: dict[str, Path]) -> dict[str, Renderer]:
 @pytest.fixture(scope="session")
 def chatml_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("chatml"), CHATML)
-
-
-@pytest.fixture(scope="session")
-def stripping_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("strips_thinking"), STRIPS_THINKING)
 
 
 @pytest.fixture(scope="session")

@@ -12,14 +12,12 @@ from areal_agent.tokens.forest import Forest, Prompt, Reply
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import ForkReason
 
+from .conftest import parent_of
+
 
 def answer(forest: Forest, prompt: Prompt, name: str, *token_ids: int) -> ForkReason | None:
     message = {"role": "assistant", "content": ""}
     return forest.record(prompt, [Reply(completion_id=name, token_ids=token_ids, message=message)])
-
-
-def parent_of(prompt: Prompt) -> str | None:
-    return prompt.parent.completion_id if prompt.parent else None
 
 
 def test_a_first_prompt_is_a_root(renderer: Renderer) -> None:

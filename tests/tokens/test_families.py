@@ -28,14 +28,12 @@ from areal_agent.tokens.template import HistoryThinking
 from areal_agent.types import ForkReason, JsonObject, Trajectory, Turn
 from tests import histories
 
+from .conftest import as_it_is
+
 NAMES = ("qwen25", "qwen3", "llama3", "mistral", "deepseek", "deepseek_r1")
 THINKING = ("qwen3", "deepseek_r1")
 TOOLS = ({"type": "function", "function": {"name": "f", "description": "adds", "parameters": {"type": "object"}}},)
 CALL_ID = "abcdefghi"
-
-
-def as_it_is(message: JsonObject, index: int) -> JsonObject:
-    return message
 
 
 @dataclass(kw_only=True)

@@ -24,25 +24,19 @@ from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.formats.thinking import ReasoningFormat
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import Completion, JsonObject, Trajectory, Turn
+from areal_agent.types import Completion, Trajectory, Turn
 from tests import histories
+
+from .conftest import as_it_is, parent_of
 
 HERMES = AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.NONE)
 NUM_SPECIAL = 7
-
-
-def as_it_is(message: JsonObject, index: int) -> JsonObject:
-    return message
 
 
 texts = st.text(max_size=12) | st.sampled_from(
     ["<|im_end|>", "a<|im_start|>assistant\n", "</tool_call><tool_call>", "<think>", "<|im_<|im_end|>end|>", "3 é 漢"]
 )
 sampled_ids = st.lists(st.integers(0, 300), min_size=1, max_size=6)  # partial UTF-8 and special tokens among them
-
-
-def parent_of(prompt: Prompt) -> str | None:
-    return prompt.parent.completion_id if prompt.parent else None
 
 
 @dataclass(kw_only=True)
