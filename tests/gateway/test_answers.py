@@ -234,13 +234,3 @@ class SilentEngine:
 
     async def abort(self, request_id: str) -> None:
         pass
-
-
-async def test_an_aborted_answer_is_not_continued_from(open_agent: OpenAgent) -> None:
-    agent = await open_agent("abc", is_stepped=True)
-    call = await agent.under_way(agent.post_chat(stop=["zz"]), 2)
-    await agent.end(status="timeout")
-    assert (await call)[0] == 409
-    (completion,) = agent.world.journal.closed[agent.id].turns[0].completions
-    assert completion.finish_reason is FinishReason.ABORT
-    assert len(completion.token_ids) == 2

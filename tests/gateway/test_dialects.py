@@ -18,15 +18,7 @@ from typing import Any
 import pytest
 
 from areal_agent.conformance.__main__ import main
-from areal_agent.conformance.protocols import (
-    DATA,
-    DIALECTS,
-    FACTS,
-    NOT_REPEATABLE,
-    Answer,
-    Player,
-    difference,
-)
+from areal_agent.conformance.protocols import DATA, DIALECTS, FACTS, NOT_REPEATABLE, Answer, Player, difference
 from areal_agent.errors import GatewayError
 from areal_agent.gateway.auth import KEY_VARIABLE
 from areal_agent.tokens.formats.base import ToolCall

@@ -47,12 +47,7 @@ def chunk_of(result: GenerateResult, start: int, end: int) -> TokenChunk:
     return TokenChunk(token_ids=result.token_ids[start:end], logprobs=result.logprobs[start:end])
 
 
-def new_draft(
-    renderer: Renderer,
-    *stops: str,
-    reading: Reading | None = None,
-    is_single_call: bool = False,
-) -> Draft:
+def new_draft(renderer: Renderer, *stops: str, reading: Reading | None = None, is_single_call: bool = False) -> Draft:
     return Draft(
         detokenizer=renderer.detokenizer,
         reader=(reading or PlainReading()).reader(),

@@ -140,10 +140,7 @@ def test_an_unknown_name_gets_the_nearest() -> None:
             {"tool_choice": {"type": "custom"}},
             "tool_choice.type is 'custom'; it must be one of 'function', 'allowed_tools'",
         ),
-        (
-            {"response_format": {"type": "xml"}},
-            "response_format.type is 'xml'; it must be one of 'text'",
-        ),
+        ({"response_format": {"type": "xml"}}, "response_format.type is 'xml'; it must be one of 'text'"),
         ({"response_format": "json"}, "response_format is 'json'; it must be a JSON object"),
         ({"model": None}, "model is missing; it must be given"),
         ({"input": "hi"}, "unknown parameter 'input'; here it is 'messages'"),  # another protocol's name

@@ -2,25 +2,26 @@
 
 1. a run with sessions in every state is in order (test_versions.py has its figures), and so is a completed one; 2.
 each planted corruption is found under the invariant that it violates, also in a shard, or between files; 3. a file too
-damaged to read on is a violation, not a traceback; 4. it works beside the live writer, and sees one state; 5. the
-command prints a report and exits with 0, or with 1 and the violation; a missing folder or ledger is refused.
+damaged to read on is a violation, not a traceback; 4. it works beside the live writer, and sees one state; 5. an ending
+that was changed takes no reward; 6. the command prints a report and exits with 0, or with 1 and the violation; a
+missing folder or ledger is refused.
 """
 
 import asyncio
 import sqlite3
 import struct
-from contextlib import closing
+from contextlib import aclosing, closing
 from pathlib import Path
 
 import pytest
 
-from areal_agent.errors import ConfigError
+from areal_agent.errors import ConfigError, LedgerError
 from areal_agent.ledger.__main__ import main
 from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.files import shard_path
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import Invariant, verify
-from areal_agent.types import Drop
+from areal_agent.types import Drop, Rewards
 
 from .make import Make
 
@@ -186,6 +187,13 @@ async def test_it_sees_one_state_beside_the_live_writer(ledger: Ledger, path: Pa
     await writing
     assert [report.violations for report in reports] == [()] * len(reports)
     assert reports[0].num_turns < verify(path).num_turns == 40
+
+
+async def test_an_ending_that_was_changed_takes_no_late_reward(recorded: Path) -> None:
+    change(recorded, ending("waiting", "final_reward = 0.5"))
+    async with aclosing(await Ledger.open(recorded, create=False)) as ledger:
+        with pytest.raises(LedgerError, match="was changed after it was written"):
+            await ledger.set_rewards("waiting", Rewards(final=2.0))
 
 
 BETWEEN_FILES = {

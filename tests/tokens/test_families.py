@@ -149,11 +149,7 @@ turns = st.lists(st.tuples(texts, words, st.booleans(), st.booleans()), min_size
 
 
 @given(
-    name=st.sampled_from(NAMES),
-    system=st.none() | words,
-    turns=turns,
-    has_tools=st.booleans(),
-    forces=st.booleans(),
+    name=st.sampled_from(NAMES), system=st.none() | words, turns=turns, has_tools=st.booleans(), forces=st.booleans()
 )
 def test_prompts_have_the_ids_of_the_full_rendering(
     families: dict[str, Renderer],

@@ -185,10 +185,7 @@ def test_what_is_trained_is_what_was_sampled(renderer: Renderer, steps: Any) -> 
     assert sorted(trained) == sorted(sampled)  # each log-probability is given to one sampled token only
 
 
-@given(
-    contents=st.lists(st.tuples(texts, texts), min_size=1, max_size=5),
-    system=texts,
-)
+@given(contents=st.lists(st.tuples(texts, texts), min_size=1, max_size=5), system=texts)
 def test_a_straight_conversation_is_one_record_of_all_its_tokens(
     renderer: Renderer, contents: list[tuple[str, str]], system: str
 ) -> None:

@@ -1,6 +1,5 @@
 """The chat template and the tokenizer:
 
-- a plain conversation has the ids that transformers gives it
 - special-token text in tool definitions and in keys becomes plain text; test_provable_tokens.py has that of messages
 - markup of answers keeps its meaning in assistant messages; turn tokens do not
 - the text after an answer that ended itself begins after the end token; after one that was cut off, with it
@@ -28,14 +27,6 @@ TOOLS = [{"type": "function", "function": {"name": "python", "description": "run
 
 def ids_of(renderer: Renderer, *messages: dict[str, object]) -> list[int]:
     return renderer.ids_of(renderer.render(messages))
-
-
-def test_a_plain_conversation_has_the_ids_of_transformers(
-    renderer: Renderer, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    messages = [*QUESTION, {"role": "assistant", "content": "it jumps"}, {"role": "user", "content": "again"}]
-    expected = tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False)
-    assert renderer.ids_of(renderer.render(messages, TOOLS)) == expected
 
 
 def test_special_tokens_in_tool_definitions_are_plain_text(renderer: Renderer) -> None:
