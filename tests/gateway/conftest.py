@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,8 +15,10 @@ from transformers import PreTrainedTokenizerFast
 
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
+from areal_agent.ledger.ledger import Ledger
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import SessionRecord, Trajectory, Turn
+from tests.histories import open_ledger
 
 ADMIN_KEY = "sk-admin"
 VOCAB_SIZE = 300
@@ -144,6 +147,11 @@ class Agent:
     async def end(self, **body: Any) -> tuple[int, Any]:
         return await self.world.call("/rl/end_session", body, key=self.key)
 
+    def prompt(self, index: int = -1) -> str:
+        """Return the text of a prompt that the engine was given."""
+        engine, renderer = self.world.engine, self.world.renderer
+        return renderer.text_of(engine.requests[index].input_ids, has_ended=False)
+
     @property
     def turns(self) -> list[Turn]:
         """Return the turns that the journal has of it."""
@@ -181,6 +189,12 @@ def thinking_renderer(backend: Tokenizer) -> Renderer:
 
 def new_renderer(backend: Tokenizer, template: str) -> Renderer:
     return Renderer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template))
+
+
+@pytest.fixture
+async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
+    async with open_ledger(tmp_path) as ledger:
+        yield ledger
 
 
 OpenWorld = Callable[..., Awaitable[World]]

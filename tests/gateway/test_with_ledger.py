@@ -3,28 +3,19 @@
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 from areal_agent.tokens.records import token_records
 from areal_agent.types import FinishReason, ForkReason, Status
-from tests.histories import open_ledger
 
 from .conftest import OpenWorld
 
 CALL = '<tool_call>{"name": "f", "arguments": {"n": 1180591620717411303424}}</tool_call><|im_end|>'
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
-
-
-@pytest.fixture
-async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
-    async with open_ledger(tmp_path) as ledger:
-        yield ledger
 
 
 async def test_a_session_reads_back_as_it_was(open_world: OpenWorld, ledger: Ledger, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@
   every model family and with parallel samples, and the audit finds no difference (property)
 - numbers are equal by value: `1.0` is 1, but 1 is not true, and beyond 2**53 a float is no integer
 - the text beside calls may be left out but not changed, and tells parallel samples apart where it is repeated
-- the stop text may be added again, but no other text
+- an answer that sampled the stop text itself is another; tests/gateway/test_echoes.py adds stop texts again
 - a conversation with numbers is still recognised as sent: its history is not read again
 """
 
@@ -198,15 +198,6 @@ def test_text_beside_a_call_that_nobody_sampled_counts(talk: Talk) -> None:
     talk.answer(talk.ask(QUESTION, other, QUESTION), said("yes"))
     parents = [parent_of(talk.ask(QUESTION, one, QUESTION, said("yes"), QUESTION)) for one in (example, other)]
     assert parents == ["c1", "c2"]
-
-
-@pytest.mark.parametrize(
-    ("content", "is_same"),
-    [("a\n", True), (f"a\n{STOP}", True), (f"a{STOP}\n", True), (f"a\n{STOP}{STOP}", False), ("a\n</tool>", False)],
-)
-def test_the_stop_text_may_be_added_again(talk: Talk, content: str, *, is_same: bool) -> None:
-    talk.answer(talk.ask(QUESTION), said("a\n"), stop_text=STOP)
-    assert (talk.continued(said(content)) == "c1") is is_same
 
 
 def test_an_answer_that_sampled_the_stop_text_itself_is_another(talk: Talk) -> None:
