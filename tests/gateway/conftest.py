@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 from openai import AsyncOpenAI
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.engine.fake import FakeEngine
@@ -19,6 +19,7 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import SessionRecord, Trajectory, Turn
 from tests.histories import open_ledger
+from tests.tokens.conftest import byte_level
 
 ADMIN_KEY = "sk-admin"
 VOCAB_SIZE = 300
@@ -160,18 +161,9 @@ class Agent:
 
 @pytest.fixture(scope="session")
 def backend() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special_tokens = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=special_tokens,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["user assistant tool system name arguments python hello world"] * 8, trainer)
-    return tokenizer
+    special = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
+    words = "user assistant tool system name arguments python hello world"
+    return byte_level([words], vocab_size=VOCAB_SIZE, special=special)
 
 
 @pytest.fixture(scope="session")

@@ -136,9 +136,7 @@ def through(stops: list[str], pieces: list[str]) -> tuple[str, str]:
     stops=st.lists(st.text("ab", min_size=1, max_size=3), max_size=3),
     pieces=st.lists(st.text("abc", max_size=3), max_size=6),
 )
-def test_the_first_stop_text_to_be_complete_ends_the_text(
-    stops: list[str], pieces: list[str]
-) -> None:
+def test_the_first_stop_text_to_be_complete_ends_the_text(stops: list[str], pieces: list[str]) -> None:
     text = "".join(pieces)
     assert through(stops, pieces) == through(stops, list(text))
     ends = [text.find(stop) + len(stop) for stop in stops if stop in text]

@@ -2,6 +2,7 @@
 for each model family that agents are trained with.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,19 +96,25 @@ FAMILIES = {
 }
 
 
-def train_tokenizer(
-    chat_template: str, family: Family = Family(special=SPECIAL_TOKENS, eos="<|im_end|>")
-) -> PreTrainedTokenizerFast:
+def byte_level(corpus: Iterable[str], *, vocab_size: int, special: Sequence[str]) -> Tokenizer:
+    """Train a byte-level tokenizer on a small corpus, whose lines are seen eight times."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=list(family.special),
+        vocab_size=vocab_size,
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([line for line in CORPUS for _ in range(8)], trainer)
+    tokenizer.train_from_iterator([line for line in corpus for _ in range(8)], trainer)
+    return tokenizer
+
+
+def train_tokenizer(
+    chat_template: str, family: Family = Family(special=SPECIAL_TOKENS, eos="<|im_end|>")
+) -> PreTrainedTokenizerFast:
+    tokenizer = byte_level(CORPUS, vocab_size=400, special=family.special)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in family.markup])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=family.bos, eos_token=family.eos, chat_template=chat_template
