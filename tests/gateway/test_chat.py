@@ -136,17 +136,6 @@ async def test_the_default_model_and_the_path_without_version(open_agent: OpenAg
     assert (await agent.world.call("/chat/completions", body, key=agent.key))[0] == 200
 
 
-async def test_another_model_does_not_exist(open_world: OpenWorld) -> None:
-    world = await open_world()
-    status, answer = await (await world.start()).post_chat(model="gpt-5")
-    assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
-
-
-async def test_models_are_listed(open_agent: OpenAgent) -> None:
-    agent = await open_agent()
-    assert [model.id async for model in agent.client.models.list()] == ["model"]
-
-
 async def test_derived_seeds_depend_on_the_place_alone(open_world: OpenWorld) -> None:
     world = await open_world(*["a<|im_end|>"] * 5)
     one, same, other = [await world.start(seed=seed) for seed in (5, 5, 6)]

@@ -115,7 +115,7 @@ async def test_models_have_aliases(open_world: OpenWorld) -> None:
     agent = await world.start(model_aliases=["mine"])
     assert {(await agent.post_chat(model=name))[0] for name in ("model", "default", "gpt-x", "mine")} == {200}
     status, answer = await agent.post_chat(model="other")
-    assert status == 404
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
     assert "'model' or 'default' or 'gpt-x'" in answer["error"]["message"]
     models = await agent.client.models.list()
     assert [one.id for one in models.data] == ["model", "gpt-x"]

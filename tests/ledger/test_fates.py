@@ -4,7 +4,7 @@
 leased or dropped; 3. a commit trains every lease up to its step, each by its own step, and no later one; committing
 twice changes nothing; 4. what is open, unknown, leased, trained or dropped cannot be leased or dropped, nor can
 anything in the same call; 5. no lease is for a step that a checkpoint holds; 6. notes hold values; 7. group numbers
-count on; 8. counts add up; 9. dropping twice for one reason is dropping once.
+count on. Counts are in test_shards.py; dropping twice is dropping once in tests/gateway/test_online.py.
 """
 
 import pytest
@@ -119,20 +119,3 @@ async def test_groups_of_which_nothing_completed_were_cut_off(ledger: Ledger, ma
         "left over": True,
         "stale": False,
     }
-
-
-async def test_counts_add_up(ledger: Ledger, make) -> None:
-    await prepared(ledger, make)
-    await make.closed(ledger.own, "e", purpose=SessionPurpose.EVAL)
-    counts = await ledger.ask(questions.counts)
-    assert (counts.num_open, counts.num_closed, counts.num_eval) == (1, 5, 1)
-    assert (counts.num_trained, counts.num_leased, counts.num_waiting) == (1, 1, 1)
-    assert counts.drops == {Drop.STALE: 1}
-    assert counts.statuses == {Status.COMPLETED: 5}
-
-
-async def test_dropping_twice_for_one_reason_is_dropping_once(ledger: Ledger, make) -> None:
-    await make.closed(ledger.own, "a", "b")
-    await ledger.drop({"a": Drop.STALE})
-    await ledger.drop({"a": Drop.STALE, "b": Drop.STALE})
-    assert (await ledger.ask(questions.counts)).drops == {Drop.STALE: 2}

@@ -2,8 +2,8 @@
 
 1. only its owner can read it and the files beside it; 2. a second live writer is refused, with the folder's name,
 also in another process. 3. A missing file, 4. an empty one, 5. another program's database, which is left alone, and 6.
-a file that is no database are refused with a remedy. 7. opening with `create` keeps existing data; 8. a closed ledger
-is one file.
+a file that is no database are refused with a remedy. That `create` keeps existing data: test_crash.py; that a closed
+ledger is one file: test_shards.py.
 """
 
 import asyncio
@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import LedgerError
-from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 
 
@@ -78,18 +77,3 @@ async def test_another_programs_database_is_refused_and_left_alone(path: Path) -
         with pytest.raises(LedgerError, match="is not a ledger of areal_agent"):
             await Ledger.open(path, create=True)
         assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("recipes",)]
-
-
-async def test_create_keeps_what_is_there(ledger: Ledger, path: Path, make) -> None:
-    await make.closed(ledger.own, "s")
-    await ledger.aclose()
-    again = await Ledger.open(path, create=True)
-    assert (await again.trajectory("s")).session_id == "s"
-    await again.aclose()
-
-
-async def test_a_closed_ledger_is_one_file(ledger: Ledger, path: Path, make) -> None:
-    await make.closed(ledger.own, "s")
-    await ledger.ask(questions.waiting)
-    await ledger.aclose()
-    assert {entry.name for entry in os.scandir(path.parent)} == {path.name, path.name + ".lock"}

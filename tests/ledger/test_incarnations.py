@@ -1,10 +1,10 @@
 """A restart settles what the previous process left.
 
-1. incarnations count from 0; 2. sessions that a dead process left open end as orphans, with their turns; 3. an orphan
-of an evaluation has no fate; 4. leases that the checkpoint covers are trained, although their commit was lost; 5.
-later ones wait and can be leased again; 6. existing fates stay; 7. a run that resumes from an earlier checkpoint than
-the newest trains the lost steps again; 8. a completed run that goes on is running again; 9. a standalone gateway
-returns the leases after a checkpoint without a restart (tests/gateway/test_online.py has what else it does).
+1. sessions that a dead process left open end as orphans, with their turns; 2. an orphan of an evaluation has no fate;
+3. leases that the checkpoint covers are trained, although their commit was lost; 4. later ones wait and can be leased
+again; 5. existing fates stay; 6. a run that resumes from an earlier checkpoint than the newest trains the lost steps
+again; 7. a completed run that goes on is running again; 8. a standalone gateway returns the leases after a checkpoint
+without a restart (tests/gateway/test_online.py has what else it does).
 """
 
 from pathlib import Path
@@ -28,13 +28,6 @@ def restart(ledger: Ledger, path: Path):
         return again, await again.begin_incarnation(checkpoint_step)
 
     return restart
-
-
-async def test_incarnations_count_from_0(path: Path) -> None:
-    ledger = await Ledger.open(path, create=True)
-    numbers = [(await ledger.begin_incarnation(0)).number for _ in range(3)]
-    await ledger.aclose()
-    assert numbers == [0, 1, 2]
 
 
 async def test_what_was_open_ends_as_an_orphan_with_its_turns(ledger: Ledger, make, restart) -> None:
