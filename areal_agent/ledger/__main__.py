@@ -24,7 +24,7 @@ MAX_SHOWN = 10  # violations printed per invariant
 UNPROVED = "cannot be proved for {:,} sessions of ledger version 2, which kept no digest of rewards"
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = Parser(
         prog="python -m areal_agent.ledger",
         description="verify: prove what a run's ledger promises: every token, every trajectory, exactly once. "
@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument(
         "--tokenizer", metavar="FOLDER", type=Path, help="export: the tokenizer (default: the one that the run used)"
     )
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     path = ledger_in(args.run_dir)
     if args.command == "export":
         return _export(path, args.parquet, args.tokenizer, is_forced=args.force)

@@ -88,15 +88,7 @@ ENVIRONMENTS = (
     ),
     Environment(
         name="openai-2",
-        frameworks=(
-            "smolagents",
-            "smolagents-tools",
-            "autogen",
-            "google-adk",
-            "instructor",
-            "strands",
-            "llama-index",
-        ),
+        frameworks=("smolagents", "smolagents-tools", "autogen", "google-adk", "instructor", "strands", "llama-index"),
         packages=(
             "openai==2.54.0",
             "smolagents[openai]==1.26.0",

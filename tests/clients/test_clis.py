@@ -87,13 +87,6 @@ REWRITING = ("deepseek_r1",)
 """Its template writes the second call of a conversation as if it belonged to the first answer."""
 
 
-@pytest.fixture
-async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-    yield ledger
-    await ledger.aclose()
-
-
 KEYS = ("Authorization", "x-api-key", "Content-Type")
 
 

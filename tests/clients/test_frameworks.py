@@ -1,5 +1,5 @@
-"""The workflows of docs/frameworks.md, each in a process and environment of its own, with a served gateway, a scripted
-engine and the real ledger:
+"""The workflows of docs/frameworks.md, each in a process and environment of its own (those of our openai in this
+process), with a served gateway, a scripted engine and the real ledger:
 
 - tool results come back, it gets the last answer, it makes as many chains as the page says, for the reasons said there,
   every sampled token is trained, and the ledger verifies
@@ -10,8 +10,8 @@ import asyncio
 import json
 import os
 import re
-import sys
-from collections.abc import AsyncIterator
+import runpy
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -19,10 +19,10 @@ import pytest
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 from areal_agent.tokens.records import token_records
-from tests.gateway.conftest import OpenAgent
-from tests.histories import open_ledger
+from tests.gateway.conftest import Agent, OpenAgent
 
 from .environments import ENVIRONMENTS, Environment
+from .play import Rollout
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "frameworks.md").read_text()
@@ -67,12 +67,7 @@ OTHER_RESULTS = {"instructor": RESULTS[:1]}  # only a wrong report is sent back
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
 
 
-@pytest.fixture
-async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
-    async with open_ledger(tmp_path) as ledger:
-        yield ledger
-
-
+Solve = Callable[[Path, Agent], Awaitable[str]]  # a workflow's file, solved for an agent; returns what it printed
 WORKFLOWS = [
     pytest.param(environment, name, id=name, marks=pytest.mark.full if environment.is_full else pytest.mark.slow)
     for environment in ENVIRONMENTS
@@ -86,28 +81,37 @@ async def test_a_workflow(
 ) -> None:
     if not environment.is_made:
         pytest.skip(f"there is no environment with {name}: tests/clients/run {name} makes it")
-    await play(name, environment.python, open_agent, ledger, tmp_path)
+
+    async def solve(workflow: Path, agent: Agent) -> str:
+        process = await asyncio.create_subprocess_exec(
+            *(environment.python, Path(__file__).with_name("play.py"), workflow, json.dumps(TASK)),
+            *(f"{agent.world.url}/v1", agent.key, "default"),
+            env=os.environ | OFFLINE,
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        output, _ = await process.communicate()
+        assert process.returncode == 0, output.decode()
+        return output.decode()
+
+    await play(name, solve, open_agent, ledger, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["openai", "openai-responses", "openai-by-id"])
 async def test_with_the_openai_installed_here(open_agent: OpenAgent, ledger: Ledger, tmp_path: Path, name: str) -> None:
-    await play(name, Path(sys.executable), open_agent, ledger, tmp_path)
+    async def solve(workflow: Path, agent: Agent) -> str:
+        rollout = Rollout(f"{agent.world.url}/v1", agent.key, "default")
+        return str(await runpy.run_path(str(workflow))["solve"](TASK, rollout))
+
+    await play(name, solve, open_agent, ledger, tmp_path)
 
 
-async def play(name: str, python: Path, open_agent: OpenAgent, ledger: Ledger, tmp_path: Path) -> None:
+async def play(name: str, solve: Solve, open_agent: OpenAgent, ledger: Ledger, tmp_path: Path) -> None:
     answers = OTHER_ANSWERS.get(name, ANSWERS)
     agent = await open_agent(*answers, journal=ledger.own, max_context_tokens=32000)
     workflow = tmp_path / "workflow.py"
     workflow.write_text(PROGRAMS[name])
-    process = await asyncio.create_subprocess_exec(
-        *(python, Path(__file__).with_name("play.py"), workflow, json.dumps(TASK)),
-        *(f"{agent.world.url}/v1", agent.key, "default"),
-        env=os.environ | OFFLINE,
-        cwd=tmp_path,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    output, _ = await process.communicate()
-    assert (process.returncode, output.decode().split()[-1:]) == (0, ["1.0"]), output.decode()
+    assert (await solve(workflow, agent)).split()[-1:] == ["1.0"]
     await agent.reward(reward=1)
     await agent.end()
     prompts = [agent.world.renderer.detokenizer.text_of(one.input_ids) for one in agent.world.engine.requests]

@@ -2,7 +2,6 @@
 
 10. filtering restores capacity; a resume gives no burst
 11. a weight transfer that fails or is corrupted leaves the old version serving
-12. a rewritten history forks
 13. an engine killed in the middle of a turn leaves token stream, log-probabilities and spans consistent
 14. a trainer killed at every commit point trains every rollout exactly once
 """
@@ -23,7 +22,7 @@ from areal_agent.ledger.verify import verify
 from areal_agent.rollout.producer import DynamicSampling
 from areal_agent.tokens.records import token_records
 from areal_agent.trainer.checkpoint import CommitPoint
-from areal_agent.types import DiskWeights, ForkReason, SharedMemoryWeights, WeightVersion
+from areal_agent.types import DiskWeights, SharedMemoryWeights, WeightVersion
 from areal_agent.weights.push import push
 from tests.histories import open_ledger
 from tests.resume.lives import Zygote, check_end, check_life
@@ -97,26 +96,6 @@ async def test_case_11_a_bad_transfer_leaves_the_old_version_serving(spoil, tiny
         after = await engine.generate(ask(1))
     assert {span.version for span in after.versions} == {NEW}
     assert after.logprobs != pytest.approx(before.logprobs, abs=1e-2)
-
-
-async def test_case_12_a_rewritten_history_forks(open_world) -> None:
-    world = await open_world("hello world<|im_end|>", "python<|im_end|>", "arguments<|im_end|>")
-    agent = await world.start()
-    asked = [{"role": "user", "content": "hello"}]
-    await agent.ask(asked)
-    rewritten = [*asked, {"role": "assistant", "content": "python"}, {"role": "user", "content": "name"}]
-    await agent.ask(rewritten)
-    kept = [*asked, {"role": "assistant", "content": "hello world"}, {"role": "user", "content": "name"}]
-    await agent.ask(kept)
-    await agent.reward(reward=1.0)
-    await agent.end()
-    assert [turn.fork_reason for turn in agent.turns] == [None, ForkReason.EDITED, None]
-    trajectory = world.journal.closed[agent.id]
-    sampled = [id_ for turn in agent.turns for one in turn.completions for id_ in one.token_ids]
-    records = token_records(trajectory)
-    assert len(records) == 2
-    trained = [id_ for one in records for id_ in one.token_ids[one.loss_mask].tolist()]
-    assert sorted(trained) == sorted(sampled)
 
 
 async def test_case_13_an_engine_killed_in_mid_turn_leaves_consistent_records(open_world, tmp_path: Path) -> None:

@@ -72,7 +72,9 @@ async def rolled(open_world: OpenWorld, tmp_path: Path) -> Rolled:
     return Rolled(trajectories=trajectories, last_requests=last_requests, batch=batch, ledger=path)
 
 
-async def test_it_is_one_sequence_and_trained_once(rolled: Rolled) -> None:
+async def test_it_is_one_sequence_that_is_read_and_trained_once(
+    rolled: Rolled, make_model: Callable[..., Path]
+) -> None:
     assert sorted(one.session_id for one in rolled.batch.records) == sorted(rolled.last_requests)
     for trajectory in rolled.trajectories:
         (record,) = [one for one in rolled.batch.records if one.session_id == trajectory.session_id]
@@ -84,9 +86,6 @@ async def test_it_is_one_sequence_and_trained_once(rolled: Rolled) -> None:
         assert trajectory.fate == Fate(trained_step=1)
     report = verify(rolled.ledger)
     assert report.is_ok, report
-
-
-async def test_a_step_reads_each_token_once(rolled: Rolled, make_model: Callable[..., Path]) -> None:
     lengths = [len(one.token_ids) for one in rolled.batch.records]
     rewards = {one.session_id: one.rewards.total for one in rolled.batch.trained}
     model = make_model(vocab_size=VOCAB_SIZE, max_position_embeddings=max(lengths))

@@ -4,18 +4,22 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from openai import AsyncOpenAI
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
+from areal_agent.ledger.ledger import Ledger
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import SessionRecord, Trajectory, Turn
+from tests.histories import open_ledger
+from tests.tokens.conftest import byte_level
 
 ADMIN_KEY = "sk-admin"
 VOCAB_SIZE = 300
@@ -144,6 +148,11 @@ class Agent:
     async def end(self, **body: Any) -> tuple[int, Any]:
         return await self.world.call("/rl/end_session", body, key=self.key)
 
+    def prompt(self, index: int = -1) -> str:
+        """Return the text of a prompt that the engine was given."""
+        engine, renderer = self.world.engine, self.world.renderer
+        return renderer.text_of(engine.requests[index].input_ids, has_ended=False)
+
     @property
     def turns(self) -> list[Turn]:
         """Return the turns that the journal has of it."""
@@ -152,18 +161,9 @@ class Agent:
 
 @pytest.fixture(scope="session")
 def backend() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    special_tokens = ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=special_tokens,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["user assistant tool system name arguments python hello world"] * 8, trainer)
-    return tokenizer
+    special = ("<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
+    words = "user assistant tool system name arguments python hello world"
+    return byte_level([words], vocab_size=VOCAB_SIZE, special=special)
 
 
 @pytest.fixture(scope="session")
@@ -181,6 +181,12 @@ def thinking_renderer(backend: Tokenizer) -> Renderer:
 
 def new_renderer(backend: Tokenizer, template: str) -> Renderer:
     return Renderer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", chat_template=template))
+
+
+@pytest.fixture
+async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
+    async with open_ledger(tmp_path) as ledger:
+        yield ledger
 
 
 OpenWorld = Callable[..., Awaitable[World]]

@@ -1,9 +1,10 @@
-"""Runs a gateway on a thread of its own, for synchronous clients. It is a helper, not a test."""
+"""Runs servers on threads of their own, for synchronous clients. It is a helper, not a test."""
 
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Protocol
 
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
@@ -35,24 +36,36 @@ def live_gateway(renderer: Renderer, journal: MemoryJournal) -> Iterator[tuple[s
         vocab_size=VOCAB_SIZE,
         limits=Limits(max_body_bytes=2**20),
     )
-    is_over = threading.Event()
-    urls: list[str] = []
-    is_up = threading.Event()
+    with on_a_thread(gateway.serve) as url:
+        yield url, gateway
+
+
+class Server(Protocol):
+    @property
+    def base_url(self) -> str: ...
+
+    async def aclose(self) -> None: ...
+
+
+@contextlib.contextmanager
+def on_a_thread(start: Callable[[], Awaitable[Server]]) -> Iterator[str]:
+    """Start a server on a thread of its own and return its address; close it when the block ends."""
+    is_over, is_up, urls = threading.Event(), threading.Event(), list[str]()
 
     async def serve() -> None:
-        served = await gateway.serve()
-        urls.append(served.base_url)
+        server = await start()
+        urls.append(server.base_url)
         is_up.set()
         try:
             await asyncio.to_thread(is_over.wait)
         finally:
-            await served.aclose()
+            await server.aclose()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
     try:
-        assert is_up.wait(120), "the gateway did not start"
-        yield urls[0], gateway
+        assert is_up.wait(120), "the server did not start"
+        yield urls[0]
     finally:
         is_over.set()
         thread.join()

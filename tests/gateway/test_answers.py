@@ -12,7 +12,6 @@
 """
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -21,7 +20,7 @@ from pydantic import BaseModel
 
 from areal_agent.engine.fake import fake_logprob
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import Distribution, FinishReason, GenerateRequest, GenerateResult, TokenChunk
+from areal_agent.types import Distribution
 
 from .conftest import QUESTION, OpenAgent, OpenWorld
 
@@ -218,29 +217,7 @@ async def test_images_are_refused_clearly(open_world: OpenWorld) -> None:
 
 
 async def test_an_answer_without_a_token(open_agent: OpenAgent) -> None:
-    agent = await open_agent(engine=SilentEngine())
+    agent = await open_agent(script=[[]])
     choice = (await agent.ask()).choices[0]
     assert (choice.message.content, choice.finish_reason) == ("", "stop")
     assert agent.turns[0].completions[0].token_ids == ()
-
-
-class SilentEngine:
-    """Stops before its first token."""
-
-    async def generate(
-        self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
-    ) -> GenerateResult:
-        return GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.STOP)
-
-    async def abort(self, request_id: str) -> None:
-        pass
-
-
-async def test_an_aborted_answer_is_not_continued_from(open_agent: OpenAgent) -> None:
-    agent = await open_agent("abc", is_stepped=True)
-    call = await agent.under_way(agent.post_chat(stop=["zz"]), 2)
-    await agent.end(status="timeout")
-    assert (await call)[0] == 409
-    (completion,) = agent.world.journal.closed[agent.id].turns[0].completions
-    assert completion.finish_reason is FinishReason.ABORT
-    assert len(completion.token_ids) == 2

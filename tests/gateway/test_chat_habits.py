@@ -26,17 +26,13 @@ READS_OPTIONS = (
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("a", "b")]
 
 
-def prompt(agent: Any, index: int = -1) -> str:
-    return agent.world.renderer.text_of(agent.world.engine.requests[index].input_ids, has_ended=False)
-
-
 async def test_options_reach_the_template(open_agent: OpenAgent, backend: Tokenizer) -> None:
     agent = await open_agent(*["a<|im_end|>"] * 2, model=new_renderer(backend, READS_OPTIONS))
     options = {"chat_template_kwargs": {"enable_thinking": False, "unread": 1}, "reasoning_effort": "low"}
     await agent.post_chat(**options)
-    assert prompt(agent).startswith("no thinking low<|im_start|>")
+    assert agent.prompt().startswith("no thinking low<|im_start|>")
     await agent.post_chat(reasoning_effort="none", verbosity="high")
-    assert prompt(agent).startswith("no thinking none<|im_start|>")
+    assert agent.prompt().startswith("no thinking none<|im_start|>")
 
 
 async def test_options_that_no_template_reads_change_nothing(open_agent: OpenAgent) -> None:
@@ -81,31 +77,24 @@ async def test_the_last_message_is_continued(
     reply = await agent.ask(messages, tools=TOOLS, stream=is_streamed, extra_body=extra)
     messages = [chunk.choices[0].delta async for chunk in reply] if is_streamed else [reply.choices[0].message]
     assert "".join(message.content or "" for message in messages) == said
-    assert prompt(agent).endswith("assistant\n" + given)
+    assert agent.prompt().endswith("assistant\n" + given)
     messages = [*QUESTION, {"role": "assistant", "content": given + said}, {"role": "user", "content": "y"}]
     await agent.ask(messages, tools=TOOLS)
     assert agent.turns[1].parent == agent.turns[0].completions[0].id
-    assert prompt(agent).startswith(prompt(agent, 0) + f"{said}<|im_end|>")
+    assert agent.prompt().startswith(agent.prompt(0) + f"{said}<|im_end|>")
 
 
-@pytest.mark.parametrize(
-    ("last", "says"),
-    [
-        ({"role": "user", "content": "x"}, "only an assistant's message"),
-        ({"role": "assistant", "content": "a<|im_end|>"}, "special tokens"),
-        ({"role": "assistant", "content": "<think>a"}, "tags of thinking"),
-    ],
-)
-async def test_what_cannot_be_continued_is_refused(open_agent: OpenAgent, last: Any, says: str) -> None:
-    status, answer = await (await open_agent()).post_chat(messages=[*QUESTION, last], continue_final_message=True)
-    assert (status, answer["error"]["param"]) == (400, "messages[1]")
-    assert says in answer["error"]["message"]
-
-
-async def test_an_only_message_is_not_continued(open_agent: OpenAgent) -> None:
-    messages = [{"role": "assistant", "content": "a"}]
-    status, answer = await (await open_agent()).post_chat(messages=messages, continue_final_message=True)
-    assert (status, answer["error"]["param"]) == (400, "messages[0]")
+async def test_what_cannot_be_continued_is_refused(open_agent: OpenAgent) -> None:
+    agent = await open_agent()
+    for messages, says in (
+        ([*QUESTION, {"role": "user", "content": "x"}], "only an assistant's message"),
+        ([*QUESTION, {"role": "assistant", "content": "a<|im_end|>"}], "special tokens"),
+        ([*QUESTION, {"role": "assistant", "content": "<think>a"}], "tags of thinking"),
+        ([{"role": "assistant", "content": "a"}], ""),
+    ):
+        status, answer = await agent.post_chat(messages=messages, continue_final_message=True)
+        assert (status, answer["error"]["param"]) == (400, f"messages[{len(messages) - 1}]")
+        assert says in answer["error"]["message"]
 
 
 async def test_calls_of_tools_that_are_not_allowed_stay_text(open_agent: OpenAgent) -> None:
@@ -115,7 +104,7 @@ async def test_calls_of_tools_that_are_not_allowed_stay_text(open_agent: OpenAge
         allowed: Any = {"mode": "auto", "tools": [{"type": "function", "function": {"name": name}}]}
         reply = await agent.ask(QUESTION, tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
         assert reply.choices[0].finish_reason == finish_reason
-    assert prompt(agent, 0) == prompt(agent, 1)  # the tools that are not allowed stay in the prompt
+    assert agent.prompt(0) == agent.prompt(1)  # the tools that are not allowed stay in the prompt
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "c"}}]}
     status, answer = await agent.post_chat(tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
     assert (status, answer["error"]["param"]) == (400, "tool_choice")
@@ -126,7 +115,7 @@ async def test_models_have_aliases(open_world: OpenWorld) -> None:
     agent = await world.start(model_aliases=["mine"])
     assert {(await agent.post_chat(model=name))[0] for name in ("model", "default", "gpt-x", "mine")} == {200}
     status, answer = await agent.post_chat(model="other")
-    assert status == 404
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (404, "model_not_found", "model")
     assert "'model' or 'default' or 'gpt-x'" in answer["error"]["message"]
     models = await agent.client.models.list()
     assert [one.id for one in models.data] == ["model", "gpt-x"]

@@ -42,13 +42,6 @@ class Verdict(BaseModel):
 
 
 @pytest.fixture
-async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
-    ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
-    yield ledger
-    await ledger.aclose()
-
-
-@pytest.fixture
 async def embedded(small_model: Path, open_world: OpenWorld, ledger: Ledger) -> AsyncIterator[World]:
     """Start a gateway before the embedded engine with a random model."""
     async with serving(small_model) as engine:

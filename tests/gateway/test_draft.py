@@ -1,8 +1,7 @@
 """An answer while it is sampled:
 
-- a stop text removes the tokens after the one that completes it, and the text from its beginning
-- the text of a token that may be the end waits for the next token; the end token has no text
-- an answer with a single call ends with its first call; the end of the last call, and of its block, is known
+- a special token that is not the end is text; the end of the last call, and of its block, is known
+- of stop texts, the first to be completed ends the text; of several completed together, the longest (property)
 - the gains add up to the answer's text, ids and rows, wherever chunks are cut (property)
 - what the engine did not stream is taken from its result; a result that lost tokens stays an abort
 """
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_agent.gateway.draft import ChatReading, Draft, Gain, PlainReading, Reading
+from areal_agent.gateway.draft import ChatReading, Draft, Gain, PlainReading, Reading, StopFinder
 from areal_agent.tokens.formats.answer_format import AnswerFormat, ToolFormat
 from areal_agent.tokens.formats.thinking import ReasoningFormat
 from areal_agent.tokens.renderer import Renderer
@@ -47,49 +46,14 @@ def chunk_of(result: GenerateResult, start: int, end: int) -> TokenChunk:
     return TokenChunk(token_ids=result.token_ids[start:end], logprobs=result.logprobs[start:end])
 
 
-def new_draft(
-    renderer: Renderer,
-    *stops: str,
-    reading: Reading | None = None,
-    is_single_call: bool = False,
-) -> Draft:
+def new_draft(renderer: Renderer, *stops: str, reading: Reading | None = None) -> Draft:
     return Draft(
         detokenizer=renderer.detokenizer,
         reader=(reading or PlainReading()).reader(),
         stop_token_ids=renderer.stop_token_ids,
         stops=stops,
-        is_single_call=is_single_call,
+        is_single_call=False,
     )
-
-
-def test_a_stop_text_cuts_tokens_and_text(renderer: Renderer) -> None:
-    ids = [token_id for letter in "xaQbQyz" for token_id in renderer.ids_of(letter)]
-    assert len(ids) == 7
-    draft = new_draft(renderer, "QbQ")
-    result = sampled(ids, split=4)
-    draft.feed(chunk_of(result, 0, 4))
-    assert not draft.has_ended
-    draft.feed(chunk_of(result, 4, 7))
-    assert draft.has_ended
-    draft.finish(result)
-    kept = draft.kept(result)
-    assert draft.text == "xa"
-    assert kept.token_ids == tuple(ids[:5])
-    assert len(kept.logprobs) == 5
-    assert [(span.start, span.end) for span in kept.versions] == [(0, 4), (4, 5)]
-    assert kept.finish_reason is FinishReason.STOP
-    assert [row.token_id for row in draft.rows()] == ids[:2]
-
-
-def test_an_end_token_says_nothing(renderer: Renderer) -> None:
-    ids = renderer.ids_of("x<|im_end|>")
-    draft = new_draft(renderer)
-    result = sampled(ids)
-    assert "".join(delta.content for delta in draft.feed(chunk_of(result, 0, len(ids)))) == "x"
-    deltas, _ = draft.finish(result)
-    assert deltas == ()
-    assert draft.text == "x"
-    assert [row.token_id for row in draft.rows()] == ids[:-1]
 
 
 @pytest.mark.parametrize("reason", [FinishReason.LENGTH, FinishReason.ABORT])
@@ -100,16 +64,6 @@ def test_a_special_token_that_is_not_the_end_is_text(renderer: Renderer, reason:
     draft.finish(result)
     assert draft.text == "x<|im_start|>"
     assert len(draft.rows()) == len(ids)
-
-
-def test_a_single_call_ends_the_answer(renderer: Renderer) -> None:
-    first = renderer.ids_of(f"hm {CALL}")
-    result = sampled([*first, *renderer.ids_of(f"{CALL}<|im_end|>")])
-    draft = new_draft(renderer, reading=HERMES, is_single_call=True)
-    _, parsed = draft.finish(result)
-    assert draft.kept(result).token_ids == tuple(first)
-    assert [call.name for call in parsed.tool_calls] == ["f"]
-    assert parsed.content == "hm"
 
 
 @pytest.mark.parametrize(
@@ -170,3 +124,26 @@ def test_gains_make_the_answer(
     assert (first_stop is None) == (draft.text == text)
     told = b"".join(renderer.detokenizer.bytes_of(row.token_id) for row in draft.rows())
     assert told.startswith(draft.text.encode())
+
+
+def through(stops: list[str], pieces: list[str]) -> tuple[str, str]:
+    finder = StopFinder(stops)
+    out = "".join(map(finder.feed, pieces))
+    return out + finder.finish(), finder.stop_text
+
+
+@given(
+    stops=st.lists(st.text("ab", min_size=1, max_size=3), max_size=3),
+    pieces=st.lists(st.text("abc", max_size=3), max_size=6),
+)
+def test_the_first_stop_text_to_be_complete_ends_the_text(stops: list[str], pieces: list[str]) -> None:
+    text = "".join(pieces)
+    assert through(stops, pieces) == through(stops, list(text))
+    ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+    out, stop_text = through(stops, pieces)
+    assert text.startswith(out)
+    if ends:
+        assert out + stop_text == text[: min(ends)]
+        assert stop_text == max((stop for stop in stops if text[: min(ends)].endswith(stop)), key=len)
+    else:
+        assert out == text

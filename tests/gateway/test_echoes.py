@@ -8,7 +8,6 @@
 - an answer that was rewritten is a root of its own, and `/metrics` tells that it was edited
 """
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
-from tests.histories import open_ledger
 
 from .conftest import QUESTION, Agent, OpenAgent
 from .test_edge_metrics import scrape
@@ -26,12 +24,6 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}]
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1.0}}</tool_call><|im_end|>'
 RESULT = {"role": "tool", "tool_call_id": "a", "content": "1"}
 NEXT = {"role": "user", "content": "go on"}
-
-
-@pytest.fixture
-async def ledger(tmp_path: Path) -> AsyncIterator[Ledger]:
-    async with open_ledger(tmp_path) as ledger:
-        yield ledger
 
 
 async def is_continued(agent: Agent, echo: Any, ledger: Ledger, folder: Path) -> bool:

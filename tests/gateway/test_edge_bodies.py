@@ -7,7 +7,7 @@
 - a repeated key is refused in control calls; in an agent's call the last one counts
 - a body nested too deeply for the journal is refused
 - an incomplete body and malformed chunks are the client's errors
-- an unknown path or method gets an error object, too, with `Allow` for a wrong method
+- an unknown expectation gets an error object, too
 """
 
 import gzip
@@ -141,13 +141,6 @@ async def test_chunks_that_are_none(open_world: OpenWorld) -> None:
     answer = await say(world.url, f"{HEAD}Transfer-Encoding: chunked\r\n\r\nzz\r\n".encode())
     status, _, body = parse(answer)
     assert (status, is_error_object(body)) == (400, True)
-
-
-async def test_a_method_that_would_do(open_world: OpenWorld) -> None:
-    world = await open_world()
-    async with world.http.put(f"{world.url}/rl/end_session") as response:
-        assert (response.status, response.headers["Allow"]) == (405, "POST")
-        assert is_error_object(await response.json())
 
 
 async def test_an_expectation_that_is_unknown(open_world: OpenWorld) -> None:

@@ -28,18 +28,8 @@ async def test_its_own_names(open_world: OpenWorld, host: str) -> None:
 @pytest.mark.parametrize(
     "host",
     [
-        "evil.test",
-        "evil.test:80",
-        "localhost.evil.test",
-        "evil.test@localhost",
-        "localhost@evil.test",
-        "10.0.0.1",
-        "localhost:99999",
-        "localhost/evil",
-        "[::2]",
-        "[",
-        "a:b:c",
-        "-",
+        *("evil.test", "evil.test:80", "localhost.evil.test", "evil.test@localhost", "localhost@evil.test", "10.0.0.1"),
+        *("localhost:99999", "localhost/evil", "[::2]", "[", "a:b:c", "-"),
     ],
 )
 async def test_names_of_others(open_world: OpenWorld, host: str) -> None:

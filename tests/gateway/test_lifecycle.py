@@ -8,8 +8,8 @@
 - the end of a session aborts what is in flight and keeps its partial answer, masked from training
 - an engine that does not answer an abort does not block the end; an engine that aborts by itself is an engine error
 - a session that the journal fails to open does not remain
-- failures of engine, journal and route, and bodies that are not JSON objects, nested or too large, are error objects
-- a port in use is named; closing twice is harmless; a tokenizer of another model is refused
+- failures of engine, journal and route are error objects
+- closing twice is harmless; a tokenizer of another model is refused
 """
 
 import asyncio
@@ -232,32 +232,13 @@ async def test_engine_failures_are_error_objects(open_agent: OpenAgent, failure:
 
 
 @pytest.mark.parametrize(
-    ("body", "status"),
-    [
-        (b"{", 400),
-        (b"[]", 400),
-        (b"\xff", 400),
-        (b'{"messages": "\\ud800"}', 400),
-        (b'{"model": "model", "tools": ' + b"[" * 900 + b"]" * 900 + b"}", 400),
-        (b'{"model": "model", "messages": [{"role": "user", "content": "' + b"x" * 2**25 + b'"}]}', 413),
-    ],
-    ids=["cut off", "a list", "not UTF-8", "lone surrogate", "deep", "large"],
-)
-async def test_bodies_that_cannot_be_read(open_agent: OpenAgent, body: bytes, status: int) -> None:
-    agent = await open_agent()
-    answered, answer = await agent.world.call("/v1/chat/completions", body, key=agent.key)
-    assert answered == status
-    assert answer["error"]["type"] == "invalid_request_error"
-
-
-@pytest.mark.parametrize(
     ("path", "status", "remedy"),
     [("/v1/embeddings", 404, "GET /openapi.json lists every path"), ("/v1/chat/completions", 405, "only accepts POST")],
 )
 async def test_unknown_routes_are_error_objects(open_world: OpenWorld, path: str, status: int, remedy: str) -> None:
     world = await open_world()
     async with world.http.get(world.url + path) as response:
-        assert response.status == status
+        assert (response.status, response.headers.get("Allow")) == (status, "POST" if status == 405 else None)
         message = (await response.json())["error"]["message"]
     assert path in message
     assert remedy in message
@@ -293,13 +274,6 @@ async def test_a_client_that_left_before_its_answer(caplog: pytest.LogCaptureFix
             await client.get(server.make_url("/"))
     assert not errors
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-async def test_a_port_in_use_is_named(open_world: OpenWorld) -> None:
-    world = await open_world()
-    port = int(world.url.rsplit(":", 1)[1])
-    with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
-        await world.gateway.serve("127.0.0.1", port)
 
 
 async def test_closing_twice_is_harmless(open_world: OpenWorld) -> None:

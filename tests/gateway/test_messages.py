@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -102,10 +102,6 @@ async def streamed(agent: Agent, **body: Any) -> Any:
 
 Asks = Callable[..., Any]
 EITHER_WAY = pytest.mark.parametrize("ask_it", [ask, streamed], ids=["whole", "streamed"])
-
-
-def prompt(agent: Agent, index: int = -1) -> str:
-    return agent.world.renderer.text_of(agent.world.engine.requests[index].input_ids, has_ended=False)
 
 
 def results(answer: Any, **more: Any) -> list[dict[str, Any]]:
@@ -226,7 +222,7 @@ async def test_what_is_not_for_the_model_may_change(open_agent: OpenAgent) -> No
     answer = await ask(agent, messages=[question], system=[headers[0], *system])
     await ask(agent, messages=[*QUESTION, *then(answer, "y")], system=[headers[1], *system])
     assert agent.turns[1].parent == answer["id"]
-    assert prompt(agent).startswith("<|im_start|>system\nBe brief.\nBe kind.<|im_end|>\n")
+    assert agent.prompt().startswith("<|im_start|>system\nBe brief.\nBe kind.<|im_end|>\n")
 
 
 async def test_blocks_of_a_user_become_messages_in_order(open_agent: OpenAgent) -> None:
@@ -244,7 +240,7 @@ async def test_blocks_of_a_user_become_messages_in_order(open_agent: OpenAgent) 
         {"role": "system", "content": "Hurry."},
     )
     said = ["tool\n42", "user\nand\nnow?", "user\n?", "system\nHurry.", "assistant\n"]
-    assert prompt(agent).endswith("<|im_end|>\n".join(f"<|im_start|>{text}" for text in said))
+    assert agent.prompt().endswith("<|im_end|>\n".join(f"<|im_start|>{text}" for text in said))
 
 
 @EITHER_WAY
@@ -287,7 +283,7 @@ async def test_a_choice_of_tools(open_agent: OpenAgent) -> None:
     agent = await open_agent(*[f"a{END}"] * 3)
     for choice in ({"type": "auto"}, {"type": "any"}, {"type": "tool", "name": "f"}):
         await ask(agent, tools=[TOOL], tool_choice=choice)
-    openings = [prompt(agent, index).rpartition("assistant\n")[2] for index in range(3)]
+    openings = [agent.prompt(index).rpartition("assistant\n")[2] for index in range(3)]
     assert openings == ["", "<tool_call>", '<tool_call>{"name": "f", "arguments":']
 
 
@@ -313,7 +309,7 @@ async def test_options_of_the_template(open_agent: OpenAgent, backend: Tokenizer
     await ask(agent, thinking={"type": "enabled", "budget_tokens": 1024})
     await ask(agent, thinking={"type": "adaptive"}, output_config={"effort": "low"})
     await ask(agent, thinking={"type": "disabled"})
-    assert [prompt(agent, i).partition("<")[0] for i in range(3)] == ["True ", "True low", "False "]
+    assert [agent.prompt(i).partition("<")[0] for i in range(3)] == ["True ", "True low", "False "]
 
 
 @pytest.mark.parametrize("param", ["output_config.format", "output_format"])
@@ -378,7 +374,6 @@ MESSAGES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
 @given(messages=st.lists(MESSAGES, max_size=3))
 def test_any_blocks_are_read_or_refused(renderer: Renderer, messages: list[Any]) -> None:
     with contextlib.suppress(RequestError):
@@ -400,7 +395,7 @@ async def test_what_claude_code_sends(open_agent: OpenAgent) -> None:
         messages=[*QUESTION, {"role": "system", "content": "Hurry.", "output_config": {"effort": "high"}}],
     )  # fmt: skip
     assert answer["stop_reason"] == "end_turn"
-    assert '{"type": "function", "function": {"name": "later", "parameters": {' in prompt(agent)
+    assert '{"type": "function", "function": {"name": "later", "parameters": {' in agent.prompt()
 
 
 # ----------------------------------------------------------------------------------------------- around messages

@@ -243,7 +243,7 @@ async def test_drops_are_idempotent_and_all_or_none(online: Online) -> None:
 
 
 async def test_evaluations_are_leased_to_nobody(online: Online) -> None:
-    for _ in range(20):  # more than the bound admits
+    for _ in range(9):  # more than the bound admits
         agent = await online.world.start(purpose="eval")
         await agent.play()
     assert (await online.lease(1)).groups == ()
@@ -335,9 +335,9 @@ async def test_a_returned_group_is_as_large_as_it_was(online: Online) -> None:
 
 
 async def require_full_group_of_two(online: Online) -> None:
-    for size, refusal in ((50, 400), (2, 409)):
-        status, _ = await online.post("start_session", task_id="t", group_id="a", group_size=size)
-        assert status == refusal
+    for size, refusal, told in ((50, 400, "was started with 2"), (2, 409, "has its 2 session(s) already")):
+        status, answer = await online.post("start_session", task_id="t", group_id="a", group_size=size)
+        assert (status, told in answer["error"]["message"]) == (refusal, True), answer
     assert (await online.done("status"))["state"]["capacity"] == 6
 
 

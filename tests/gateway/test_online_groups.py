@@ -1,14 +1,10 @@
 """The groups that a trainer will consume, and the staleness bound at admission.
 
-1. Never more answers are under way than the bound admits. 2. Without a bound everything is admitted. 3. A sibling of
-an admitted group is admitted at the bound. 4. A group that can never fit is refused for good. 5. A full group accepts
-no more siblings, and its size cannot change. 6. A group is ready when all sessions have ended with their rewards. 7.
-It waits a limited time for what is missing. 8. A group with nothing to train gives its room back. 9. A session that
-could not be opened leaves nothing behind. 10. The oldest tokens come first. 11. Stale sessions are found, and so are
-running groups that will be stale. 12. A group read from the ledger keeps its size and is ready when it is complete.
-13. A batch counts as at least B answers, and as more until its version serves. 14. A leased group accepts no siblings.
-15. It is known when only a lease can change anything. 16. A label of another trainer's weights is older than every
-bound; if the trainer names no incarnation, all labels are its own.
+1. Never more answers are under way than the bound admits. 2. A full group accepts no more siblings, and its size cannot
+change. 3. A group waits a limited time for what is missing. 4. A session that could not be opened leaves nothing
+behind. 5. A group read from the ledger keeps its size. 6. It is known when only a lease can change anything. 7. A batch
+counts as at least B answers, and as more until its version serves. 8. A label of another trainer's weights is older
+than every bound; if the trainer names no incarnation, all labels are its own. The rest is shown by test_online.py.
 """
 
 from dataclasses import asdict
@@ -87,30 +83,6 @@ def test_the_bound_holds_whatever_happens(
         assert len(running) <= groups.num_running
 
 
-def test_without_a_bound_everything_is_admitted() -> None:
-    groups = Groups(wait_s=WAIT_S)
-    for number in range(100):
-        groups.start(f"s{number}", f"g{number}", None, 0.0)
-    assert (groups.num_running, groups.capacity) == (100, None)
-
-
-def test_a_sibling_is_let_in_at_the_bound() -> None:
-    groups = make_groups(batch_answers=4)
-    groups.start("a-0", "a", 4, 0.0)
-    with pytest.raises(RequestError, match="ask again when the trainer has published version 1") as refused:
-        groups.start("b-0", "b", 1, 0.0)
-    assert (refused.value.status, refused.value.retry_after_s) == (429, 1)
-    for index in (1, 2, 3):
-        groups.start(f"a-{index}", "a", None, 0.0)
-    assert groups.capacity == 0
-
-
-def test_a_group_that_can_never_fit_is_refused_for_ever() -> None:
-    with pytest.raises(RequestError, match="never admits more than 8 answers") as refused:
-        make_groups(batch_answers=4, max_staleness=1).start("a-0", "a", 9, 0.0)
-    assert (refused.value.status, refused.value.param) == (400, "group_size")
-
-
 def test_a_full_group_takes_no_sibling_and_its_size_is_said_once() -> None:
     groups = make_groups(batch_answers=8)
     groups.start("a-0", "a", 2, 0.0)
@@ -122,19 +94,6 @@ def test_a_full_group_takes_no_sibling_and_its_size_is_said_once() -> None:
         groups.start("a-2", "a", 2, 0.0)
     assert refused.value.status == 409
     assert groups.num_running == 2
-
-
-def test_a_group_is_ready_when_all_have_ended_with_their_rewards() -> None:
-    groups = make_groups()
-    for name in ("a-0", "a-1"):
-        groups.start(name, "a", 2, 0.0)
-    groups.end("a-0", waiting("a-0"), 0.0)
-    assert ready_ids(groups) == []
-    groups.end("a-1", waiting("a-1", has_reward=False), 0.0)
-    assert ready_ids(groups) == []
-    groups.reward("a-1", 0.0)
-    assert ready_ids(groups) == ["a"]
-    assert (groups.num_running, groups.num_finished) == (0, 2)
 
 
 def test_what_is_missing_is_waited_for_so_long() -> None:
@@ -150,20 +109,6 @@ def test_what_is_missing_is_waited_for_so_long() -> None:
     assert groups.unrewarded(80.0) == ("b-0",)
 
 
-def test_a_group_without_anything_to_train_gives_its_room_back() -> None:
-    groups = make_groups(batch_answers=4)
-    groups.start("a-0", "a", 2, 0.0)
-    groups.start("b-0", "b", 2, 0.0)
-    groups.end("a-0", None, 0.0)
-    assert groups.capacity == 0  # a sibling may yet come
-    groups.start("a-1", "a", 2, 0.0)
-    groups.end("a-1", None, 0.0)
-    assert groups.capacity == 2
-    groups.end("b-0", None, 0.0)
-    groups.give_up_unstarted(WAIT_S)
-    assert groups.capacity == 4
-
-
 def test_a_session_that_could_not_be_opened_leaves_nothing_behind() -> None:
     groups = make_groups()
     groups.start("a-0", "a", 2, 0.0)
@@ -173,25 +118,6 @@ def test_a_session_that_could_not_be_opened_leaves_nothing_behind() -> None:
     groups.withdraw("a-1")
     groups.withdraw("a-0")
     assert groups.capacity == 4
-
-
-def test_the_oldest_tokens_come_first() -> None:
-    groups = make_groups(batch_answers=8)
-    finish(groups, "a-0", "a-1", group_id="a", oldest=3)
-    finish(groups, "b-0", group_id="b", oldest=1)
-    assert ready_ids(groups) == ["b", "a"]
-
-
-def test_what_is_too_old_is_told_and_so_is_what_will_be() -> None:
-    groups = make_groups(batch_answers=8, max_staleness=1, published=2)
-    finish(groups, "a-0", group_id="a", oldest=0)
-    finish(groups, "b-0", group_id="b", oldest=1)
-    groups.start("c-0", "c", 1, 0.0)
-    assert groups.stale(3) == ("a-0",)
-    assert groups.stragglers(3) == ()
-    assert groups.stragglers(4) == ("c",)
-    groups.give_up(groups.stale(3), 0.0)
-    assert ready_ids(groups) == ["b"]
 
 
 def restore(groups: Groups, *ended: str, size: int) -> None:
@@ -211,14 +137,6 @@ def test_a_group_from_the_ledger_goes_on_as_large_as_it_was() -> None:
     assert (ready_ids(groups), groups.num_finished) == (["a"], 4)
 
 
-def test_a_group_from_the_ledger_that_is_complete_is_ready() -> None:
-    groups = make_groups(batch_answers=8)
-    restore(groups, "a-0", "a-1", size=2)
-    assert ready_ids(groups) == ["a"]
-    with pytest.raises(RequestError, match=r"has its 2 session\(s\) already"):
-        groups.start("a-2", "a", None, 0.0)
-
-
 def test_what_is_leased_and_restored_waits_again_beside_a_sibling_that_runs() -> None:
     groups = make_groups(batch_answers=8)
     for name in ("a-0", "a-1"):
@@ -228,18 +146,6 @@ def test_what_is_leased_and_restored_waits_again_beside_a_sibling_that_runs() ->
     groups.restore("a", size=3, ended=["a-0"], waiting=[waiting("a-0")], now_s=0.0)
     groups.end("a-1", waiting("a-1"), 0.0)
     assert [list(group.waiting) for group in groups.ready(WAIT_S)] == [["a-0", "a-1"]]
-
-
-def test_a_group_that_is_leased_takes_no_sibling_until_it_is_returned() -> None:
-    groups = make_groups(batch_answers=8)
-    finish(groups, "a-0", group_id="a")
-    groups.lease(["a-0"])
-    with pytest.raises(RequestError, match="'a' is leased or trained already") as refused:
-        groups.start("a-1", "a", None, 0.0)
-    assert (refused.value.status, refused.value.param) == (409, "group_id")
-    groups.restore("a", size=2, ended=["a-0"], waiting=[waiting("a-0")], now_s=0.0)
-    groups.leased = set()
-    groups.start("a-1", "a", 2, 0.0)
 
 
 def test_only_a_lease_can_go_on_when_no_group_fits_beside_those_that_wait() -> None:

@@ -5,7 +5,8 @@
 - no answer contains anything of another session, or any key
 - a body that is not a JSON object, or any JSON at all, is answered, too
 
-A few hundred requests in every run, more than a thousand in the slow ones.
+Requests by the description, a hundred of each operation, are slow: to understand it takes seconds. pytest-xdist knows
+the operations by one name and would run one of them: `-n 0` runs all.
 """
 
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import requests
 import schemathesis
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import Case
 from schemathesis.specs.openapi.checks import (
@@ -55,15 +56,7 @@ SECRET = "what the other session said"
 TIMEOUT_S = 20.0
 ADMIN_PATHS = ("/rl/start_session", "/export_trajectories")
 
-QUICK = settings(
-    max_examples=5,
-    deadline=None,
-    database=None,
-    derandomize=True,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
-)
-LONG = settings(QUICK, max_examples=100, derandomize=False, phases=list(Phase))
+MANY = settings(max_examples=100, database=None, derandomize=False, suppress_health_check=list(HealthCheck))
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -121,31 +114,20 @@ def check_answer(live: Live, answer: Any) -> None:
     assert not [status for status in live.gateway.stats().errors if status >= 500]
 
 
-def check_case(live: Live, case: Case) -> None:
+@pytest.mark.slow
+@LONG_PATHS.parametrize()
+@MANY
+def test_many_calls_by_the_description(live: Live, case: Case) -> None:
     headers = {"Authorization": f"Bearer {live.key_for(case.path)}"}
     answer = case.call(base_url=live.url, headers=headers, timeout=TIMEOUT_S)
     check_answer(live, answer)
     case.validate_response(answer, checks=CHECKS, headers=headers)
 
 
-@LONG_PATHS.parametrize()
-@QUICK
-def test_calls_by_the_description(live: Live, case: Case) -> None:
-    check_case(live, case)
-
-
-@pytest.mark.slow
-@LONG_PATHS.parametrize()
-@LONG
-def test_many_calls_by_the_description(live: Live, case: Case) -> None:
-    check_case(live, case)
-
-
 POSTED = sorted(path for path, item in openapi_document(is_leased_from=False)["paths"].items() if "post" in item)
 
 
 @given(path=st.sampled_from(POSTED), body=st.binary(max_size=64) | JSON)
-@settings(QUICK, max_examples=100)
 def test_any_body(live: Live, path: str, body: Any) -> None:
     check_answer(live, live.post(path, body, live.key_for(path)))
 
@@ -166,7 +148,6 @@ PARAMETERS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("path", PARAMETERS)
 @given(data=st.data(), value=JSON)
-@settings(QUICK, max_examples=100)
 def test_any_value_of_a_parameter(live: Live, path: str, data: st.DataObject, value: Any) -> None:
     body, fields = PARAMETERS[path]
     field = data.draw(st.sampled_from(fields.split()))

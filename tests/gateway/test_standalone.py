@@ -22,12 +22,17 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.errors import ConfigError
 from areal_agent.gateway.__main__ import main
 from areal_agent.gateway.auth import KEY_VARIABLE, AdminKey, find_admin_key
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import FileLock, reading
 from areal_agent.ledger.verify import verify
+from areal_agent.types import WeightVersion
+
+from .live import on_a_thread
 
 LIMIT_S = 120.0
 
@@ -54,11 +59,10 @@ def said(process: subprocess.Popen[bytes], log: Path, pattern: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine_url(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
-    log = tmp_path_factory.mktemp("engine") / "engine.log"
-    args = ("areal_agent.engine", "--model", str(small_model), "--port", "0", "--max-context", "512")
-    with running(log, *args) as process:
-        yield said(process, log, r"engine ready at (\S+)")
+def engine_url(small_model: Path) -> Generator[str]:
+    runner = ModelRunner(str(small_model), device="cpu", num_slots=8, max_context_tokens=512)
+    with on_a_thread(lambda: EngineServer.start(runner, version=WeightVersion(step=0))) as url:
+        yield url
 
 
 def post(url: str, key: str, **body: Any) -> Any:

@@ -13,7 +13,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -24,7 +24,7 @@ from areal_agent.engine.fake import Operation
 from areal_agent.errors import EngineRejected, EngineUnreachable
 from areal_agent.gateway.bodies import Limits
 from areal_agent.tokens.records import token_records
-from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk
+from areal_agent.types import FinishReason
 
 from .conftest import QUESTION, Agent, OpenAgent, OpenWorld, World
 from .raw import address
@@ -321,25 +321,12 @@ async def test_an_answer_that_is_continued_was_delivered(open_agent: OpenAgent) 
     assert trajectory.undelivered == ()
 
 
-class BreakingEngine:
-    """Samples one token of each answer, and fails."""
-
-    async def generate(
-        self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
-    ) -> GenerateResult:
-        assert on_chunk is not None
-        on_chunk(TokenChunk(token_ids=(70,), logprobs=(-1.0,)))
-        raise EngineUnreachable("the engine died")
-
-    async def abort(self, request_id: str) -> None:
-        pass
-
-
 async def test_a_failure_in_the_middle_is_an_event(open_agent: OpenAgent) -> None:
-    agent = await open_agent(engine=BreakingEngine())
+    agent = await open_agent("abc<|im_end|>")
+    agent.world.engine.die_after(2)
     stream = aiter(await agent.ask(stream=True))
     await next_content(stream)
-    with pytest.raises(openai.APIError, match="the engine died") as caught:
+    with pytest.raises(openai.APIError, match="died") as caught:
         await whole(stream)
     assert caught.value.code == "engine_failed"
     assert agent.world.gateway.stats().errors == {503: 1}

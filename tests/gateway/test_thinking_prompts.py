@@ -46,11 +46,7 @@ async def test_a_forced_call_ends_the_reasoning(
     assert calls[0].function.name == "python"
     assert "".join(call.function.arguments for call in calls) == '{"code": "1"}'
     assert all(not getattr(message, "reasoning_content", "") and not message.content for message in messages)
-    call = {
-        "id": calls[0].id,
-        "type": "function",
-        "function": {"name": "python", "arguments": '{"code": "1"}'},
-    }
+    call = {"id": calls[0].id, "type": "function", "function": {"name": "python", "arguments": '{"code": "1"}'}}
     answer = {"role": "assistant", "content": None, "tool_calls": [call]}
     await agent.ask([*QUESTION, answer, {"role": "tool", "tool_call_id": call["id"], "content": "1"}], tools=[PYTHON])
     assert agent.turns[1].parent == agent.turns[0].completions[0].id

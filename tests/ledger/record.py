@@ -14,7 +14,7 @@ from areal_agent.ledger.files import VERSION
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.types import Distribution, Drop, Rewards, SessionPurpose, Status
-from tests.ledger.conftest import SAMPLING, SPANS, Make
+from tests.ledger.make import SAMPLING, SPANS, Make
 
 
 async def record(path: Path) -> None:

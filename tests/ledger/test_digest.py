@@ -1,8 +1,7 @@
 """Digests of sampled tokens, and of what was earned with them.
 
-1. the documented bytes, by hand; 2. order does not matter; 3. a trajectory and its parts give the same digest; 4. any
-change of an id, a token, a log-probability or a boundary changes it; 5. a lease's digest also covers rewards and the
-number of loss tokens.
+1. the documented bytes, by hand; 2. order does not matter; 3. a trajectory and its parts give the same digest; 4. a
+lease's digest also covers rewards and the number of loss tokens.
 """
 
 import hashlib
@@ -39,20 +38,6 @@ def test_a_trajectory_has_the_digest_of_its_completions(make) -> None:
     turns = (make.turn("s", 0), make.turn("s", 1))
     parts = [(one.id, list(one.token_ids), list(one.logprobs)) for turn in turns for one in turn.completions]
     assert token_digest(make.ending("s", turns=turns)) == completions_digest(parts)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        [("cX", (5, 6), (-0.5, -0.25)), ("c2", (7,), (-1.0,))],
-        [("c1", (5, 9), (-0.5, -0.25)), ("c2", (7,), (-1.0,))],
-        [("c1", (5, 6), (-0.5, -0.26)), ("c2", (7,), (-1.0,))],
-        [("c1", (5,), (-0.5,)), ("c2", (6, 7), (-0.25, -1.0))],
-        [("c1", (5, 6), (-0.5, -0.25))],
-    ],
-)
-def test_any_change_changes_it(changed) -> None:
-    assert completions_digest(changed) != completions_digest(COMPLETIONS)
 
 
 LEASED = Rewards(final=1.0, by_completion={"s-c0": 0.5, "s-c1": 0.25}, parts={"style": 0.5})

@@ -1,18 +1,19 @@
 """Records become rows and come back, through the file.
 
 1. any turn and any ending comes back equal, with the same digests; 2. a log-probability comes back as the float32
-that it was; 3. values that are not JSON are refused by name; 4. a token id that does not fit int32 is refused; 5. a
-turn costs the file only its new tokens.
+that it was; 3. what is no JSON, or a token id that does not fit int32, is refused by name; 4. a turn costs the file
+only its new tokens.
 """
 
 import asyncio
 import itertools
 import struct
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.errors import LedgerError
@@ -27,10 +28,13 @@ from areal_agent.types import (
     Rewards,
     SamplingParams,
     Status,
+    Trajectory,
     Turn,
     VersionSpan,
     WeightVersion,
 )
+
+from .make import Make
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=12).map(tuple)
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -113,31 +117,39 @@ def with_own_ids(turn: Turn, number: int) -> Turn:
     return replace(turn, id=f"{number}-{turn.id}", completions=answers)
 
 
-def test_any_trajectory_comes_back_equal(path: Path, make) -> None:
-    numbers = itertools.count()
-
-    async def round_trip(ledger: Ledger, recorded: list[Turn], ending: dict) -> None:
-        session_id = f"s{next(numbers)}"
-        recorded = [with_own_ids(turn, next(numbers)) for turn in recorded]
-        await ledger.own.open_session(make.session(session_id))
-        await asyncio.gather(*(ledger.own.append_turn(session_id, turn) for turn in recorded))
-        await ledger.own.close_session(make.ending(session_id, **ending))
-        expected = make.ending(session_id, turns=tuple(recorded), **ending)
-        kept = await ledger.trajectory(session_id)
-        assert kept == expected
-        assert lease_digest(kept, 3) == lease_digest(expected, 3)
-
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[asyncio.Runner, Ledger]]:
+    """A ledger for all examples, and what runs its calls."""
+    path = tmp_path_factory.mktemp("opened") / "ledger.sqlite"
     with asyncio.Runner() as runner:
         ledger = runner.run(Ledger.open(path, create=True))
-
-        @settings(max_examples=80, deadline=None)
-        @given(recorded=st.lists(turns, max_size=3), ending=endings)
-        def check(recorded: list[Turn], ending: dict) -> None:
-            runner.run(round_trip(ledger, recorded, ending))
-
-        check()
+        yield runner, ledger
         runner.run(ledger.aclose())
     assert verify(path).of(Invariant.ENDED) == ()
+
+
+NUMBERS = itertools.count()
+MAKE = Make()
+
+
+@given(recorded=st.lists(turns, max_size=3), ending=endings)
+def test_any_trajectory_comes_back_equal(
+    opened: tuple[asyncio.Runner, Ledger], recorded: list[Turn], ending: dict
+) -> None:
+    runner, ledger = opened
+    session_id = f"s{next(NUMBERS)}"
+    recorded = [with_own_ids(turn, next(NUMBERS)) for turn in recorded]
+    expected = MAKE.ending(session_id, turns=tuple(recorded), **ending)
+
+    async def come_back() -> Trajectory:
+        await ledger.own.open_session(MAKE.session(session_id))
+        await asyncio.gather(*(ledger.own.append_turn(session_id, turn) for turn in recorded))
+        await ledger.own.close_session(MAKE.ending(session_id, **ending))
+        return await ledger.trajectory(session_id)
+
+    kept = runner.run(come_back())
+    assert kept == expected
+    assert lease_digest(kept, 3) == lease_digest(expected, 3)
 
 
 async def test_a_logprob_comes_back_as_the_float32_it_was(ledger: Ledger, make) -> None:
@@ -150,16 +162,17 @@ async def test_a_logprob_comes_back_as_the_float32_it_was(ledger: Ledger, make) 
     assert turn.completions[0].logprobs == struct.unpack("<f", struct.pack("<f", logprob))
 
 
-async def test_what_is_no_json_is_refused_by_name(ledger: Ledger, make) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"request_delta": ({"content": object()},)}, "the messages cannot be written as JSON"),
+        ({"new_prompt_ids": (2**31,)}, "token ids must fit int32, and 2147483648 does not"),
+    ],
+)
+async def test_what_cannot_be_written_is_refused_by_name(ledger: Ledger, make, changes: dict, message: str) -> None:
     await ledger.own.open_session(make.session("s"))
-    with pytest.raises(LedgerError, match="the messages cannot be written as JSON"):
-        await ledger.own.append_turn("s", make.turn("s", request_delta=({"content": object()},)))
-
-
-async def test_a_token_id_that_is_no_int32_is_refused(ledger: Ledger, make) -> None:
-    await ledger.own.open_session(make.session("s"))
-    with pytest.raises(LedgerError, match="token ids must fit int32, and 2147483648 does not"):
-        await ledger.own.append_turn("s", make.turn("s", new_prompt_ids=(2**31,)))
+    with pytest.raises(LedgerError, match=message):
+        await ledger.own.append_turn("s", make.turn("s", **changes))
 
 
 def size_of(path: Path) -> int:

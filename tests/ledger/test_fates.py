@@ -1,11 +1,10 @@
 """A closed training trajectory is exactly one of waiting, leased, trained, dropped.
 
 1. waiting trajectories come in the order of closing, whatever their status; 2. evaluation never waits and is never
-leased or dropped; 3. a lease and a commit: trained by the step of the lease; 4. a commit trains every lease up to its
-step, and no later one; 5. committing twice changes nothing; 6. what is open, unknown, leased, trained or dropped
-cannot be leased, 7. nor can anything in the same call; 8. the same holds for a drop; 9. no lease is for a step that a
-checkpoint holds; 10. notes hold values; 11. group numbers count on; 12. counts add up; 13. dropping twice for one
-reason is dropping once.
+leased or dropped; 3. a commit trains every lease up to its step, each by its own step, and no later one; committing
+twice changes nothing; 4. what is open, unknown, leased, trained or dropped cannot be leased or dropped, nor can
+anything in the same call; 5. no lease is for a step that a checkpoint holds; 6. notes hold values; 7. group numbers
+count on. Counts are in test_shards.py; dropping twice is dropping once in tests/gateway/test_online.py.
 """
 
 import pytest
@@ -42,32 +41,15 @@ async def test_evaluation_never_waits_and_has_no_fate(ledger: Ledger, make) -> N
     assert (await ledger.trajectory("e")).fate is None
 
 
-async def test_a_lease_ends_as_trained_by_its_own_step(ledger: Ledger, make) -> None:
-    await make.closed(ledger.own, "a")
-    await make.leased(ledger, 1, "a")
-    assert await waiting_ids(ledger) == []
-    assert (await ledger.trajectory("a")).fate is None
-    await ledger.commit_checkpoint(5, "checkpoints/5")
-    assert (await ledger.trajectory("a")).fate == Fate(trained_step=1)
-
-
-async def test_a_commit_takes_no_later_lease(ledger: Ledger, make) -> None:
+async def test_a_commit_trains_each_lease_up_to_its_step_and_twice_is_once(ledger: Ledger, make) -> None:
     await make.closed(ledger.own, "a", "b", "c")
     for step, id in enumerate("abc", start=1):
         await make.leased(ledger, step, id)
-    await ledger.commit_checkpoint(2, "checkpoints/2")
-    fates = [(await ledger.trajectory(id)).fate for id in "abc"]
-    assert fates == [Fate(trained_step=1), Fate(trained_step=2), None]
-
-
-async def test_committing_twice_changes_nothing(ledger: Ledger, make) -> None:
-    await make.closed(ledger.own, "a", "b")
-    await make.leased(ledger, 1, "a")
-    await ledger.commit_checkpoint(1, "checkpoints/1")
-    await make.leased(ledger, 2, "b")
-    before = await ledger.ask(questions.counts)
-    await ledger.commit_checkpoint(1, "checkpoints/1")
-    assert await ledger.ask(questions.counts) == before
+    assert (await waiting_ids(ledger), (await ledger.trajectory("a")).fate) == ([], None)
+    for _ in range(2):
+        await ledger.commit_checkpoint(2, "checkpoints/2")
+        fates = [(await ledger.trajectory(id)).fate for id in "abc"]
+        assert fates == [Fate(trained_step=1), Fate(trained_step=2), None]
 
 
 async def prepared(ledger: Ledger, make) -> None:
@@ -90,16 +72,10 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("id", "reason"), REFUSALS)
-async def test_a_lease_is_refused_whole(ledger: Ledger, make, id: str, reason: str) -> None:
+async def test_a_lease_and_a_drop_are_refused_whole(ledger: Ledger, make, id: str, reason: str) -> None:
     await prepared(ledger, make)
     with pytest.raises(LedgerError, match=reason):
         await ledger.lease(3, [Lease(session_id=one, digest="d", num_loss_tokens=1) for one in ("waiting", id)])
-    assert await waiting_ids(ledger) == ["waiting"]
-
-
-@pytest.mark.parametrize(("id", "reason"), REFUSALS)
-async def test_a_drop_is_refused_whole(ledger: Ledger, make, id: str, reason: str) -> None:
-    await prepared(ledger, make)
     with pytest.raises(LedgerError, match=reason):
         await ledger.drop({"waiting": Drop.FILTERED, id: Drop.FILTERED})
     assert await waiting_ids(ledger) == ["waiting"]
@@ -143,20 +119,3 @@ async def test_groups_of_which_nothing_completed_were_cut_off(ledger: Ledger, ma
         "left over": True,
         "stale": False,
     }
-
-
-async def test_counts_add_up(ledger: Ledger, make) -> None:
-    await prepared(ledger, make)
-    await make.closed(ledger.own, "e", purpose=SessionPurpose.EVAL)
-    counts = await ledger.ask(questions.counts)
-    assert (counts.num_open, counts.num_closed, counts.num_eval) == (1, 5, 1)
-    assert (counts.num_trained, counts.num_leased, counts.num_waiting) == (1, 1, 1)
-    assert counts.drops == {Drop.STALE: 1}
-    assert counts.statuses == {Status.COMPLETED: 5}
-
-
-async def test_dropping_twice_for_one_reason_is_dropping_once(ledger: Ledger, make) -> None:
-    await make.closed(ledger.own, "a", "b")
-    await ledger.drop({"a": Drop.STALE})
-    await ledger.drop({"a": Drop.STALE, "b": Drop.STALE})
-    assert (await ledger.ask(questions.counts)).drops == {Drop.STALE: 2}

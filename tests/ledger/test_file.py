@@ -1,9 +1,9 @@
 """The ledger's file and its lock.
 
 1. only its owner can read it and the files beside it; 2. a second live writer is refused, with the folder's name,
-also in another process; 3. it is accepted once the first has closed. 4. A missing file, 5. an empty one, 6. another
-program's database, which is left alone, and 7. a file that is no database are refused with a remedy. 8. opening with
-`create` keeps existing data; 9. a closed ledger is one file.
+also in another process. 3. A missing file, 4. an empty one, 5. another program's database, which is left alone, and 6.
+a file that is no database are refused with a remedy. That `create` keeps existing data: test_crash.py; that a closed
+ledger is one file: test_shards.py.
 """
 
 import asyncio
@@ -11,12 +11,12 @@ import os
 import sqlite3
 import stat
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from areal_agent.errors import LedgerError
-from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 
 
@@ -45,70 +45,35 @@ async def test_a_second_writer_of_another_process_is_refused(ledger: Ledger, pat
     assert b"LedgerError: another process is writing" in stderr
 
 
-async def test_the_lock_ends_with_the_ledger(ledger: Ledger, path: Path) -> None:
-    await ledger.aclose()
-    again = await Ledger.open(path, create=False)
-    await again.aclose()
+def write(path: Path, content: bytes | None) -> None:
+    if content is not None:
+        path.write_bytes(content)
 
 
-async def test_a_missing_file_is_refused(path: Path) -> None:
-    with pytest.raises(LedgerError, match="there is no ledger"):
-        await Ledger.open(path, create=False)
+@pytest.mark.parametrize(
+    ("content", "create", "message"),
+    [
+        (None, False, "there is no ledger"),
+        (b"", False, "its run ended before its tables were made"),
+        (b"not a database " * 100, True, "cannot be opened: file is not a database"),
+    ],
+)
+async def test_what_is_no_ledger_is_refused(path: Path, content: bytes | None, create: bool, message: str) -> None:
+    write(path, content)
+    with pytest.raises(LedgerError, match=message):
+        await Ledger.open(path, create=create)
+
+
+async def test_an_empty_file_can_be_made_a_ledger_but_none_without_a_folder(path: Path) -> None:
+    write(path, b"")
+    await (await Ledger.open(path, create=True)).aclose()
     with pytest.raises(LedgerError, match="check that its folder exists"):
         await Ledger.open(path.parent / "missing" / path.name, create=True)
 
 
-@pytest.fixture
-def empty(path: Path) -> Path:
-    path.touch()
-    return path
-
-
-@pytest.fixture
-def foreign(path: Path) -> Path:
-    connection = sqlite3.connect(path)
-    connection.execute("CREATE TABLE recipes (cake TEXT)")
-    connection.close()
-    return path
-
-
-@pytest.fixture
-def scribble(path: Path) -> Path:
-    path.write_bytes(b"not a database " * 100)
-    return path
-
-
-async def test_an_empty_file_is_refused_unless_it_is_to_be_made(empty: Path) -> None:
-    with pytest.raises(LedgerError, match="its run ended before its tables were made"):
-        await Ledger.open(empty, create=False)
-    ledger = await Ledger.open(empty, create=True)
-    await ledger.aclose()
-
-
-async def test_another_programs_database_is_refused_and_left_alone(foreign: Path) -> None:
-    with pytest.raises(LedgerError, match="is not a ledger of areal_agent"):
-        await Ledger.open(foreign, create=True)
-    connection = sqlite3.connect(foreign)
-    tables = connection.execute("SELECT name FROM sqlite_master").fetchall()
-    connection.close()
-    assert tables == [("recipes",)]
-
-
-async def test_what_is_no_database_is_refused(scribble: Path) -> None:
-    with pytest.raises(LedgerError, match="cannot be opened: file is not a database"):
-        await Ledger.open(scribble, create=True)
-
-
-async def test_create_keeps_what_is_there(ledger: Ledger, path: Path, make) -> None:
-    await make.closed(ledger.own, "s")
-    await ledger.aclose()
-    again = await Ledger.open(path, create=True)
-    assert (await again.trajectory("s")).session_id == "s"
-    await again.aclose()
-
-
-async def test_a_closed_ledger_is_one_file(ledger: Ledger, path: Path, make) -> None:
-    await make.closed(ledger.own, "s")
-    await ledger.ask(questions.waiting)
-    await ledger.aclose()
-    assert {entry.name for entry in os.scandir(path.parent)} == {path.name, path.name + ".lock"}
+async def test_another_programs_database_is_refused_and_left_alone(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE recipes (cake TEXT)")
+        with pytest.raises(LedgerError, match="is not a ledger of areal_agent"):
+            await Ledger.open(path, create=True)
+        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("recipes",)]

@@ -1,9 +1,10 @@
 """A restart settles what the previous process left.
 
-1. incarnations count from 0; 2. sessions that a dead process left open end as orphans, with their turns; 3. an orphan
-of an evaluation has no fate; 4. leases that the checkpoint covers are trained, although their commit was lost; 5.
-later ones wait and can be leased again; 6. existing fates stay; 7. a run that resumes from an earlier checkpoint than
-the newest trains the lost steps again; 8. a completed run that goes on is running again.
+1. sessions that a dead process left open end as orphans, with their turns; 2. an orphan of an evaluation has no fate;
+3. leases that the checkpoint covers are trained, although their commit was lost; 4. later ones wait and can be leased
+again; 5. existing fates stay; 6. a run that resumes from an earlier checkpoint than the newest trains the lost steps
+again; 7. a completed run that goes on is running again; 8. a standalone gateway returns the leases after a checkpoint
+without a restart (tests/gateway/test_online.py has what else it does).
 """
 
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.ledger.verify import verify
 from areal_agent.ledger.writes import Incarnation
 from areal_agent.types import Drop, Fate, SessionPurpose, Status
 
@@ -26,13 +28,6 @@ def restart(ledger: Ledger, path: Path):
         return again, await again.begin_incarnation(checkpoint_step)
 
     return restart
-
-
-async def test_incarnations_count_from_0(path: Path) -> None:
-    ledger = await Ledger.open(path, create=True)
-    numbers = [(await ledger.begin_incarnation(0)).number for _ in range(3)]
-    await ledger.aclose()
-    assert numbers == [0, 1, 2]
 
 
 async def test_what_was_open_ends_as_an_orphan_with_its_turns(ledger: Ledger, make, restart) -> None:
@@ -103,3 +98,15 @@ async def test_a_completed_run_that_goes_on_is_running_again(ledger: Ledger, res
     status = await again.ask(questions.note, "status")
     await again.aclose()
     assert status == "running"
+
+
+async def test_leases_after_the_checkpoint_return(ledger: Ledger, path: Path, make) -> None:
+    await make.closed(ledger.own, "a", "b", "c")
+    for step, id in enumerate("abc", start=1):
+        await make.leased(ledger, step, id)
+    assert await ledger.return_leases(1) == 2
+    assert await ledger.return_leases(1) == 0
+    assert (await ledger.trajectory("a")).fate == Fate(trained_step=1)  # the checkpoint was never acknowledged
+    assert [one.session_id for one in await ledger.ask(questions.waiting)] == ["b", "c"]
+    await make.leased(ledger, 2, "c")
+    assert verify(path).violations == ()

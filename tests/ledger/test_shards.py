@@ -1,14 +1,13 @@
 """A ledger whose sessions lie in several files.
 
-1. the coordinator reads what a worker wrote, also in a shard that was made later; 2. its trajectories are leased,
-trained and dropped like the coordinator's own; 3. waiting trajectories come in the order of closing over all files,
-up to the limit; 4. counts cover all files; 5. open sessions of a dead worker end as orphans when the coordinator says
-so, 6. or at the next incarnation; 7. a shard with a live writer is an error that changes nothing; 8. orphans are
-dropped: they no longer wait, and are neither leased nor dropped for another reason; 9. one file has one writer; 10. a
-shard is not a ledger, nor a ledger a shard; 11. a finished run leaves one file per shard, also of a dead worker; 12.
-a shard without tables holds up nobody; 13. a copy of the ledger beside it is not a shard, and no worker can write
-where nobody reads; 14. a late reward of a shard's session is refused; 15. a shard's session is found by its key, and
-its leases can be listed.
+1. the coordinator reads what a worker wrote, also in a shard that was made later; 2. waiting trajectories come in the
+order of closing over all files, up to the limit; 3. counts cover all files; 4. open sessions of a dead worker end as
+orphans when the coordinator says so; 5. a shard with a live writer is an error that changes nothing; 6. orphans are
+dropped: they no longer wait, and are neither leased nor dropped for another reason; 7. one file has one writer; 8. a
+shard is not a ledger, nor a ledger a shard; 9. a finished run leaves one file per shard, also of a dead worker; 10. a
+shard without tables holds up nobody; 11. a copy of the ledger beside it is not a shard, and no worker can write where
+nobody reads; 12. a late reward of a shard's session is refused; 13. a shard's session is found by its key, and its
+leases can be listed. That its sessions are leased and trained, and end at the next incarnation: test_versions.py.
 """
 
 import os
@@ -49,20 +48,6 @@ async def test_a_later_shard_is_read(ledger: Ledger, open_shard: OpenShard, make
         await ledger.trajectory("a")
     await make.closed(await open_shard("w0"), "a")
     assert (await ledger.trajectory("a")).turns == (make.turn("a", 0), make.turn("a", 1))
-
-
-async def test_fates_are_the_coordinators(ledger: Ledger, open_shard: OpenShard, path: Path, make) -> None:
-    await make.closed(await open_shard("w0"), "a", "b")
-    await make.closed(await open_shard("w1"), "c")
-    await make.closed(ledger.own, "d")
-    await make.leased(ledger, 1, "a", "c", "d")
-    await ledger.drop({"b": Drop.FILTERED})
-    await ledger.commit_checkpoint(1, "checkpoints/1")
-    trained = Fate(trained_step=1)
-    fates = [(await ledger.trajectory(id)).fate for id in "abcd"]
-    assert fates == [trained, Fate(dropped=Drop.FILTERED), trained, trained]
-    assert (await ledger.ask(questions.counts)).num_waiting == 0
-    assert verify(path).violations == ()
 
 
 async def test_what_waits_is_in_the_order_of_closing(ledger: Ledger, open_shard: OpenShard, make) -> None:
@@ -117,17 +102,6 @@ async def test_a_dead_workers_sessions_end_when_the_coordinator_is_told(
     again = await open_shard("w0")
     await make.closed(again, "d")
     assert {one.session_id for one in await ledger.ask(questions.waiting)} == {"closed", "c", "d"}
-
-
-async def test_they_end_at_the_next_incarnation(ledger: Ledger, open_shard: OpenShard, path: Path, make) -> None:
-    for name in ("w0", "w1"):
-        shard = await open_shard(name)
-        await shard.open_session(make.session(name))
-        await shard.aclose()
-    await ledger.own.open_session(make.session("own"))
-    assert (await ledger.begin_incarnation(0)).num_orphans == 3
-    assert (await ledger.ask(questions.counts)).drops == {Drop.ORPHAN: 3}
-    assert verify(path).violations == ()
 
 
 async def test_a_live_worker_forbids_an_incarnation(ledger: Ledger, open_shard: OpenShard, make) -> None:

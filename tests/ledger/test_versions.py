@@ -20,14 +20,15 @@ import pytest
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import questions
-from areal_agent.ledger.export import completions
-from areal_agent.ledger.files import OLDEST_VERSION, VERSION, FileKind, FileLock, LedgerFiles, shard_path
+from areal_agent.ledger.__main__ import main
+from areal_agent.ledger.files import OLDEST_VERSION, VERSION, FileKind, FileLock, shard_path
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.ledger.verify import Invariant, verify
 from areal_agent.types import Fate, Rewards, Status
 
-from .conftest import SAMPLING, UNREAD
+from .make import SAMPLING
+from .test_export import exported
 
 VERSIONS = range(OLDEST_VERSION, VERSION + 1)
 FOLDER = Path(__file__).parent / "versions"
@@ -70,17 +71,15 @@ def tables(path: Path) -> set[tuple[object, ...]]:
         return {*columns, *indexes, tuple(connection.execute("PRAGMA user_version").fetchone())}
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *map(str, arguments)], capture_output=True, text=True)
-
-
 def content(folder: Path) -> dict[str, bytes]:
     """Return the files of a ledger, without the empty log that SQLite leaves for a reader."""
     return {path.name: path.read_bytes() for path in folder.glob("*.sqlite")}
 
 
-def test_it_is_verified(recorded: Path) -> None:
+def test_it_is_verified_and_left_as_it_is(recorded: Path) -> None:
+    before = content(recorded.parent)
     report = verify(recorded)
+    assert content(recorded.parent) == before
     assert report.violations == ()
     assert (report.num_turns, report.num_sampled_tokens, report.num_trained_tokens) == (17, 68, 8)
     assert report.counts is not None
@@ -89,8 +88,7 @@ def test_it_is_verified(recorded: Path) -> None:
 
 
 def test_it_is_exported(recorded: Path) -> None:
-    with closing(LedgerFiles(recorded)) as files, files.snapshot() as snapshot:
-        rows = {row["completion_id"]: row for row in completions(snapshot, UNREAD)}
+    rows = exported(recorded)
     assert len(rows) == 17
     fork = rows["forked-c1"]
     assert fork["prompt_token_ids"].tolist() == [1, 2, 3, 100, 101, 1, 2, 3]
@@ -117,12 +115,6 @@ async def test_it_is_resumed(recorded: Path, make) -> None:
     assert verify(recorded).violations == ()
 
 
-def test_reading_changes_no_file(recorded: Path) -> None:
-    before = content(recorded.parent)
-    verify(recorded)
-    assert content(recorded.parent) == before
-
-
 READ_AS_NOBODY = """
 import os, sys
 from pathlib import Path
@@ -137,20 +129,21 @@ print(report.num_turns, report.violations)
 
 
 @pytest.fixture
-def read_only(recorded: Path) -> Iterator[Path]:
+def read_only(old: Path) -> Iterator[Path]:
     """Put its files into a folder that everybody may read and nobody may write to."""
     with tempfile.TemporaryDirectory() as folder:
-        for path in recorded.parent.iterdir():
+        for path in old.parent.iterdir():
             copy = Path(folder) / path.name
             copy.write_bytes(path.read_bytes())
             copy.chmod(0o444)
         Path(folder).chmod(0o555)
-        yield Path(folder) / recorded.name
+        yield Path(folder) / old.name
         Path(folder).chmod(0o755)
 
 
 def test_a_folder_that_cannot_be_written_to_is_read(read_only: Path) -> None:
-    done = command("-c", READ_AS_NOBODY, read_only)
+    code = [sys.executable, "-c", READ_AS_NOBODY, str(read_only)]
+    done = subprocess.run(code, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("17 ()\n", "")
 
 
@@ -163,12 +156,18 @@ def test_it_is_read_beside_its_writer(old: Path) -> None:
         writer.execute("ROLLBACK")
 
 
-async def test_its_files_have_todays_tables_once_they_are_written_to(recorded: Path, tmp_path: Path) -> None:
+@pytest.fixture
+async def fresh(tmp_path: Path) -> Path:
+    """A ledger with a shard, as they are made today."""
+    path = tmp_path / "fresh" / "ledger.sqlite"
+    path.parent.mkdir()
+    await (await Ledger.open(path, create=True)).aclose()
+    await (await LedgerShard.open(shard_path(path, "w0"), create=True)).aclose()
+    return path
+
+
+async def test_its_files_have_todays_tables_once_they_are_written_to(recorded: Path, fresh: Path) -> None:
     await (await Ledger.open(recorded, create=False)).aclose()
-    fresh = tmp_path / "fresh" / "ledger.sqlite"
-    fresh.parent.mkdir()
-    await (await Ledger.open(fresh, create=True)).aclose()
-    await (await LedgerShard.open(shard_path(fresh, "w0"), create=True)).aclose()
     assert tables(recorded) == tables(fresh)
     assert tables(shard_path(recorded, "w0")) == tables(shard_path(fresh, "w0"))
 
@@ -205,13 +204,13 @@ async def test_a_shard_of_an_older_version_that_is_written_to_is_an_error(old: P
     await (await Ledger.open(old, create=False)).aclose()
 
 
-async def test_what_version_2_kept_no_digest_of_is_unproved(old: Path, make) -> None:
+async def test_what_version_2_kept_no_digest_of_is_unproved(old: Path, make, capsys) -> None:
     unproved = {Invariant.ENDED: 8, Invariant.SAMPLED: 2}
     assert verify(old).unproved == unproved
-    done = command("-m", "areal_agent.ledger", "verify", old)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "? every ending, with its rewards, is as it was written (cannot be proved for 8 sessions" in done.stdout
-    assert done.stdout.endswith("OK: none of 15 invariants is violated, and 2 cannot be proved\n")
+    assert main(["verify", str(old)]) == 0
+    out = capsys.readouterr().out
+    assert "? every ending, with its rewards, is as it was written (cannot be proved for 8 sessions" in out
+    assert out.endswith("OK: none of 15 invariants is violated, and 2 cannot be proved\n")
     ledger = await Ledger.open(old, create=False)
     await make.closed(ledger.own, "new")
     await ledger.set_rewards("unpaid", Rewards(final=1.0))  # what was logged in it stays unproved
@@ -252,8 +251,5 @@ async def test_a_version_that_cannot_be_read_is_refused(recorded: Path, version:
             await asyncio.to_thread(verify, recorded)
 
 
-async def test_tables_change_with_their_version(tmp_path: Path) -> None:
-    fresh = tmp_path / "fresh" / "ledger.sqlite"
-    fresh.parent.mkdir()
-    await (await Ledger.open(fresh, create=True)).aclose()
+def test_tables_change_with_their_version(fresh: Path, tmp_path: Path) -> None:
     assert tables(fresh) == tables(restore(VERSION, tmp_path)), "raise VERSION, add to UPGRADES, run record.py"

@@ -1,12 +1,10 @@
-"""A process that writes to a ledger until it is killed, started by test_crash.py. It prints every promise that it kept.
+"""A process that trains on a ledger until it is killed, started by test_crash.py: `worker.py LEDGER POINT STEPS`.
 
-worker.py append LEDGER NAME          writes sessions side by side, and a line `turn ID` after each acknowledged turn
-worker.py train  LEDGER POINT STEPS   rolls out, leases, "trains", publishes, commits; dies at its POINT-th commit
-                                      point, or completes after STEPS (POINT 0: never)
+It rolls out, leases, "trains", publishes and commits. It dies at its POINT-th commit point, or completes after STEPS if
+POINT is 0.
 """
 
 import asyncio
-import itertools
 import json
 import os
 import signal
@@ -16,28 +14,7 @@ from pathlib import Path
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.types import Drop
-from tests.ledger.conftest import Make
-
-
-def tell(text: str) -> None:
-    os.write(1, f"{text}\n".encode())
-
-
-async def append(path: Path, name: str) -> None:
-    ledger, make = await Ledger.open(path, create=True), Make()
-    await ledger.begin_incarnation(0)
-
-    async def agent(place: int) -> None:
-        for number in itertools.count():
-            session_id = f"{name}-{place}-{number}"
-            await ledger.own.open_session(make.session(session_id))
-            for turn in range(3):
-                await ledger.own.append_turn(session_id, make.turn(session_id, turn))
-                tell(f"turn {session_id}-t{turn}")
-            await ledger.own.close_session(make.ending(session_id))
-            tell(f"closed {session_id}")
-
-    await asyncio.gather(*(agent(place) for place in range(8)))
+from tests.ledger.make import Make
 
 
 class Mortal:
@@ -86,8 +63,4 @@ def publish(checkpoint: Path, step: int, trained: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    _, command, path, *rest = sys.argv
-    if command == "append":
-        asyncio.run(append(Path(path), rest[0]))
-    else:
-        asyncio.run(train(Path(path), int(rest[0]), int(rest[1])))
+    asyncio.run(train(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

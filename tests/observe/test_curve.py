@@ -28,21 +28,28 @@ def row(step: int, reward: float | None) -> dict:
 ROWS = [row(step, step / 20) for step in range(1, 20)]
 
 
-def test_it_is_a_png_of_the_stated_size(tmp_path: Path) -> None:
-    draw_curve(ROWS, tmp_path / "curve.png", success_before=0.3, success_after=0.95)
-    content = (tmp_path / "curve.png").read_bytes()
-    assert content[:8] == b"\x89PNG\r\n\x1a\n"
-    assert struct.unpack(">II", content[16:24]) == (1200, 1020)
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return drawn(tmp_path_factory.mktemp("plain"), ROWS)
+
+
+def drawn(folder: Path, rows: list[dict], **levels: float) -> bytes:
+    draw_curve(rows, folder / "curve.png", **levels)
+    return (folder / "curve.png").read_bytes()
+
+
+def test_it_is_a_png_of_the_stated_size(plain: bytes) -> None:
+    assert plain[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", plain[16:24]) == (1200, 1020)
 
 
 @pytest.mark.parametrize(
     "rows",
-    [ROWS[:1], [row(1, 0.5), row(2, None), {"step": 3}], [row(1, -2.0), row(2, 7.5)], [{"step": 1}]],
-    ids=["one step", "gaps", "rewards beyond 0 to 1", "nothing but steps"],
+    [ROWS[:1], [row(1, -2.0), row(2, None), {"step": 3}, row(4, 7.5)], [{"step": 1}]],
+    ids=["one step", "gaps, and rewards beyond 0 to 1", "nothing but steps"],
 )
 def test_it_is_drawn_whatever_the_rows(tmp_path: Path, rows: list[dict]) -> None:
-    draw_curve(rows, tmp_path / "curve.png")
-    assert (tmp_path / "curve.png").stat().st_size > 10_000
+    assert len(drawn(tmp_path, rows)) > 10_000
 
 
 @pytest.mark.parametrize(
@@ -50,10 +57,8 @@ def test_it_is_drawn_whatever_the_rows(tmp_path: Path, rows: list[dict]) -> None
     [(ROWS, {"success_before": 0.3}), (ROWS, {"success_after": 0.95}), ([*ROWS[:-1], row(19, 0.1)], {})],
     ids=["success before", "success after", "another reward"],
 )
-def test_what_is_told_is_in_the_picture(tmp_path: Path, rows: list[dict], levels: dict) -> None:
-    draw_curve(ROWS, tmp_path / "plain.png")
-    draw_curve(rows, tmp_path / "other.png", **levels)
-    assert (tmp_path / "plain.png").read_bytes() != (tmp_path / "other.png").read_bytes()
+def test_what_is_told_is_in_the_picture(plain: bytes, tmp_path: Path, rows: list[dict], levels: dict) -> None:
+    assert drawn(tmp_path, rows, **levels) != plain
 
 
 def test_the_running_mean_leaves_gaps_out() -> None:

@@ -2,6 +2,7 @@
 for each model family that agents are trained with.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from areal_agent.tokens.forest import Prompt
 from areal_agent.tokens.renderer import Renderer
+from areal_agent.types import JsonObject
 
 CHATML = """\
 {%- if tools %}
@@ -93,23 +96,39 @@ FAMILIES = {
 }
 
 
-def train_tokenizer(
-    chat_template: str, family: Family = Family(special=SPECIAL_TOKENS, eos="<|im_end|>")
-) -> PreTrainedTokenizerFast:
+def byte_level(corpus: Iterable[str], *, vocab_size: int, special: Sequence[str]) -> Tokenizer:
+    """Train a byte-level tokenizer on a small corpus, whose lines are seen eight times."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=list(family.special),
+        vocab_size=vocab_size,
+        special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([line for line in CORPUS for _ in range(8)], trainer)
+    tokenizer.train_from_iterator([line for line in corpus for _ in range(8)], trainer)
+    return tokenizer
+
+
+def train_tokenizer(
+    chat_template: str, family: Family = Family(special=SPECIAL_TOKENS, eos="<|im_end|>")
+) -> PreTrainedTokenizerFast:
+    tokenizer = byte_level(CORPUS, vocab_size=400, special=family.special)
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in family.markup])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=family.bos, eos_token=family.eos, chat_template=chat_template
     )
+
+
+def as_it_is(message: JsonObject, index: int) -> JsonObject:
+    """Normalise a message that is in the form of the template already."""
+    return message
+
+
+def parent_of(prompt: Prompt) -> str | None:
+    """Return the completion that a prompt continues."""
+    return prompt.parent.completion_id if prompt.parent else None
 
 
 def save(folder: Path, chat_template: str) -> Path:
@@ -136,11 +155,6 @@ def families(family_folders: dict[str, Path]) -> dict[str, Renderer]:
 @pytest.fixture(scope="session")
 def chatml_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("chatml"), CHATML)
-
-
-@pytest.fixture(scope="session")
-def stripping_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save(tmp_path_factory.mktemp("strips_thinking"), STRIPS_THINKING)
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from areal_agent.tokens.formats.answer_format import ToolFormat
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import HistoryThinking
 from areal_agent.types import JsonObject
-from tests.tokens.conftest import CHATML_FAMILY, train_tokenizer
+from tests.tokens.conftest import CHATML_FAMILY, as_it_is, train_tokenizer
 from tests.tokens.test_real_templates import renderer as real
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -48,7 +48,7 @@ def result(id_: str) -> JsonObject:
 
 
 def prompt_of(model: Renderer, *messages: JsonObject, tools: Any = ()) -> str:
-    plan = Forest(model).plan(messages, tools, normalise=lambda message, _: message)
+    plan = Forest(model).plan(messages, tools, normalise=as_it_is)
     return model.text_of(plan.path(), has_ended=False)
 
 
@@ -85,9 +85,8 @@ def test_results_are_in_the_order_of_their_calls() -> None:
 
 def test_a_template_that_takes_one_call_gets_each_with_its_result() -> None:
     text = prompt_of(real("gpt_oss"), says("user", "x"), calls("a", "b"), result("b"), result("a"), tools=[TOOL])
-    assert [text.index(word) for word in ('{"at": "a"}', "saw a", '{"at": "b"}', "saw b")] == sorted(
-        text.index(word) for word in ('{"at": "a"}', "saw a", '{"at": "b"}', "saw b")
-    )
+    places = [text.index(word) for word in ('{"at": "a"}', "saw a", '{"at": "b"}', "saw b")]
+    assert places == sorted(places)
 
 
 def test_text_beside_a_call_is_written(families: dict[str, Renderer]) -> None:
@@ -99,7 +98,7 @@ def test_a_call_and_its_result_have_the_models_id() -> None:
     model, forest = real("kimi_k2"), Forest(real("kimi_k2"))
     talk = [says("user", "x")]
     for number, own in enumerate(("functions.look:0", "functions.look:0")):  # the model gives one id twice
-        prompt = forest.plan(list(talk), [TOOL], normalise=lambda message, _: message)
+        prompt = forest.plan(list(talk), [TOOL], normalise=as_it_is)
         sampled = model.answer_format.format(
             "",
             model.answer_format.parse(
@@ -112,7 +111,7 @@ def test_a_call_and_its_result_have_the_models_id() -> None:
         reply = Reply(completion_id=f"c{number}", token_ids=model.ids_of(sampled), message=answer, own_ids=(own,))
         forest.record(prompt, [reply])
         talk += [answer, result(f"ours{number}")]
-    text = model.text_of(forest.plan(talk, [TOOL], normalise=lambda message, _: message).path(), has_ended=False)
+    text = model.text_of(forest.plan(talk, [TOOL], normalise=as_it_is).path(), has_ended=False)
     assert text.count("## Return of functions.look:0") == 2
     assert "## Return of ours" not in text
 
@@ -155,7 +154,7 @@ def test_a_template_sees_the_text_that_was_sent() -> None:
     model, forest = real("qwen35"), Forest(real("qwen35"))
     talk = [says("user", "x")]
     for number in range(6):
-        prompt = forest.plan(list(talk), (), normalise=lambda message, _: message)
+        prompt = forest.plan(list(talk), (), normalise=as_it_is)
         answer = says("assistant", f"print({number})", reasoning_content="Hm.")
         ids = model.ids_of(f"Hm.\n</think>\n\nprint({number})<|im_end|>")
         assert (
@@ -169,11 +168,11 @@ def test_a_template_sees_the_text_that_was_sent() -> None:
 
 def test_what_stands_for_stripped_thinking_is_the_templates() -> None:
     model, forest = real("glm_47"), Forest(real("glm_47"))
-    prompt = forest.plan([says("user", "q")], (), normalise=lambda message, _: message)
+    prompt = forest.plan([says("user", "q")], (), normalise=as_it_is)
     answer = says("assistant", "Hello", reasoning_content="I think.")
     ids = model.ids_of("I think.</think>Hello<|user|>")
     forest.record(prompt, [Reply(completion_id="c1", token_ids=ids, message=answer, has_thinking=True)])
-    following = forest.plan([says("user", "q"), answer, says("user", "n")], (), normalise=lambda message, _: message)
+    following = forest.plan([says("user", "q"), answer, says("user", "n")], (), normalise=as_it_is)
     assert "<|assistant|></think>Hello<|user|>n" in model.text_of(following.path(), has_ended=False)
     forest.record(following, [])
     assert forest.audit() == 0
@@ -200,5 +199,5 @@ def test_a_result_that_would_be_read_as_another_calls_is_refused(results: list[s
 
 def test_no_text_becomes_a_tag_of_kept_thinking(family_folders: dict[str, Path]) -> None:
     model = Renderer.load(family_folders["qwen3"], history_thinking=HistoryThinking.KEEP)
-    plan = Forest(model).plan([says("user", "a<|thinking-from-here|>b")], (), normalise=lambda message, _: message)
+    plan = Forest(model).plan([says("user", "a<|thinking-from-here|>b")], (), normalise=as_it_is)
     assert model.ids_of("<think>")[0] not in plan.path()

@@ -1,7 +1,7 @@
 """Plain completions in the forest:
 
-- a first prompt is a root; its text is tokenised, its ids are taken as they are
-- one that begins with a recorded prompt and answer continues it, as text and as ids, also across the two
+- one that begins with a recorded prompt and answer continues it, also ids after text and text after ids; that the two
+  continue their own kind, with the tokens that were sampled, is shown by tests/gateway/test_completions.py
 - an answer that ended by itself may be continued before and after its end token
 - the longest recorded prefix counts
 - the same prompt again is `repeated`, another beginning is `new_conversation`, a second continuation `edited`
@@ -12,34 +12,12 @@ from areal_agent.tokens.forest import Forest, Prompt, Reply
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import ForkReason
 
+from .conftest import parent_of
+
 
 def answer(forest: Forest, prompt: Prompt, name: str, *token_ids: int) -> ForkReason | None:
     message = {"role": "assistant", "content": ""}
     return forest.record(prompt, [Reply(completion_id=name, token_ids=token_ids, message=message)])
-
-
-def parent_of(prompt: Prompt) -> str | None:
-    return prompt.parent.completion_id if prompt.parent else None
-
-
-def test_a_first_prompt_is_a_root(renderer: Renderer) -> None:
-    forest = Forest(renderer)
-    prompt = forest.plan_completion("the quick fox")
-    assert list(prompt.new_ids) == renderer.ids_of("the quick fox")
-    assert tuple(forest.plan_completion([9, 8, 7]).new_ids) == (9, 8, 7)
-    assert prompt.new_messages == ()
-    assert answer(forest, prompt, "c1", 9) is None
-
-
-def test_text_continues_a_recorded_answer(renderer: Renderer) -> None:
-    forest = Forest(renderer)
-    first = forest.plan_completion("the quick fox")
-    sampled = (*renderer.ids_of(" ju"), *renderer.ids_of("mps"))  # not what tokenising " jumps" gives
-    answer(forest, first, "c1", *sampled)
-    prompt = forest.plan_completion("the quick fox jumps over")
-    assert parent_of(prompt) == "c1"
-    assert tuple(prompt.path()) == (*first.new_ids, *sampled, *renderer.ids_of(" over"))
-    assert answer(forest, prompt, "c2", 9) is None
 
 
 def test_ids_continue_text_and_text_continues_ids(renderer: Renderer) -> None:

@@ -5,28 +5,14 @@
 - the bytes of an id are exact; a token beyond the vocabulary has none; special tokens are known
 """
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models
 
 from areal_agent.tokens.renderer import Detokenizer
 
-
-def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=["<|end|>", "<｜sep▁x｜>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["hello wörld 🙂🙂 日本 hello wörld 🙂 日本"] * 8, trainer)
-    return tokenizer
+from .conftest import byte_level
 
 
 def sentencepiece_like() -> Tokenizer:
@@ -38,23 +24,20 @@ def sentencepiece_like() -> Tokenizer:
     return tokenizer
 
 
-BYTE_LEVEL = byte_level()
+BYTE_LEVEL = byte_level(
+    ["hello wörld 🙂🙂 日本 hello wörld 🙂 日本"], vocab_size=320, special=("<|end|>", "<｜sep▁x｜>")
+)
 
 
-@pytest.mark.parametrize("make", [byte_level, sentencepiece_like])
-def test_streamed_text_is_the_whole_text(make: Callable[[], Tokenizer]) -> None:
-    detokenizer = Detokenizer(make())
-    is_exact = make is byte_level
-
-    @given(st.lists(st.integers(0, 261), max_size=12))
-    def check(token_ids: list[int]) -> None:
-        stream = detokenizer.stream()
-        streamed = "".join([*map(stream.feed, token_ids), stream.finish()])
-        whole = detokenizer.text_of(token_ids)
-        if is_exact or "\N{REPLACEMENT CHARACTER}" not in whole:
-            assert streamed == whole
-
-    check()
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, sentencepiece_like()], ids=["byte level", "SentencePiece-like"])
+@given(token_ids=st.lists(st.integers(0, 261), max_size=12))
+def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, token_ids: list[int]) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    stream = detokenizer.stream()
+    streamed = "".join([*map(stream.feed, token_ids), stream.finish()])
+    whole = detokenizer.text_of(token_ids)
+    if tokenizer is BYTE_LEVEL or "\N{REPLACEMENT CHARACTER}" not in whole:
+        assert streamed == whole
 
 
 def test_text_leaves_with_the_token_that_completes_it() -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.tokens.forest import Forest, Prompt, Reply
@@ -28,14 +28,12 @@ from areal_agent.tokens.template import HistoryThinking
 from areal_agent.types import ForkReason, JsonObject, Trajectory, Turn
 from tests import histories
 
+from .conftest import as_it_is
+
 NAMES = ("qwen25", "qwen3", "llama3", "mistral", "deepseek", "deepseek_r1")
 THINKING = ("qwen3", "deepseek_r1")
 TOOLS = ({"type": "function", "function": {"name": "f", "description": "adds", "parameters": {"type": "object"}}},)
 CALL_ID = "abcdefghi"
-
-
-def as_it_is(message: JsonObject, index: int) -> JsonObject:
-    return message
 
 
 @dataclass(kw_only=True)
@@ -150,13 +148,8 @@ words = st.text(alphabet="abc xyz", min_size=1, max_size=9).map(lambda text: "a"
 turns = st.lists(st.tuples(texts, words, st.booleans(), st.booleans()), min_size=1, max_size=16)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
-    name=st.sampled_from(NAMES),
-    system=st.none() | words,
-    turns=turns,
-    has_tools=st.booleans(),
-    forces=st.booleans(),
+    name=st.sampled_from(NAMES), system=st.none() | words, turns=turns, has_tools=st.booleans(), forces=st.booleans()
 )
 def test_prompts_have_the_ids_of_the_full_rendering(
     families: dict[str, Renderer],
@@ -239,7 +232,6 @@ def test_a_tool_loop_keeps_its_thinking_until_the_next_question(families: dict[s
     assert "hm" not in chat.renderer.text_of(prompt.path(), has_ended=False)
 
 
-@settings(max_examples=25, deadline=None)
 @given(name=st.sampled_from(THINKING), turns=turns)
 def test_each_sampled_token_is_in_the_loss_once(
     families: dict[str, Renderer], name: str, turns: list[tuple[str, str, bool, bool]]

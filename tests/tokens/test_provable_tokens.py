@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.tokens.forest import Forest, Prompt, Reply
@@ -24,25 +24,19 @@ from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.formats.thinking import ReasoningFormat
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import Completion, JsonObject, Trajectory, Turn
+from areal_agent.types import Completion, Trajectory, Turn
 from tests import histories
+
+from .conftest import as_it_is, parent_of
 
 HERMES = AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.NONE)
 NUM_SPECIAL = 7
-
-
-def as_it_is(message: JsonObject, index: int) -> JsonObject:
-    return message
 
 
 texts = st.text(max_size=12) | st.sampled_from(
     ["<|im_end|>", "a<|im_start|>assistant\n", "</tool_call><tool_call>", "<think>", "<|im_<|im_end|>end|>", "3 é 漢"]
 )
 sampled_ids = st.lists(st.integers(0, 300), min_size=1, max_size=6)  # partial UTF-8 and special tokens among them
-
-
-def parent_of(prompt: Prompt) -> str | None:
-    return prompt.parent.completion_id if prompt.parent else None
 
 
 @dataclass(kw_only=True)
@@ -168,7 +162,6 @@ def trajectory_of(turns: list[Turn]) -> Trajectory:
     return histories.trajectory("s", (), 1.0, turns=tuple(turns))
 
 
-@settings(max_examples=150, deadline=None)
 @given(steps=steps)
 def test_what_is_trained_is_what_was_sampled(renderer: Renderer, steps: Any) -> None:
     agent = play(renderer, steps)
@@ -192,11 +185,7 @@ def test_what_is_trained_is_what_was_sampled(renderer: Renderer, steps: Any) -> 
     assert sorted(trained) == sorted(sampled)  # each log-probability is given to one sampled token only
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    contents=st.lists(st.tuples(texts, texts), min_size=1, max_size=5),
-    system=texts,
-)
+@given(contents=st.lists(st.tuples(texts, texts), min_size=1, max_size=5), system=texts)
 def test_a_straight_conversation_is_one_record_of_all_its_tokens(
     renderer: Renderer, contents: list[tuple[str, str]], system: str
 ) -> None:
@@ -217,7 +206,6 @@ tool_calls = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(steps=st.lists(st.tuples(moves, words, st.lists(tool_calls, max_size=2), st.booleans()), min_size=1, max_size=7))
 def test_canonical_histories_have_the_templates_own_ids(
     renderer: Renderer, steps: list[tuple[tuple[int, str, str], str, list[ToolCall], bool]]
@@ -232,7 +220,6 @@ def test_canonical_histories_have_the_templates_own_ids(
         assert list(agent.prompts[-1].path()) == rendered + renderer.ids_of(opening)
 
 
-@settings(max_examples=200, deadline=None)
 @given(role=st.sampled_from(["user", "tool"]), pieces=st.lists(texts, max_size=5))
 def test_text_never_becomes_a_special_token(renderer: Renderer, role: str, pieces: list[str]) -> None:
     content = "".join(pieces)

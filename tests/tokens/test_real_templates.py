@@ -6,6 +6,7 @@
 - a conversation with thinking, text and a call is never refused
 """
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,27 +15,25 @@ from areal_agent.doctor.model import NEXT, RESULT, continued
 from areal_agent.tokens.forest import Forest, Reply
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import ForkReason
-from tests.tokens.conftest import CHATML_MARKUP, TEMPLATES, Family, train_tokenizer
+from tests.tokens.conftest import (
+    CHATML_FAMILY,
+    CHATML_MARKUP,
+    DEEPSEEK_FAMILY,
+    TEMPLATES,
+    Family,
+    as_it_is,
+    train_tokenizer,
+)
 
 GLM = Family(
     special=("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
     eos="<|endoftext|>",
     markup=(*CHATML_MARKUP, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
 )
-CHATML = Family(special=("<|endoftext|>", "<|im_start|>", "<|im_end|>"), eos="<|im_end|>", markup=CHATML_MARKUP)
-DEEPSEEK = Family(
-    bos="<｜begin▁of▁sentence｜>",
-    eos="<｜end▁of▁sentence｜>",
-    special=("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
-    markup=("<｜User｜>", "<｜Assistant｜>", "｜DSML｜", "<think>", "</think>"),
-)
+DEEPSEEK_MARKUP = ("<｜User｜>", "<｜Assistant｜>", "｜DSML｜", "<think>", "</think>")
 MODELS = {
-    "qwen3_coder": CHATML,
-    "qwen35": CHATML,
-    "nemotron_3": CHATML,
-    "step_35": CHATML,
-    "glm_45": GLM,
-    "glm_47": GLM,
+    **dict.fromkeys(["qwen3_coder", "qwen35", "nemotron_3", "step_35"], CHATML_FAMILY),
+    **dict.fromkeys(["glm_45", "glm_47"], GLM),
     "gpt_oss": Family(
         special=("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
         eos="<|return|>",
@@ -52,9 +51,7 @@ MODELS = {
         eos="[e~[",
         markup=("<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"),
     ),
-    "deepseek_v32": DEEPSEEK,
-    "deepseek_v4": DEEPSEEK,
-    "deepseek_r1": DEEPSEEK,
+    **dict.fromkeys(["deepseek_v32", "deepseek_v4", "deepseek_r1"], replace(DEEPSEEK_FAMILY, markup=DEEPSEEK_MARKUP)),
     "gemma_4": Family(
         special=(
             *("<bos>", "<eos>", "<|turn>", "<turn|>", "<|tool_call>", "<tool_call|>", "<|tool_response>"),
@@ -111,11 +108,11 @@ def test_the_next_question_goes_on_from_the_answer(name: str) -> None:
 def test_an_answer_of_gpt_oss_without_its_thinking_keeps_the_sampled_tokens() -> None:
     model = renderer("gpt_oss")
     forest, asked = Forest(model), {"role": "user", "content": "What is 6 times 7?"}
-    prompt = forest.plan([asked], (), normalise=lambda message, _: message)
+    prompt = forest.plan([asked], (), normalise=as_it_is)
     text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>It is 42.<|return|>"
     answer = {"role": "assistant", "content": "It is 42.", "reasoning_content": "Hm."}
     reply = Reply(completion_id="c1", token_ids=model.ids_of(text), message=answer, has_thinking=True)
     forest.record(prompt, [reply])
-    following = forest.plan([asked, answer, NEXT], (), normalise=lambda message, _: message)
+    following = forest.plan([asked, answer, NEXT], (), normalise=as_it_is)
     assert following.parent is not None
     assert model.text_of(following.path(), has_ended=False) == model.render([asked, answer, NEXT])

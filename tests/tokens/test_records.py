@@ -86,12 +86,6 @@ def test_two_turns_by_hand() -> None:
     assert record.behavior_logprobs.dtype == record.turn_rewards.dtype == np.float32
 
 
-def test_a_completion_with_several_versions() -> None:
-    spans = tuple(VersionSpan(version=WeightVersion(step=step), start=step, end=step + 1) for step in (0, 1))
-    (record,) = token_records(trajectory(turn((1,), completion("c1", 3, 4, versions=spans))))
-    assert record.versions.tolist() == [-1, 0, 1]
-
-
 def test_a_completion_of_two_incarnations() -> None:
     old, new = (WeightVersion(incarnation=incarnation, step=5) for incarnation in (0, 1))
     spans = (VersionSpan(version=old, start=0, end=1), VersionSpan(version=new, start=1, end=3))
@@ -122,10 +116,7 @@ def test_a_fork_trains_shared_tokens_in_the_newest_branch() -> None:
 
 def test_a_turn_may_keep_a_part_of_its_parent() -> None:
     newest, oldest = token_records(
-        trajectory(
-            turn((1, 2), completion("c1", 3, 4)),
-            turn((9,), completion("c2", 8), parent="c1", fork_at=3),
-        )
+        trajectory(turn((1, 2), completion("c1", 3, 4)), turn((9,), completion("c2", 8), parent="c1", fork_at=3))
     )
     assert newest.token_ids.tolist() == [1, 2, 3, 9, 8]
     assert newest.loss_mask.tolist() == [False, False, True, False, True]

@@ -117,22 +117,17 @@ def test_the_work_of_a_turn_is_bounded(renderer: Renderer) -> None:
     assert list(prompt.path()) == renderer.ids_of(renderer.render(session.messages[:-2]))
 
 
-def test_a_template_that_counts_is_caught(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    session = Session(renderer_of(tokenizer, NUMBERS, tmp_path))
-    for _ in range(FIRST_AUDIT):
-        prompt = session.turn()
-    assert session.reasons[-1] is ForkReason.TEMPLATE_REWRITES_HISTORY
-    assert session.forest.num_mismatches == 1
-    assert not session.renderer.may_elide
-    assert list(prompt.path()) == session.renderer.ids_of(session.renderer.render(session.messages[:-2]))
-
-
-def test_once_caught_everything_is_rendered(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_template_that_counts_is_caught_and_everything_is_rendered(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     renderer = renderer_of(tokenizer, NUMBERS, tmp_path)
-    first = Session(renderer)
+    first, second = Session(renderer), Session(renderer)
     for _ in range(FIRST_AUDIT):
-        first.turn()
-    second = Session(renderer)
+        prompt = first.turn()
+    assert first.reasons[-1] is ForkReason.TEMPLATE_REWRITES_HISTORY
+    assert first.forest.num_mismatches == 1
+    assert not renderer.may_elide
+    assert list(prompt.path()) == renderer.ids_of(renderer.render(first.messages[:-2]))
     for _ in range(FIRST_AUDIT + 4):
         prompt = second.turn()
         assert list(prompt.path()) == renderer.ids_of(renderer.render(second.messages[:-2]))

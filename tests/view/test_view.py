@@ -2,20 +2,16 @@
 
 1. groups are listed with their siblings, rewards and fates, trained ones first, and can be chosen; 2. a session is
 shown as a conversation, also if its group has its name: text, reasoning, calls, results, branches with their reasons,
-versions, what is in the loss and why the rest is not; 3.
-hostile text reaches a terminal as escapes, and cannot pass for a heading; 4. only a
-terminal gets colours, and NO_COLOR is heeded; 5. a run that goes on is shown as far as it is, and no file changes; 6.
-a name that does not exist gets near ones; what is no readable ledger gets one line; 7. without a tokenizer the tokens
-are counted; 8. an export has the text of answers and whole conversations.
+versions, what is in the loss and why the rest is not; 3. hostile text reaches a terminal as escapes, and cannot pass
+for a heading; 4. only a terminal gets colours, and NO_COLOR is heeded; 5. a run that goes on is shown as far as it is,
+and no file changes; 6. a name that does not exist gets near ones; what is no readable ledger gets one line; 7. without
+a tokenizer the tokens are counted; 8. an export has the text of answers and whole conversations.
 """
 
-import os
-import pty
+import io
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, redirect_stdout
 from pathlib import Path
 
 import orjson
@@ -23,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from areal_agent.command import run_command
+from areal_agent.ledger.__main__ import main as ledger_command
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.types import SessionPurpose
 from areal_agent.view.__main__ import main
@@ -145,30 +142,26 @@ def test_long_texts_are_cut_unless_all_is_asked_for(show, run: Path) -> None:
     assert "a" * 3000 + "b" * 3000 in show("--text", "e-0", "--full")
 
 
-def in_terminal(run: Path, **environment: str) -> str:
-    """Return what the command writes to a terminal of 60 columns."""
-    ours, theirs = pty.openpty()
-    settings = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
-    with subprocess.Popen(
-        [sys.executable, "-m", "areal_agent.view", str(run), "--text", "g0-0"],
-        stdout=theirs,
-        env=settings | {"TERM": "xterm-256color", "COLUMNS": "60"} | environment,
-    ) as process:
-        os.close(theirs)
-        written = b""
-        try:
-            while chunk := os.read(ours, 65536):
-                written += chunk
-        except OSError:  # the terminal was closed
-            pass
-    os.close(ours)
-    assert process.returncode == 0
-    return written.decode()
+class Terminal(io.StringIO):
+    """A stream that says that it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
-def test_a_terminal_gets_colours_unless_it_wants_none(run: Path, show) -> None:
+def in_terminal(run: Path) -> str:
+    with redirect_stdout(Terminal()) as written:
+        assert main([str(run), "--text", "g0-0"]) == 0
+    return written.getvalue()
+
+
+def test_a_terminal_gets_colours_unless_it_wants_none(run: Path, show, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
     assert "\x1b[32m" in in_terminal(run)
-    assert "\x1b[3" not in in_terminal(run, NO_COLOR="1").replace("\x1b[3m", "")  # italics are no colour
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[3" not in in_terminal(run).replace("\x1b[3m", "")  # italics are no colour
     assert "\x1b" not in show("--text", "g0-0")
 
 
@@ -273,7 +266,7 @@ async def test_what_cannot_be_read_gets_one_line(
     await talk(Recorder(ledger, small_model))
     await ledger.aclose()
     for _ in damage(tmp_path, kind):
-        for options in ([], ["--list"]):  # the page, and the terminal
+        for options in ([], ["--list"])[kind == "locked" :]:  # the page, and the terminal; a lock is waited for
             got, error = refused(tmp_path, *options, capsys=capsys)
             assert (got, error.count("\n")) == (code, 1)
             assert message in error
@@ -296,11 +289,10 @@ async def test_without_a_tokenizer_tokens_are_counted(
     assert "answer     │ 5" in capsys.readouterr().out
 
 
-def test_an_export_has_texts_and_whole_conversations(run: Path, tmp_path: Path) -> None:
+def test_an_export_has_texts_and_whole_conversations(run: Path, tmp_path: Path, capsys) -> None:
     target = tmp_path / "out.parquet"
-    command = [sys.executable, "-m", "areal_agent.ledger", "export", str(run), "--parquet", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+    assert ledger_command(["export", str(run), "--parquet", str(target)]) == 0
+    assert capsys.readouterr().err == ""
     row = next(row for row in pq.read_table(target).to_pylist() if row["completion_id"] == "t2-c")
     assert row["text"] == "<think>\nIt is 4.\n</think>\n\nThe answer is 4.<|im_end|>"
     question, answer, result = orjson.loads(row["messages"])

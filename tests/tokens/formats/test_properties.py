@@ -11,6 +11,7 @@
 """
 
 import contextlib
+import re
 from collections.abc import Iterable
 from functools import reduce
 from itertools import pairwise
@@ -35,86 +36,15 @@ FORMATS = [
     for one in ToolFormat
     if one is not ToolFormat.NONE
 ]
-PIECES = [
-    "<tool_call>",
-    "</tool_call>",
-    "<think>",
-    "</think>",
-    "[TOOL_CALLS]",
-    "[ARGS]",
-    "[CALL_ID]",
-    "<|python_tag|>",
-    "```json",
-    "```",
-    "<｜tool▁calls▁begin｜>",
-    "<｜tool▁call▁begin｜>",
-    "<｜tool▁sep｜>",
-    "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>",
-    "function",
-    "f",
-    '{"name":',
-    '"f"',
-    '"arguments":',
-    '"parameters":',
-    "{",
-    "}",
-    "{}",
-    "[",
-    "]",
-    ",",
-    ":",
-    ";",
-    '"',
-    "\\",
-    "1",
-    '"x":',
-    "<function=",
-    "<parameter=",
-    ">",
-    "</parameter>",
-    "</function>",
-    "<arg_key>",
-    "</arg_key>",
-    "<arg_value>",
-    "</arg_value>",
-    "<minimax:tool_call>",
-    '<invoke name="',
-    "</invoke>",
-    "<seed:tool_call>",
-    "<｜DSML｜function_calls>",
-    '<｜DSML｜invoke name="f">',
-    '<｜DSML｜parameter name="x"',
-    ' string="true">',
-    "</｜DSML｜parameter>",
-    "</｜DSML｜invoke>",
-    "<|start|>",
-    "assistant",
-    "<|channel|>",
-    "commentary",
-    "final",
-    " to=functions.f",
-    "<|message|>",
-    "<|end|>",
-    "<|call|>",
-    "<|tool_calls_section_begin|>",
-    "<|tool_call_begin|>",
-    "functions.f:0",
-    "<|tool_call_argument_begin|>",
-    "<|tool_call_end|>",
-    "<|tool_call>",
-    "call:f{",
-    '<|"|>',
-    "<tool_call|>",
-    "functools[",
-    "<|tool_call|>",
-    "<|python_start|>",
-    "<|tool_call_start|>",
-    "[f(",
-    "x=",
-    ")",
-    "'",
-]
+CALL = ToolCall(name="f", arguments={"x": "1"})
+PIECES = sorted(  # what answers are made of: tags, words and marks
+    {
+        piece
+        for one in FORMATS
+        for piece in re.findall(r"<[^<>]+>|\[[A-Z_]+\]|```\w*|\w+|.", one.format("a", [CALL, CALL], reasoning="b"))
+    }
+    | {"[CALL_ID]", "<|python_tag|>", "<|channel|>final<|message|>", ' string="true">', "\\", ";"}
+)
 TYPED = {  # formats with bare values or keys: the arguments are called by their types
     ToolFormat.GEMMA_4,
     ToolFormat.FUNCTION_GEMMA,

@@ -68,22 +68,6 @@ def test_a_call_leaves_in_one_piece_with_its_last_character(tool_format: ToolFor
     assert reader.finish() == ((), ParsedAnswer(content="So:", tool_calls=(CALL,)))
 
 
-def test_each_call_has_its_index() -> None:
-    reader = replace(HERMES, tool_format=ToolFormat.MISTRAL_V11).reader()
-    deltas = reader.feed("[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]g[ARGS]{}")
-    assert [(delta.call_index, delta.call and delta.call.name) for delta in deltas] == [(0, "f"), (1, "g")]
-
-
-@pytest.mark.parametrize("text", ['<tool_call>{"name": "f", "x": 1}</tool_call>', '<tool_call>{"name": "f", "argu'])
-def test_what_proves_to_be_no_call_is_content(text: str) -> None:
-    reader = HERMES.reader()
-    assert reader.feed(text[:25]) == ()
-    deltas = reader.feed(text[25:])
-    last, answer = reader.finish()
-    assert "".join(delta.content for delta in deltas + last) == text
-    assert answer == ParsedAnswer(content=text, num_malformed=1)
-
-
 def test_json_that_is_no_call_leaves_soon_after_it_shows() -> None:
     reader, text = LLAMA.reader(), '{"name": "Ann", "age": 5, "likes": ["tea", "long walks", "sums"]}'
     num_shown = text.index(":", text.index("age"))
@@ -106,16 +90,6 @@ def test_a_long_call_is_not_read_again_with_every_token() -> None:
         reader.feed(token)
     assert reader.has_call
     assert Counting.num_reads < 20
-
-
-@pytest.mark.parametrize("rest", [", oops</tool_call> bye", "</tool_call> bye", "", "x"])
-def test_a_call_without_its_end_is_content(rest: str) -> None:
-    text = '<tool_call>{"name": "f", "arguments": {"x": 1}' + rest
-    reader = HERMES.reader()
-    deltas = reader.feed(text)
-    last, answer = reader.finish()
-    assert answer == ParsedAnswer(content=text, num_malformed=1)
-    assert "".join(delta.content for delta in deltas + last) == text
 
 
 def test_a_good_call_behind_a_broken_one_leaves_with_its_end() -> None:

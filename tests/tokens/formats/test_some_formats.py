@@ -1,6 +1,6 @@
-"""The formats of Llama 3, Mistral and DeepSeek:
+"""The formats of Hermes, Llama 3, Mistral and DeepSeek; what is true of all formats is in test_properties.py:
 
-- each way of writing calls is read: name, arguments, the content around them
+- each way of writing calls is read: name, arguments in any order with others beside them, the content around them
 - a malformed call stays in the text and is counted; well-formed neighbours are taken
 - JSON that Llama writes without its tag, and that is not a call, is content and not counted
 - without a format nothing is a call
@@ -12,9 +12,12 @@ from areal_agent.tokens.formats.answer_format import AnswerFormat, ToolFormat
 from areal_agent.tokens.formats.base import ParsedAnswer, ToolCall
 from areal_agent.tokens.formats.thinking import ReasoningFormat
 
-LLAMA, MISTRAL, DEEPSEEK = ToolFormat.LLAMA3_JSON, ToolFormat.MISTRAL, ToolFormat.DEEPSEEK
+HERMES, LLAMA = ToolFormat.HERMES, ToolFormat.LLAMA3_JSON
+MISTRAL, DEEPSEEK = ToolFormat.MISTRAL, ToolFormat.DEEPSEEK
 ONE = ToolCall(name="one", arguments={"x": 1})
 TWO = ToolCall(name="two", arguments={})
+CALL_ONE = '<tool_call>\n{"name": "one", "arguments": {"x": 1}}\n</tool_call>'
+CALL_TWO = '<tool_call>\n{"name": "two", "arguments": {}}\n</tool_call>'
 BEGIN, CALL, SEP, END, ENDS = (
     f"<｜tool▁{name}｜>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
 )
@@ -27,6 +30,8 @@ def parse(tool_format: ToolFormat, text: str) -> ParsedAnswer:
 @pytest.mark.parametrize(
     ("tool_format", "text", "content", "calls"),
     [
+        (HERMES, f"a\n{CALL_TWO}\nb\n{CALL_TWO}\nc\n", "a\n\nb\n\nc", (TWO, TWO)),
+        (HERMES, '<tool_call>{"id": [1, {"a": null}], "arguments": {"x": 1}, "name": "one"}</tool_call>', "", (ONE,)),
         (LLAMA, '{"name": "one", "parameters": {"x": 1}}', "", (ONE,)),
         (LLAMA, '\n {"type": "function", "name": "one", "arguments": {"x": 1}}\n', "", (ONE,)),
         (LLAMA, '{"name": "one", "parameters": {"x": 1}} ; {"name": "two", "parameters": {}}', "", (ONE, TWO)),
@@ -61,9 +66,38 @@ def test_calls_are_read(tool_format: ToolFormat, text: str, content: str, calls:
     assert parse(tool_format, text) == ParsedAnswer(content=content, tool_calls=calls)
 
 
+BROKEN = [
+    "<tool_call>",
+    "<tool_call>not json</tool_call>",
+    '<tool_call>{"name": "f", "arguments": {}}',
+    '<tool_call>{"name": "f", "arguments": {}}, so</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": 1 "y": 2}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": [1, ]}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": "\n"}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": "\\d"}}</tool_call>',
+    '<tool_call>{"name": "f"}</tool_call>',
+    '<tool_call>{"arguments": {}}</tool_call>',
+    '<tool_call>{"name": "", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {}, "arguments": {}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": True}}</tool_call>',
+    '<tool_call>{"name": "f", "arguments": {"x": "\\ud800"}}</tool_call>',
+    "<tool_call>[]</tool_call>",
+    '<tool_call>{"name": "f", "arguments": {"x": ' + "[" * 100_000,
+    "<tool_call>" + "[" * 100_000 + "</tool_call>",
+]
+
+
 @pytest.mark.parametrize(
     ("tool_format", "text"),
     [
+        *((HERMES, f"so: {block}") for block in BROKEN),
         (LLAMA, '<|python_tag|>search.call(query="x")'),
         (LLAMA, '<|python_tag|>{"name": "f", "weather": {}}'),
         (LLAMA, '{"name": "f", "parameters": {"x": 1'),
@@ -88,6 +122,8 @@ def test_a_malformed_call_stays_text_and_is_counted(tool_format: ToolFormat, tex
 @pytest.mark.parametrize(
     ("tool_format", "text", "content"),
     [
+        (HERMES, f"<tool_call>oops\n{CALL_ONE}", "<tool_call>oops"),
+        (HERMES, f'<tool_call>{{"name": 5}}\n{CALL_ONE}', '<tool_call>{"name": 5}'),
         (LLAMA, '{"name": "one", "parameters": {"x": 1}}; {"name": 5}', '; {"name": 5}'),
         (MISTRAL, '[TOOL_CALLS] [{"name": 5}][TOOL_CALLS]one[ARGS]{"x": 1}', '[TOOL_CALLS] [{"name": 5}]'),
         (MISTRAL, '[TOOL_CALLS] [{"name": "one", "arguments": {"x": 1}}] [TOOL_CALLS] no', "[TOOL_CALLS] no"),
