@@ -233,6 +233,7 @@ async def test_a_port_in_use(tiny, serve):
         (["--threads", "0"], "threads is 0"),
         (["--port", "70000"], "port is 70000"),
         (["--max-running", "0"], "max_running_requests is 0"),
+        (["--sharing", "0"], "--sharing is 0; it counts this engine too"),
         (["--weight-version", "new"], "--weight-version: weight version 'new'"),
     ],
 )
