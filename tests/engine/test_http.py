@@ -1,4 +1,4 @@
-"""Failures that the client reports: an engine that is missing, hangs up, redirects, or answers late or with nonsense.
+"""Failures that the client reports: an engine that is missing, redirects, or answers late or with nonsense.
 
 Its time limit grows with the time that its weights take from a slow disk.
 """
@@ -49,6 +49,7 @@ async def test_nobody_there(nobody, ask):
         with pytest.raises(EngineUnreachable, match=r"no answer to .*host 127\.0\.0\.1:\d+ \[.*is the engine running"):
             await call
     assert not await nobody.health()
+    await nobody.aclose()  # which the fixture does again
 
 
 async def test_waiting_for_nobody_ends_with_an_error(nobody):
@@ -79,16 +80,6 @@ async def test_large_weights_have_more_time_than_other_calls():
         await load
 
 
-async def test_a_server_that_hangs_up(ask):
-    async def hang_up(request: web.Request) -> web.Response:
-        request.transport.abort()
-        return web.Response()
-
-    async with answering(generate.GENERATE, hang_up) as engine:
-        with pytest.raises(EngineUnreachable, match="no answer"):
-            await engine.generate(ask())
-
-
 @pytest.mark.parametrize(
     ("response", "error", "message"),
     [
@@ -97,6 +88,7 @@ async def test_a_server_that_hangs_up(ask):
         (lambda: web.Response(text="<html>"), EngineUnreachable, "not JSON"),
         (lambda: web.json_response({"text": "hi"}), EngineUnreachable, "meta_info"),
         (lambda: web.Response(status=307, headers={"Location": "/elsewhere"}), EngineUnreachable, "307"),
+        (lambda: web.json_response({"error": "busy"}, status=429), EngineUnreachable, "429: busy"),  # and no refusal
     ],
 )
 async def test_answers_that_are_none(response, error, message, ask):
@@ -108,40 +100,8 @@ async def test_answers_that_are_none(response, error, message, ask):
             await engine.generate(ask())
 
 
-async def test_an_engine_with_too_much_to_do_refuses_nothing(ask):
-    async with answering(generate.GENERATE, saying({"error": {"message": "busy"}}, status=429)) as engine:
-        with pytest.raises(EngineUnreachable, match="429: busy"):
-            await engine.generate(ask())
-
-
 async def test_a_refused_update_is_a_weight_update_error():
     refusal = {"success": False, "message": "bad path", "num_paused_requests": 0}
     async with answering(control.UPDATE_FROM_DISK, saying(refusal, status=400)) as engine:
         with pytest.raises(WeightUpdateError, match="bad path"):
             await engine.update_weights(DiskWeights(path="x"), WeightVersion(step=1))
-
-
-async def test_cancelling_generate_sends_an_abort(ask):
-    arrived = asyncio.Event()
-    aborted: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-
-    async def serve(request: web.Request) -> web.Response:
-        if request.path == generate.GENERATE:
-            arrived.set()
-            await asyncio.Event().wait()
-        aborted.set_result(await request.json())
-        return web.json_response({})
-
-    async with answering("/{any}", serve) as engine:
-        call = asyncio.create_task(engine.generate(ask(3)))
-        await arrived.wait()
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        assert await aborted == {"rid": ask(3).request_id}
-
-
-async def test_closing_twice_is_harmless(nobody):
-    await nobody.health()
-    await nobody.aclose()
-    await nobody.aclose()

@@ -1,6 +1,7 @@
 """Every sampling parameter of the embedded engine does what a plain torch computation of its definition does:
 
-- frequency, presence and repetition penalty, logit bias: the log-probability of every sampled token, alone and together
+- frequency, presence and repetition penalty, logit bias: the log-probability of every sampled token, alone and
+  together; greedy takes the best adjusted token, with its log-probability at temperature 1
 - min-p keeps the right tokens, and does not renormalise
 - the likeliest tokens are those of the adjusted, temperature-scaled distribution, also under top-k
 - `min_tokens` counts all tokens of an answer, also those before an interruption
@@ -76,7 +77,9 @@ async def test_greedy_takes_the_best_adjusted_token(tiny, serve, ask, truth):
     request = ask(2, max_tokens=30, temperature=0.0, **PARAMETERS["repetition"])
     async with serve(tiny) as served:
         result = await served.engine.generate(request)
-    assert list(result.token_ids) == adjusted(truth(tiny).model, request, result.token_ids).argmax(dim=-1).tolist()
+    rows = distribution(truth(tiny).model, request, result)  # at temperature 1
+    assert list(result.token_ids) == rows.argmax(dim=-1).tolist()
+    assert result.logprobs == pytest.approx(of_sampled(rows, result), abs=TOLERANCE)
 
 
 async def test_min_p_limits_the_choice_and_not_the_probability(tiny, serve, ask, truth):

@@ -92,10 +92,3 @@ def test_a_copy_is_made_of_what_is_new_only():
     cache.hold(ids_of(1, 2, 3, 4, 5), copy_out)
     cache.hold(ids_of(1, 2), copy_out)
     assert copied == [(0, 3), (3, 5)]
-
-
-def test_cleared_it_holds_nothing():
-    cache = PrefixCache()
-    hold(cache, ids_of(1, 2, 3))
-    cache.clear()
-    assert (cache.num_tokens, held(cache, ids_of(1, 2, 3))) == (0, 0)

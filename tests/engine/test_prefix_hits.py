@@ -34,16 +34,6 @@ async def test_a_turn_computes_its_new_tokens_only(tiny, serve, ask, truth):
         assert result.logprobs == pytest.approx(truth(tiny).logprobs(ids, result.token_ids), abs=TOLERANCE)
 
 
-async def test_a_branch_shares_what_both_begin_with(tiny, serve, ask, truth):
-    trunk, *branches = (ask(number, prompt_length=30).input_ids for number in range(4))
-    async with serve(tiny) as served:
-        results = [await served.engine.generate(request(i, (*trunk, *ids))) for i, ids in enumerate(branches)]
-    assert [result.cached_tokens for result in results] == [0, 30, 30]
-    for ids, result in zip(branches, results, strict=True):
-        expected = truth(tiny).logprobs((*trunk, *ids), result.token_ids)
-        assert result.logprobs == pytest.approx(expected, abs=TOLERANCE)
-
-
 async def test_siblings_that_arrive_together_compute_their_prompt_once(tiny, schedule, ask, truth):
     ids = ask(1, prompt_length=200).input_ids
     with schedule(tiny) as (scheduler, _):

@@ -3,7 +3,7 @@
 - events cut anywhere; lines of any length; comments, carriage returns and empty lines between them
 - events with only the new tokens, and events with all tokens so far (SGLang): the same chunks, the same result
 - contradictory events, errors in mid-stream, lost connections and streams that end early: one clear error
-- cancelling in mid-stream sends an abort
+- cancelling sends an abort, streamed or not
 """
 
 import asyncio
@@ -69,7 +69,6 @@ DISJOINT = [event(0, 1), event(1, 3), event(3, 4, is_last=True)]
 CUMULATIVE = [event(0, 1), event(0, 3), event(0, 4, is_last=True)]
 TOLD_APART_BY_LIST = [event(0, 1), event(1, 3), event(3, 4, is_last=True)]
 TOLD_APART_BY_LIST[1]["output_ids"] = list(IDS[:3])  # ids of all, log-probabilities of the new ones
-FINISHED_APART = [event(0, 4), event(4, 4, is_last=True)]
 
 
 def lines(events: list[dict[str, object]]) -> bytes:
@@ -109,12 +108,6 @@ def test_both_shapes_read_the_same(events):
     assert [chunk.token_ids for chunk in chunks] == [(5,), (6, 7), (8,)]
     assert [chunk.logprobs for chunk in chunks] == [(-0.5,), (-1.0, -1.5), (-2.0,)]
     assert reader.result == RESULT
-
-
-def test_a_last_event_without_tokens():
-    reader = generate.ResultReader()
-    assert reader.read(FINISHED_APART[0]).token_ids == IDS
-    assert (reader.read(FINISHED_APART[1]).token_ids, reader.result) == ((), RESULT)
 
 
 @given(st.lists(st.integers(0, 4)), st.booleans(), st.integers(0, 3))
@@ -228,13 +221,18 @@ async def test_streams_that_break_off(payload, after, error, message, scripted, 
         await engine.generate(ask(), lambda _: None)
 
 
-async def test_cancelling_in_mid_stream_sends_an_abort(scripted, ask):
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_cancelling_sends_an_abort(is_streamed, scripted, ask):
+    arrived = asyncio.Event()
+
     async def wait(_: web.Request) -> None:
+        if not is_streamed:
+            arrived.set()
         await asyncio.Event().wait()
 
     engine, bodies = await scripted([lines(DISJOINT[:1])], wait)
-    arrived = asyncio.Event()
-    answer = asyncio.create_task(engine.generate(ask(3), lambda _: arrived.set()))
+    on_chunk = [lambda _: arrived.set()] if is_streamed else []
+    answer = asyncio.create_task(engine.generate(ask(3), *on_chunk))
     await arrived.wait()
     answer.cancel()
     with pytest.raises(asyncio.CancelledError):

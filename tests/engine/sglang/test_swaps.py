@@ -130,27 +130,21 @@ def have_another_shape(folder: Path) -> None:
 FAULTS = [damage_bytes, cut_short, lose_manifest, lack_a_tensor, have_one_too_many, have_another_shape, shutil.rmtree]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-async def test_a_folder_that_is_damaged_or_does_not_fit_changes_nothing(stage, ask, share, tmp_path, fault):
-    weights = DiskChannel(tmp_path / "weights", torch.float32).write(parameters_of(stage.other))
-    fault(Path(weights.path))
-    request = ask(7, temperature=0.0)
+async def test_weights_that_are_damaged_or_do_not_fit_change_nothing(stage, ask, share, tmp_path):
+    channel, parameters = DiskChannel(tmp_path / "weights", torch.float32), parameters_of(stage.other)
+    request, good = ask(7, temperature=0.0), share(stage.other)
     before = await stage.engine.generate(request)
-    with pytest.raises(WeightUpdateError):
-        await stage.push(weights)
-    after = await stage.engine.generate(request)
-    assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
-    await stage.push(share(stage.other))
-    assert (await stage.engine.generate(request)).versions[-1].version == stage.new
-
-
-async def test_memory_that_was_damaged_changes_nothing(stage, ask, share):
-    weights = share(stage.other)
     with pytest.raises(WeightUpdateError, match="checksum"):
-        await stage.push(dataclasses.replace(weights, crc32=weights.crc32 ^ 1))
-    assert (await stage.engine.generate(ask(8))).versions[-1].version == stage.old
-    await stage.push(weights)
-    assert (await stage.engine.generate(ask(9))).versions[-1].version == stage.new
+        await stage.push(dataclasses.replace(good, crc32=good.crc32 ^ 1))
+    for fault in FAULTS:
+        weights = channel.write(parameters)
+        fault(Path(weights.path))
+        with pytest.raises(WeightUpdateError):
+            await stage.push(weights)
+        after = await stage.engine.generate(request)
+        assert (after.token_ids, after.versions) == (before.token_ids, before.versions), fault
+    await stage.push(good)
+    assert (await stage.engine.generate(request)).versions[-1].version == stage.new
 
 
 async def test_weights_are_loaded_only_while_it_is_paused(stage, share):
