@@ -120,7 +120,7 @@ def as_input() -> Callable[..., StepInput]:
 @pytest.fixture
 def given(make_batch: Callable[..., RolloutBatch], as_input: Callable[..., StepInput]) -> StepInput:
     """The input of a first step."""
-    return as_input(make_batch(1))
+    return as_input(make_batch(1, num_groups=1))
 
 
 @pytest.fixture
