@@ -11,7 +11,6 @@
 
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from hypothesis import given
@@ -73,13 +72,6 @@ def test_a_suffix_has_the_ids_that_the_whole_has(
             prefix = render(conversation[:length])
             suffix = encode(tokenizer, whole.removeprefix(prefix))
             assert encode(tokenizer, whole) == encode(tokenizer, prefix) + suffix
-
-
-def test_it_loads_from_a_folder(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert loaded.chat_template == tokenizer.chat_template
-    assert encode(loaded, render(FAILED)) == encode(tokenizer, render(FAILED))
 
 
 HERMES = AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.NONE)

@@ -4,8 +4,7 @@
 - copying is the probability that all digits of a conversation are copied
 - the decay of the learning rate starts when copying passes the gate or the loss is flat, and at the latest at its cap
 - conversations without numbers have no copying to wait for
-- progress rises to 1
-- it learns: the loss falls
+- progress rises to 1; that the loss falls is shown by sft/test_run.py, that copying is learnt by test_tiny.py
 """
 
 import math
@@ -75,8 +74,10 @@ def test_the_gate_starts_the_decay(
     steps: int,
 ) -> None:
     recipe = replace(small_recipe, copy_gate=gate, check_every=2, max_gate_steps=10, num_decay_steps=6)
-    result, _ = train(tokenizer, conversations, recipe, tmp_path)
+    result, reports = train(tokenizer, conversations, recipe, tmp_path)
     assert result.step == steps
+    fractions = [report.fraction for report in reports]
+    assert fractions == sorted(fractions) and fractions[-1] == 1.0
 
 
 def test_a_flat_loss_starts_the_decay(tokenizer: PreTrainedTokenizerFast, small_recipe: Recipe, tmp_path: Path) -> None:
@@ -94,25 +95,3 @@ def test_without_numbers_there_is_no_copying(
     silent: Conversation = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "I cannot do that."}]
     result, _ = train(tokenizer, [silent], replace(small_recipe, copy_gate=0.0), tmp_path)
     assert (result.step, str(result)) == (4 + 2, f"step 6, loss {result.loss:.2f}")
-
-
-@pytest.mark.parametrize("gate", [0.0, 2.0])
-def test_progress_rises_to_one(
-    tokenizer: PreTrainedTokenizerFast,
-    conversations: list[Conversation],
-    small_recipe: Recipe,
-    tmp_path: Path,
-    gate: float,
-) -> None:
-    _, reports = train(tokenizer, conversations, replace(small_recipe, copy_gate=gate), tmp_path)
-    fractions = [report.fraction for report in reports]
-    assert fractions == sorted(fractions)
-    assert fractions[-1] == 1.0
-
-
-def test_it_learns(
-    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], small_recipe: Recipe, tmp_path: Path
-) -> None:
-    recipe = replace(small_recipe, check_every=60, max_gate_steps=60, num_decay_steps=60, batch_size=8)
-    result, _ = train(tokenizer, conversations, recipe, tmp_path)
-    assert result.loss < 3  # from log(vocabulary) = 6

@@ -1,8 +1,6 @@
 """The policy's forward pass.
 
-- A padded micro-batch gives the log-probabilities that each sequence has alone in a plain forward pass.
-- Log-probabilities are taken at the rollout's temperature.
-- A folder without a model or without some weights, and cuda without a device, are refused.
+- A folder without some weights, and cuda without a device, are refused; test_client.py has one without a model.
 - Attention in a packed row is attention under a block-diagonal causal mask, and nothing flows into another sequence.
 - Windows, soft caps and sinks are those of the written-out formula, also where queries are taken in blocks.
 """
@@ -17,32 +15,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import MistralConfig
 from transformers.masking_utils import create_sliding_window_causal_mask
 
-from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.attention import ATTENTION_NAME, QUERIES_PER_BLOCK, segment_attention
 from areal_agent.trainer.model import Policy, choose_device
-from tests.trainer.lab import CPU, Lab
+from tests.trainer.lab import CPU
 
 
 @pytest.fixture(scope="module")
 def policy(model_folder):
     return Policy.load(model_folder, CPU)
-
-
-def test_a_padded_batch_equals_plain_forward_passes_one_by_one(model_folder, policy, make_batch):
-    records = make_batch(1).records
-    lab = Lab(model_folder)
-    samples = [sample_of(record) for record in records]
-    with torch.no_grad():
-        padded, entropy = policy.logprobs_and_entropy(collate(samples, CPU))
-        alone = torch.cat([lab.logprobs(one)[torch.from_numpy(one.loss_mask)[1:]] for one in records])
-    torch.testing.assert_close(padded, alone, atol=1e-5, rtol=0)
-    assert 0.0 < entropy.min().item() < entropy.max().item() < torch.log(torch.tensor(61.0)).item()
-
-
-def test_a_folder_without_a_model_is_a_config_error(tmp_path):
-    with pytest.raises(ConfigError, match="cannot load a causal language model from"):
-        Policy.load(tmp_path, CPU)
 
 
 def test_weights_that_are_missing_from_the_files_are_a_config_error(model_folder, tmp_path):

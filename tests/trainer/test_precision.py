@@ -98,7 +98,7 @@ def test_gradients_are_those_of_float32_within_rounding(model_folder, given, gro
 
 def test_micro_batches_are_summed_in_float32(model_folder, given, group) -> None:
     """So the gradient is not rounded to the eight bits that it has in the backward pass of one micro-batch."""
-    lab = Lab(model_folder, HALF, budget=60, group=group)
+    lab = Lab(model_folder, HALF, budget=30, group=group)
     assert lab.stepper.train(given)["num_micro_batches"] > 2
     moved = lab.before - lab.weights()
     assert (moved != moved.bfloat16().float()).float().mean() > 0.5
@@ -124,7 +124,7 @@ def test_each_family_computes_in_bfloat16(model_type, group) -> None:
 
 def test_a_resumed_run_goes_on_exactly(model_folder, make_batch, as_input, open_trainer, tmp_path) -> None:
     config = TrainerConfig(learning_rate=1e-3, dtype="bfloat16")
-    steps = [as_input(make_batch(step)) for step in (1, 2)]
+    steps = [as_input(make_batch(step, num_groups=1)) for step in (1, 2)]
     trainer = open_trainer(model_folder, config, ALL)
     trainer.train_step(steps[0])
     saved = trainer.save(tmp_path / "checkpoints", step=1, incarnation=0)

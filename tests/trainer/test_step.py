@@ -13,7 +13,7 @@
 - A critic learns returns; a reference pulls the policy, by the loss or by the rewards; the entropy bonus raises
   entropy.
 - Truncated conversations may be masked; their rewards stay in the baseline of their group.
-- Named parts of the reward count with their weights. A user's own loss and advantage train.
+- Named parts of the reward count with their weights. test_custom_loss.py has a user's own loss and advantage.
 - What is kept of tokens is what the loss was computed from, with several minibatches too.
 - A checkpoint with critic and reference goes on exactly; one that lacks what the algorithm asks for is refused.
 - A sequence longer than a micro-batch goes alone, or is refused at the start with `trainer.oversized: refuse`.
@@ -31,7 +31,6 @@ from safetensors.torch import load_file, save_file
 
 from areal_agent.algorithms.advantages import token_advantages
 from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
-from areal_agent.algorithms.losses import LossTokens
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError
 from areal_agent.observe.token_records import FOLDER, read_seen
@@ -343,24 +342,6 @@ def test_what_an_update_changed_is_no_mismatch(model_folder, make_batch, as_inpu
     metrics = lab.stepper.train(as_input(batch, lab.exact(batch.records)))
     assert metrics["num_fresh_tokens"] > 0
     assert metrics["logp_diff_fresh_max"] < 1e-5
-
-
-def reinforce(tokens: LossTokens, config: AlgorithmConfig) -> torch.Tensor:
-    return tokens.advantages * tokens.logprobs
-
-
-def raw_reward(records, rewards, config) -> list[torch.Tensor]:
-    return [torch.full((len(one.token_ids),), rewards[one.session_id] - 0.5) for one in records]
-
-
-def test_a_users_own_loss_and_advantage_train(model_folder, make_batch, as_input):
-    given = as_input(make_batch(1, num_groups=2))
-    algorithm = AlgorithmConfig(loss=f"{__name__}:reinforce", advantage=f"{__name__}:raw_reward")
-    lab = Lab(model_folder, LEARNING, algorithm)
-    before = lab.gap(given)
-    told = [lab.stepper.train(given) for _ in range(5)]
-    assert lab.gap(given) > before + 0.5
-    assert (told[0]["advantage_min"], told[0]["advantage_max"]) == (-0.5, 0.5)
 
 
 @pytest.fixture
