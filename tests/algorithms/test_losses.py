@@ -125,19 +125,6 @@ def test_gspo_has_one_ratio_a_sequence():
     assert gspo(tokens, clip_low=0.2, clip_high=1.0).tolist() == pytest.approx([2.0, 2.0, 3.0])
 
 
-def test_gspo_is_the_sequence_form_where_a_sequence_has_one_advantage():
-    config = AlgorithmConfig(preset="gspo", clip_high=9.0, clip_low=0.5)
-    tokens = make_tokens(advantages=[2.0, 2.0, -3.0], **GSPO_TOKENS)
-    weighted = replace(tokens, weights=tensor(1 / 4, 1 / 4, 1 / 2))  # sequence_mean: 1 / (2 sequences * own tokens)
-    log_ratio = tokens.logprobs - tokens.proximal
-    ratios = torch.stack([log_ratio[:2].mean().exp(), log_ratio[2].exp()])
-    by_sequence = -(ratios * tensor(2.0, -3.0)).mean()
-    (expected,) = torch.autograd.grad(by_sequence, tokens.logprobs)
-    loss, _ = policy_loss(weighted, config, choose_objective(config))
-    assert loss.item() == pytest.approx(by_sequence.item())
-    assert gradient(weighted, config) == pytest.approx(expected.tolist())
-
-
 def test_cispo_clips_weights_and_keeps_every_gradient():
     tokens = replace(make_tokens([0.5, 1.0, 9.0], [1.0, -2.0, 3.0]), weights=torch.ones(3))
     config = AlgorithmConfig(preset="cispo", proximal="recompute", clip_low=0.2, clip_high=1.0)

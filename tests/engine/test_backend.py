@@ -17,9 +17,8 @@ from .sglang import scripted as sglang
 from .vllm import scripted as vllm
 
 
-async def test_the_embedded_engine(tiny, serve):
-    async with serve(tiny) as served:
-        assert await find_backend(served.engine.base_url) == "embedded"
+async def test_the_embedded_engine(served):
+    assert await find_backend(served.engine.base_url) == "embedded"
 
 
 @pytest.mark.parametrize(("kind", "scripted"), [("sglang", sglang), ("vllm", vllm)])

@@ -47,29 +47,27 @@ class Scene:
         return result
 
 
-async def test_new_weights_are_refused_and_who_continues_does_not_end_it(tiny, other, serve, ask):
-    async with serve(tiny) as served:
-        engine, scene = served.engine, await Scene.begin(served, ask(1))
-        await scene.drain()
-        for refused in (engine.load(other, NEW), engine.begin_push("p")):
-            with pytest.raises(EngineUnreachable, match="is ending"):
-                await refused
-        await engine.pause(PauseMode.RETRACT)
-        await engine.resume()
-        result = await scene.end()
+async def test_new_weights_are_refused_and_who_continues_does_not_end_it(other, served, ask):
+    engine, scene = served.engine, await Scene.begin(served, ask(1))
+    await scene.drain()
+    for refused in (engine.load(other, NEW), engine.begin_push("p")):
+        with pytest.raises(EngineUnreachable, match="is ending"):
+            await refused
+    await engine.pause(PauseMode.RETRACT)
+    await engine.resume()
+    result = await scene.end()
     assert result.finish_reason is FinishReason.LENGTH
     assert result.versions == (VersionSpan(version=SERVED, start=0, end=12),)
 
 
-async def test_a_push_that_has_begun_ends(tiny, other, serve, ask, share):
-    async with serve(tiny) as served:
-        engine, scene = served.engine, await Scene.begin(served, ask(1))
-        await engine.begin_push("p")
-        await engine.send_push("p", share(other))
-        await scene.drain()
-        await engine.pause(PauseMode.RETRACT)
-        await engine.commit_push("p", NEW)
-        await engine.resume()
-        result = await scene.end()
+async def test_a_push_that_has_begun_ends(other, served, ask, share):
+    engine, scene = served.engine, await Scene.begin(served, ask(1))
+    await engine.begin_push("p")
+    await engine.send_push("p", share(other))
+    await scene.drain()
+    await engine.pause(PauseMode.RETRACT)
+    await engine.commit_push("p", NEW)
+    await engine.resume()
+    result = await scene.end()
     assert result.finish_reason is FinishReason.LENGTH
     assert result.versions == (VersionSpan(version=NEW, start=0, end=12),)

@@ -16,14 +16,7 @@ import pytest
 
 from areal_agent.engine.fake import FakeEngine, Garbage, Operation, VirtualClock, fake_logprob, fake_top_logprobs
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
-from areal_agent.types import (
-    DiskWeights,
-    FinishReason,
-    PauseMode,
-    TokenChunk,
-    VersionSpan,
-    WeightVersion,
-)
+from areal_agent.types import DiskWeights, FinishReason, PauseMode, TokenChunk, VersionSpan, WeightVersion
 
 NEW = WeightVersion(step=8)
 

@@ -60,37 +60,34 @@ async def test_retract_goes_on_under_the_new_weights(tiny, other, serve, ask, tr
             assert_sampled_by(new, request, result, truth)
 
 
-async def test_an_update_without_a_pause_recomputes(tiny, other, serve, ask, truth, new_weights):
+async def test_an_update_without_a_pause_recomputes(other, served, ask, truth, new_weights):
     request = ask(1, max_tokens=200)
-    async with serve(tiny) as served:
-        answer = await served.under_way(request)
-        await served.gate.meanwhile(served.engine.update_weights(new_weights, NEW))
-        served.gate.open()
-        result = await answer
+    answer = await served.under_way(request)
+    await served.gate.meanwhile(served.engine.update_weights(new_weights, NEW))
+    served.gate.open()
+    result = await answer
     split = result.versions[0].end
     assert result.versions == spans(split, 200)
     new = truth(other).logprobs(request.input_ids, result.token_ids)
     assert result.logprobs[split:] == pytest.approx(new[split:], abs=TOLERANCE)
 
 
-async def test_two_swaps_three_spans(tiny, other, serve, ask, share):
-    async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=300)))
-        for step, folder in ((8, other), (9, tiny)):
-            await served.gate.steps(4)
-            await served.gate.meanwhile(served.engine.update_weights(share(folder), WeightVersion(step=step)))
-        served.gate.open()
-        result = await answer
+async def test_two_swaps_three_spans(tiny, other, served, ask, share):
+    served.gate.shut()
+    answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=300)))
+    for step, folder in ((8, other), (9, tiny)):
+        await served.gate.steps(4)
+        await served.gate.meanwhile(served.engine.update_weights(share(folder), WeightVersion(step=step)))
+    served.gate.open()
+    result = await answer
     assert result.versions == spans(result.versions[0].end, result.versions[1].end, 300)
 
 
-async def test_in_place_keeps_the_old_keys_and_values(tiny, other, serve, ask, truth, share):
+async def test_in_place_keeps_the_old_keys_and_values(other, served, ask, truth, share):
     request = ask(1, max_tokens=60)
-    async with serve(tiny) as served:
-        answer = await served.under_way(request, num_steps=12)
-        await served.interrupt(PauseMode.IN_PLACE, share(other), NEW)
-        result = await answer
+    answer = await served.under_way(request, num_steps=12)
+    await served.interrupt(PauseMode.IN_PLACE, share(other), NEW)
+    result = await answer
     split = result.versions[0].end
     assert result.versions == spans(split, 60)
     new = truth(other).logprobs(request.input_ids, result.token_ids)
@@ -98,12 +95,11 @@ async def test_in_place_keeps_the_old_keys_and_values(tiny, other, serve, ask, t
 
 
 @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
-async def test_a_pause_without_a_swap_changes_nothing(mode, tiny, serve, ask):
+async def test_a_pause_without_a_swap_changes_nothing(mode, served, ask):
     request = ask(1, max_tokens=40)
-    async with serve(tiny) as served:
-        answer = await served.under_way(request)
-        await served.interrupt(mode)
-        result, undisturbed = await answer, await served.engine.generate(request)
+    answer = await served.under_way(request)
+    await served.interrupt(mode)
+    result, undisturbed = await answer, await served.engine.generate(request)
     assert (result.token_ids, result.versions) == (undisturbed.token_ids, spans(40))
     assert result.logprobs == pytest.approx(undisturbed.logprobs, abs=TOLERANCE)
 
@@ -152,26 +148,24 @@ async def test_wait_is_over_when_there_is_nothing_to_wait_for(ends_by, tiny, sch
 
 
 @pytest.mark.parametrize("mode", PauseMode)
-async def test_requests_that_arrive_while_paused_wait_and_run_on_the_new_version(mode, tiny, other, serve, ask, share):
-    async with serve(tiny) as served:
-        answer = await served.queued(ask(1), mode=mode)
-        await served.engine.update_weights(share(other), NEW)
-        assert (await served.engine.stats()).generated_tokens == 0
-        await served.engine.resume()
-        result = await answer
+async def test_requests_that_arrive_while_paused_wait_and_run_on_the_new_version(mode, other, served, ask, share):
+    answer = await served.queued(ask(1), mode=mode)
+    await served.engine.update_weights(share(other), NEW)
+    assert (await served.engine.stats()).generated_tokens == 0
+    await served.engine.resume()
+    result = await answer
     assert result.versions == (VersionSpan(version=NEW, start=0, end=12),)
 
 
-async def test_a_failed_update_while_paused_lets_the_old_version_go_on(tiny, serve, ask, truth):
+async def test_a_failed_update_while_paused_lets_the_old_version_go_on(tiny, served, ask, truth):
     request = ask(1, max_tokens=40)
-    async with serve(tiny) as served:
-        answer = await served.under_way(request)
-        await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
-        with pytest.raises(WeightUpdateError, match="no_such_folder"):
-            await served.engine.update_weights(DiskWeights(path="no_such_folder"), NEW)
-        served.gate.open()
-        await served.engine.resume()
-        result = await answer
+    answer = await served.under_way(request)
+    await served.gate.meanwhile(served.engine.pause(PauseMode.RETRACT))
+    with pytest.raises(WeightUpdateError, match="no_such_folder"):
+        await served.engine.update_weights(DiskWeights(path="no_such_folder"), NEW)
+    served.gate.open()
+    await served.engine.resume()
+    result = await answer
     assert result.versions == spans(40)
     truth(tiny).check(request, result)
 

@@ -49,25 +49,23 @@ async def test_a_request_that_just_fits_is_served(tiny, serve, ask):
     assert len(result.token_ids) == 12
 
 
-async def test_the_client_refuses_what_the_engine_has_no_grammar_for(tiny, serve, ask):
-    async with serve(tiny) as served:
-        assert not (await served.engine.info()).has_grammar
-        with pytest.raises(EngineRejected, match=r"json_schema is .* use an engine that has one"):
-            await served.engine.generate(ask(1, json_schema='{"type": "object"}'))
+async def test_the_client_refuses_what_the_engine_has_no_grammar_for(served, ask):
+    assert not (await served.engine.info()).has_grammar
+    with pytest.raises(EngineRejected, match=r"json_schema is .* use an engine that has one"):
+        await served.engine.generate(ask(1, json_schema='{"type": "object"}'))
 
 
-async def test_an_id_in_flight_twice(tiny, serve, ask):
-    async with serve(tiny) as served:
-        first = await served.queued(ask(1))
-        for on_chunk in ((), (lambda _: None,)):  # refused before the stream begins
-            with pytest.raises(EngineRejected, match=r"400: .*in flight already"):
-                await served.engine.generate(ask(1), *on_chunk)
-        await served.engine.resume()
-        assert len((await first).token_ids) == 12
+async def test_an_id_in_flight_twice(served, ask):
+    first = await served.queued(ask(1))
+    for on_chunk in ((), (lambda _: None,)):  # refused before the stream begins
+        with pytest.raises(EngineRejected, match=r"400: .*in flight already"):
+            await served.engine.generate(ask(1), *on_chunk)
+    await served.engine.resume()
+    assert len((await first).token_ids) == 12
 
 
-async def test_a_request_of_ids_alone_is_given_the_rest(tiny, serve):
-    async with serve(tiny) as served, aiohttp.ClientSession(served.engine.base_url) as session:
+async def test_a_request_of_ids_alone_is_given_the_rest(served):
+    async with aiohttp.ClientSession(served.engine.base_url) as session:
         answers = []
         for _ in range(2):
             async with session.post(generate.GENERATE, json={"input_ids": [1, 2, 3]}) as response:
@@ -132,8 +130,8 @@ REFUSED = {
 }
 
 
-async def test_wrong_bodies_are_answered_with_400(tiny, serve, ask):
-    async with serve(tiny) as served, aiohttp.ClientSession(served.engine.base_url) as session:
+async def test_wrong_bodies_are_answered_with_400(served, ask):
+    async with aiohttp.ClientSession(served.engine.base_url) as session:
         for name, (wrong, message) in REFUSED.items():
             async with session.post(generate.GENERATE, json=wrong) as response:
                 assert (name, response.status) == (name, 400)
@@ -155,17 +153,17 @@ async def test_wrong_bodies_are_answered_with_400(tiny, serve, ask):
         ("GET", generate.GENERATE, b"", 405, "Method Not Allowed"),
     ],
 )
-async def test_every_failure_is_json_with_a_message(method, path, data, status, said, tiny, serve):
-    async with serve(tiny) as served, aiohttp.ClientSession(served.engine.base_url) as session:
+async def test_every_failure_is_json_with_a_message(method, path, data, status, said, served):
+    async with aiohttp.ClientSession(served.engine.base_url) as session:
         async with session.request(method, path, data=data) as response:
             assert response.status == status
             assert said in (await response.json())["error"]["message"]
         assert await served.engine.health()
 
 
-async def test_a_call_that_needs_no_field_needs_no_body_and_may_come_twice(tiny, serve, ask):
+async def test_a_call_that_needs_no_field_needs_no_body_and_may_come_twice(served, ask):
     calls = (control.CONTINUE_GENERATION, control.PAUSE_GENERATION, control.RELEASE_MEMORY, control.RESUME_MEMORY)
-    async with serve(tiny) as served, aiohttp.ClientSession(served.engine.base_url) as session:
+    async with aiohttp.ClientSession(served.engine.base_url) as session:
         for path in (*(one for one in calls for _ in range(2)), *calls[:1] * 2):
             async with session.post(path) as response:
                 assert (path, response.status) == (path, 200)
@@ -199,11 +197,10 @@ def load(folder, max_context: int = 128) -> ModelRunner:
     return ModelRunner(str(folder), device="cpu", num_slots=2, max_context_tokens=max_context)
 
 
-async def test_a_port_in_use(tiny, serve):
-    async with serve(tiny) as served:
-        port = int(served.engine.base_url.rpartition(":")[2])
-        with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}.*another port"):
-            await EngineServer.start(load(tiny), port=port)
+async def test_a_port_in_use(tiny, served):
+    port = int(served.engine.base_url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}.*another port"):
+        await EngineServer.start(load(tiny), port=port)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ nothing of probability zero is ever drawn; top-k and top-p keep the right tokens
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.engine.embedded.sampler import SamplingRows, sample, uniform
@@ -51,7 +51,6 @@ def test_the_logprob_is_that_of_the_drawn_token():
     assert draws.logprobs == pytest.approx(expected.tolist(), abs=1e-6)
 
 
-@settings(deadline=None)
 @given(
     logits=st.lists(LOGIT, min_size=1, max_size=40).filter(lambda row: max(row) > float("-inf")),
     seed=st.integers(0, 2**63 - 1),

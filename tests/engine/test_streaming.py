@@ -60,26 +60,24 @@ async def test_streamed_is_not_streamed(number, tiny, serve, ask):
         assert (result.versions, result.finish_reason) == (expected.versions, expected.finish_reason)
 
 
-async def test_tokens_leave_as_they_are_sampled(tiny, serve, ask):
+async def test_tokens_leave_as_they_are_sampled(served, ask):
     collected = Collected()
-    async with serve(tiny) as served:
-        served.gate.shut()
-        answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=30), collected.add))
-        await collected.until(1)
-        await served.gate.steps(3)
-        await collected.until(3)
-        assert not answer.done()
-        served.gate.open()
-        collected.assert_make(await answer)
+    served.gate.shut()
+    answer = asyncio.create_task(served.engine.generate(ask(1, max_tokens=30), collected.add))
+    await collected.until(1)
+    await served.gate.steps(3)
+    await collected.until(3)
+    assert not answer.done()
+    served.gate.open()
+    collected.assert_make(await answer)
     assert len(collected.chunks) > 1
 
 
-async def test_a_model_thread_that_dies_in_mid_stream(tiny, serve, ask):
+async def test_a_model_thread_that_dies_in_mid_stream(served, ask):
     collected = Collected()
-    async with serve(tiny) as served:
-        answer = await served.under_way(ask(1, max_tokens=400), collected.add, num_steps=1)
-        await collected.until(1)
-        served.gate.breaks_with = RuntimeError("out of memory")
-        served.gate.open()
-        with pytest.raises(EngineUnreachable, match=r"broke off with 503: .*out of memory"):
-            await answer
+    answer = await served.under_way(ask(1, max_tokens=400), collected.add, num_steps=1)
+    await collected.until(1)
+    served.gate.breaks_with = RuntimeError("out of memory")
+    served.gate.open()
+    with pytest.raises(EngineUnreachable, match=r"broke off with 503: .*out of memory"):
+        await answer

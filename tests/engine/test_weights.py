@@ -36,30 +36,29 @@ OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 NAME, EMBEDDING = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
 
 
-async def test_what_is_faulty_leaves_the_old_version_serving(tiny, other, serve, ask, share, tmp_path):
+async def test_what_is_faulty_leaves_the_old_version_serving(other, served, ask, share, tmp_path):
     """test_pushes.py has the other faults, which the same code finds."""
     tensors, file = load_file(other / "model.safetensors"), tmp_path / "model.safetensors"
     folder = DiskWeights(path=str(tmp_path))
-    async with serve(tiny) as served:
 
-        async def check_is_refused(weights: DiskWeights | SharedMemoryWeights, message: str) -> None:
-            with pytest.raises(WeightUpdateError, match=message):
-                await served.engine.update_weights(weights, NEW)
-            assert (await served.engine.info()).weight_version == OLD
+    async def check_is_refused(weights: DiskWeights | SharedMemoryWeights, message: str) -> None:
+        with pytest.raises(WeightUpdateError, match=message):
+            await served.engine.update_weights(weights, NEW)
+        assert (await served.engine.info()).weight_version == OLD
 
-        before = await served.engine.generate(ask(1))
-        await check_is_refused(dataclasses.replace(share(other), crc32=0), "checksum")
-        await check_is_refused(folder, "safetensors")  # which are missing
-        for wrong, message in (
-            ({name: one for name, one in tensors.items() if name != NAME}, "lack 1"),
-            (tensors | {NAME: tensors[NAME].T.contiguous()}, "has shape"),
-            (tensors | {"lm_head.weight": tensors[EMBEDDING] + 1}, "tied"),
-        ):
-            save_file(wrong, file)
-            await check_is_refused(folder, message)
-        file.write_bytes(b"pickled?")
-        await check_is_refused(folder, "safetensors")
-        after = await served.engine.generate(ask(1))
+    before = await served.engine.generate(ask(1))
+    await check_is_refused(dataclasses.replace(share(other), crc32=0), "checksum")
+    await check_is_refused(folder, "safetensors")  # which are missing
+    for wrong, message in (
+        ({name: one for name, one in tensors.items() if name != NAME}, "lack 1"),
+        (tensors | {NAME: tensors[NAME].T.contiguous()}, "has shape"),
+        (tensors | {"lm_head.weight": tensors[EMBEDDING] + 1}, "tied"),
+    ):
+        save_file(wrong, file)
+        await check_is_refused(folder, message)
+    file.write_bytes(b"pickled?")
+    await check_is_refused(folder, "safetensors")
+    after = await served.engine.generate(ask(1))
     assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
     assert after.logprobs == pytest.approx(before.logprobs, abs=1e-5)  # it may begin from the prefix cache
 
@@ -79,12 +78,11 @@ def save_a_tied_head_twice(other: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [save_in_shards, save_in_bfloat16, save_a_tied_head_twice])
-async def test_what_fits_is_loaded(save, tiny, other, serve, ask, truth, tmp_path):
+async def test_what_fits_is_loaded(save, other, served, ask, truth, tmp_path):
     save(other, tmp_path)
     request = ask(1, max_tokens=20)
-    async with serve(tiny) as served:
-        await served.engine.update_weights(DiskWeights(path=str(tmp_path)), NEW)
-        result = await served.engine.generate(request)
+    await served.engine.update_weights(DiskWeights(path=str(tmp_path)), NEW)
+    result = await served.engine.generate(request)
     truth(tmp_path if save is save_in_bfloat16 else other).check(request, result)
     assert {span.version for span in result.versions} == {NEW}
 

@@ -4,7 +4,7 @@ import math
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.engine.wire import control, fields, generate
@@ -75,7 +75,6 @@ def resent(message: Message) -> Message:
     return type(message).read(orjson.dumps(message.encode()))
 
 
-@settings(deadline=None)
 @given(requests, st.booleans())
 def test_requests_arrive_as_they_were_sent(request, is_streamed):
     call = generate.GenerateCall.read(
@@ -84,7 +83,6 @@ def test_requests_arrive_as_they_were_sent(request, is_streamed):
     assert (call.request(), call.stream) == (request, is_streamed)
 
 
-@settings(deadline=None)
 @given(requests, results())
 def test_results_arrive_as_they_were_sent(request, result):
     assert generate.decode_result(over_the_wire(generate.encode_result(request, result))) == result
@@ -120,14 +118,12 @@ distributed = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(shared | distributed | st.builds(DiskWeights, path=st.text()), st.text(min_size=1, max_size=200))
 def test_pushed_weights_arrive_as_they_were_sent(weights, push_id):
     send = control.PushSend.of(push_id, weights)
     assert resent(send) == send and resent(send).weights == weights
 
 
-@settings(deadline=None)
 @given(shared, versions, st.booleans())
 def test_weight_updates_arrive_as_they_were_sent(weights, version, flush):
     update = control.SharedMemoryUpdate(

@@ -106,15 +106,6 @@ def test_a_large_gradient_is_clipped():
     assert one.flatten().tolist() == pytest.approx([0.5] * 4, abs=1e-5)
 
 
-@pytest.mark.parametrize("gradient", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_changes_nothing(gradient):
-    one = parameter(2, 2, gradient=gradient)
-    optimizer = Optimizer([one], TrainerConfig())
-    optimizer.update()
-    assert one.flatten().tolist() == [1.0] * 4
-    assert optimizer.num_updates == 0
-
-
 def moved_by(optimizer: Optimizer, one: torch.nn.Parameter, gradient: float) -> float:
     """Return by how much an update with this gradient lowers a parameter of one element."""
     before = one.item()

@@ -3,7 +3,7 @@
 import pytest
 
 from ..sglang.test_contract import *  # noqa: F403
-from ..sglang.test_running_servers import (  # noqa: F401
+from ..sglang.test_online import (  # noqa: F401
     test_a_running_server_serves_the_run,
     test_a_server_with_another_model_is_refused,
 )
