@@ -47,16 +47,10 @@ def rewards_and_groups() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([1.0, 4.0, 0.0, 6.0, 2.0], dtype=torch.float64), torch.tensor([7, 3, 7, 3, 7])
 
 
-def test_group_mean_is_by_id_not_by_stride():
+def test_statistics_of_groups_are_by_id_not_by_stride():
     assert group_mean(*rewards_and_groups()).tolist() == [1.0, 5.0, 1.0, 5.0, 1.0]
-
-
-def test_leave_one_out_is_the_mean_of_the_others():
     assert leave_one_out(*rewards_and_groups()).tolist() == [1.0, 6.0, 1.5, 4.0, 0.5]
-
-
-def test_group_std_is_the_sample_standard_deviation():
-    assert group_std(*rewards_and_groups()).tolist() == pytest.approx([1.0, 2**0.5, 1.0, 2**0.5, 1.0])
+    assert group_std(*rewards_and_groups()).tolist() == pytest.approx([1.0, 2**0.5, 1.0, 2**0.5, 1.0])  # of a sample
 
 
 @pytest.mark.parametrize(

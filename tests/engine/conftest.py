@@ -1,8 +1,8 @@
 """A tiny random model, transformers' plain forward as the reference, and the embedded engine served over real HTTP."""
 
 import asyncio
+import tempfile
 import threading
-import zlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
@@ -22,9 +22,11 @@ from areal_agent.types import (
     PauseMode,
     SamplingParams,
     SharedMemoryWeights,
-    TensorEntry,
     WeightVersion,
 )
+from areal_agent.weights.channels import SharedMemoryChannel, layout
+
+from .transfers import parameters_of
 
 VOCAB_SIZE = 97
 MAX_CONTEXT = 512
@@ -285,24 +287,8 @@ def share(tmp_path: Path) -> Callable[[Path], SharedMemoryWeights]:
     """Write the weights of a folder into one mapped file, as the trainer does."""
 
     def write(folder: Path) -> SharedMemoryWeights:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        path = tmp_path / f"{folder.name}.weights"
-        entries: list[TensorEntry] = []
-        crc32 = 0
-        with path.open("wb") as file:
-            for name, parameter in model.named_parameters():
-                data = parameter.detach().numpy().tobytes()
-                entries.append(
-                    TensorEntry(
-                        name=name,
-                        dtype="float32",
-                        shape=tuple(parameter.shape),
-                        offset=file.tell(),
-                        num_bytes=len(data),
-                    )
-                )
-                crc32 = zlib.crc32(data, crc32)
-                file.write(data)
-        return SharedMemoryWeights(path=str(path), entries=tuple(entries), crc32=crc32)
+        parameters = parameters_of(folder)
+        memory = Path(tempfile.mkdtemp(dir=tmp_path))
+        return SharedMemoryChannel(memory, layout(parameters.items(), torch.float32)).write(parameters)
 
     return write

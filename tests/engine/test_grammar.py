@@ -64,16 +64,6 @@ async def test_answers_are_json_of_the_schema(spelling, serve, ask):
     assert beside.token_ids == alone.token_ids
 
 
-async def test_a_retraction_goes_on_in_the_grammar(spelling, serve, ask):
-    folder, _ = spelling
-    request = ask(1, json_schema=SCHEMA, max_tokens=80)
-    async with serve(folder) as served:
-        undisturbed = await served.engine.generate(request)
-        answer = await served.under_way(request)
-        await served.interrupt(PauseMode.RETRACT)
-        assert (await answer).token_ids == undisturbed.token_ids
-
-
 @pytest.mark.parametrize(
     ("held", "pattern"),
     [

@@ -104,11 +104,14 @@ async def test_a_pause_without_a_swap_changes_nothing(mode, served, ask):
     assert result.logprobs == pytest.approx(undisturbed.logprobs, abs=TOLERANCE)
 
 
-async def test_wait_lets_answers_end_and_none_begin(tiny, schedule, ask):
+@pytest.mark.parametrize("is_retracted", [False, True])
+async def test_wait_lets_answers_end_and_none_begin(is_retracted, tiny, schedule, ask):
     with schedule(tiny) as (scheduler, gate):
         gate.shut()
         begun = scheduler.submit(ask(1, max_tokens=40))
         await gate.steps(5)
+        if is_retracted:
+            scheduler.pause(PauseMode.RETRACT)
         pause = scheduler.pause(PauseMode.WAIT)
         late = scheduler.submit(ask(2))
         gate.open()
@@ -117,18 +120,6 @@ async def test_wait_lets_answers_end_and_none_begin(tiny, schedule, ask):
         assert scheduler.stats().num_queued == 1 and not late.done()
         scheduler.resume()
         assert (await asyncio.wrap_future(late)).versions == spans(12)
-
-
-async def test_wait_lets_answers_that_were_retracted_end_too(tiny, schedule, ask):
-    with schedule(tiny) as (scheduler, gate):
-        gate.shut()
-        begun = scheduler.submit(ask(1, max_tokens=40))
-        await gate.steps(5)
-        scheduler.pause(PauseMode.RETRACT)
-        pause = scheduler.pause(PauseMode.WAIT)
-        gate.open()
-        await asyncio.wrap_future(pause)
-        assert begun.result().versions == spans(40)
 
 
 @pytest.mark.parametrize("ends_by", ["abort", "resume", "nothing to wait for"])

@@ -211,15 +211,6 @@ def test_buckets_cover_every_row_once():
         assert all(before[1] == after[0] for before, after in pairwise(parts))
 
 
-async def test_top_k_limits_the_choice_and_not_the_probability(tiny, served, ask, truth):
-    request = ask(4, top_k=3, max_tokens=40)
-    result = await served.engine.generate(request)
-    rows = truth(tiny).distribution([*request.input_ids, *result.token_ids])[len(request.input_ids) - 1 : -1]
-    ranks = [int((row > row[token]).sum()) for row, token in zip(rows, result.token_ids, strict=True)]
-    assert set(ranks) == {0, 1, 2}
-    truth(tiny).check(request, result)
-
-
 @pytest.mark.parametrize("seeds", [(1, 2), (None, None)])
 async def test_other_seed_other_tokens_and_without_one_every_call_draws_anew(seeds, served, ask):
     first, second = [await served.engine.generate(ask(6, max_tokens=30, seed=seed)) for seed in seeds]

@@ -5,14 +5,26 @@
   it takes no new ones
 - a port in use is reported at once; what cannot be served, as by too many engines in one memory, is one line and exit
   code 2
+
+An engine that drains, over HTTP:
+
+- it takes no new weights, which would be swapped under answers that are about to end
+- a push that is under way when the drain begins, with its pause and resume, does not cut it short
+
+Two thousand requests at once, over HTTP to the engine process, which has room for a fraction of them:
+
+- every request is answered in full
+- a second wave takes no more memory than the first, apart from fragmentation
 """
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import sys
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,7 +32,8 @@ import pytest
 from areal_agent.engine.__main__ import main
 from areal_agent.engine.client import HttpEngine
 from areal_agent.errors import ConfigError, EngineUnreachable
-from areal_agent.types import FinishReason, WeightVersion
+from areal_agent.process import allow_many_connections, peak_memory_bytes
+from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, PauseMode, VersionSpan, WeightVersion
 
 
 @asynccontextmanager
@@ -93,3 +106,98 @@ async def test_what_cannot_be_served_is_one_line_and_exit_code_2(tiny):
         _, errors = await child.communicate()
     assert child.returncode == 2 and b"Traceback" not in errors
     assert errors.splitlines()[-1].startswith(b"error: ") and b"let fewer than 1000000000 engines share it" in errors
+
+
+DRAIN_S = 1e4
+SERVED, NEW = WeightVersion(step=7), WeightVersion(step=8)
+
+
+@dataclass(kw_only=True)
+class Scene:
+    """An engine with an answer that cannot end until its memory is back."""
+
+    served: object
+    answer: asyncio.Future[GenerateResult]
+    draining: asyncio.Future[None] | None = None
+
+    @classmethod
+    async def begin(cls, served, request) -> "Scene":
+        await served.engine.release_memory()
+        answer = asyncio.ensure_future(served.engine.generate(request))
+        await served.until(lambda stats: stats.num_queued == 1)
+        return cls(served=served, answer=answer)
+
+    async def drain(self) -> None:
+        """Begin to drain."""
+        self.draining = asyncio.ensure_future(self.served.server.drain(DRAIN_S))
+        while await self.served.engine.health():
+            pass
+
+    async def end(self) -> GenerateResult:
+        """Check that the drain lasts exactly until the answer has ended."""
+        await self.served.engine.info()
+        assert not self.draining.done()
+        await self.served.engine.resume_memory()
+        result = await self.answer
+        await self.draining
+        return result
+
+
+async def test_new_weights_are_refused_and_who_continues_does_not_end_it(other, served, ask):
+    engine, scene = served.engine, await Scene.begin(served, ask(1))
+    await scene.drain()
+    for refused in (engine.load(other, NEW), engine.begin_push("p")):
+        with pytest.raises(EngineUnreachable, match="is ending"):
+            await refused
+    await engine.pause(PauseMode.RETRACT)
+    await engine.resume()
+    result = await scene.end()
+    assert result.finish_reason is FinishReason.LENGTH
+    assert result.versions == (VersionSpan(version=SERVED, start=0, end=12),)
+
+
+async def test_a_push_that_has_begun_ends(other, served, ask, share):
+    engine, scene = served.engine, await Scene.begin(served, ask(1))
+    await engine.begin_push("p")
+    await engine.send_push("p", share(other))
+    await scene.drain()
+    await engine.pause(PauseMode.RETRACT)
+    await engine.commit_push("p", NEW)
+    await engine.resume()
+    result = await scene.end()
+    assert result.finish_reason is FinishReason.LENGTH
+    assert result.versions == (VersionSpan(version=NEW, start=0, end=12),)
+
+
+NUM_REQUESTS = 2000
+STRAY_BYTES = 64 * 2**20
+
+
+@pytest.mark.slow
+async def test_two_thousand_queued_requests_over_http(tiny, ask):
+    allow_many_connections()
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < NUM_REQUESTS + 500:
+        pytest.skip("this machine lets a process have too few open files")
+    async with process(tiny, "--max-running", "64", "--kv-tokens", "2000") as child:
+        line = (await child.stdout.readline()).decode()
+        engine = HttpEngine(line.split()[-1])
+        peaks: list[int] = []
+        for wave in range(2):
+            await answer_wave(engine, [ask(wave * NUM_REQUESTS + number) for number in range(NUM_REQUESTS)])
+            peaks.append(peak_memory_bytes(child.pid) or 0)
+        stats = await engine.stats()
+        await engine.aclose()
+    assert stats.generated_tokens == 2 * NUM_REQUESTS * 12
+    assert (stats.num_running, stats.num_queued) == (0, 0)
+    assert peaks[1] <= peaks[0] + STRAY_BYTES, peaks
+
+
+async def answer_wave(engine: HttpEngine, requests: list[GenerateRequest]) -> None:
+    """Send all requests, and let the first be answered only when all of them wait in the engine."""
+    await engine.pause(PauseMode.RETRACT)
+    answers = [asyncio.create_task(engine.generate(request)) for request in requests]
+    while (await engine.stats()).num_queued < len(requests):
+        pass
+    await engine.resume()
+    for result in await asyncio.gather(*answers):
+        assert (result.finish_reason, len(result.token_ids)) == (FinishReason.LENGTH, 12)

@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from areal_agent.engine.client import HttpEngine
 from areal_agent.errors import PushConflict, WeightUpdateError
@@ -30,6 +29,7 @@ from areal_agent.types import DiskWeights, SharedMemoryWeights, WeightVersion
 from areal_agent.weights.channels import DiskChannel
 
 from .sampled import Weights, assert_swapped
+from .transfers import parameters_of
 
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 TOLERANCE = 1e-4
@@ -51,8 +51,8 @@ async def check_old_serves(served, ask, before) -> None:
 def folder(tmp_path, other) -> Callable[[], DiskWeights]:
     """Write the weights of `other` as the trainer does."""
     channel = DiskChannel(tmp_path / "weights", torch.float32)
-    model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
-    return lambda: channel.write(dict(model.named_parameters()))
+    parameters = parameters_of(other)
+    return lambda: channel.write(parameters)
 
 
 @pytest.fixture(params=["shared_memory", "disk"])

@@ -161,12 +161,9 @@ def room_of(**changes: object) -> KVRoom:
     return plan_room(**(asked | {"token_bytes": 1000, "device": CPU} | changes))
 
 
-def test_the_room_is_what_was_asked_for():
+def test_the_room_is_what_was_asked_for_or_two_contexts_a_slot_where_memory_allows():
     room = room_of(kv_tokens=250)
     assert (room.num_slots, room.kv_tokens, room.reserved_tokens) == (4, 250, 0)
-
-
-def test_the_room_is_two_contexts_a_slot_where_memory_allows():
     assert room_of().kv_tokens == 800
 
 

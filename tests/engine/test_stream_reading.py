@@ -98,13 +98,6 @@ def test_events_cut_anywhere(events, cuts):
     assert found == [data for data, _ in events]
 
 
-def test_a_line_of_a_megabyte_in_small_pieces():
-    data = b"x" * 2**20
-    whole = b"data: " + data + b"\n"
-    splitter = generate.EventSplitter()
-    assert [e for i in range(0, len(whole), 1000) for e in splitter.feed(whole[i : i + 1000])] == [data]
-
-
 # ------------------------------------------------------------------------------------------------ events
 
 

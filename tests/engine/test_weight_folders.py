@@ -84,19 +84,15 @@ async def test_it_goes_with_the_last_server(pushed: DiskWeights) -> None:
     assert of_servers(pushed) == [] and (Path(pushed.path) / NAME).is_file()
 
 
-def damage(folder: Path) -> None:
-    (folder / NAME).write_bytes(bytes(100))
-
-
-def unsign(folder: Path) -> None:
-    (folder / "manifest.json").unlink()
-
-
-def rename(folder: Path) -> None:
-    folder.rename(folder.with_name("elsewhere"))
-
-
-@pytest.mark.parametrize("fault", [damage, unsign, rename])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda folder: (folder / NAME).write_bytes(bytes(100)),
+        lambda folder: (folder / "manifest.json").unlink(),
+        lambda folder: folder.rename(folder.with_name("elsewhere")),
+    ],
+    ids=["damaged", "without its manifest", "gone"],
+)
 async def test_what_is_wrong_leaves_nothing(pushed: DiskWeights, fault) -> None:
     fault(Path(pushed.path))
     with pytest.raises(WeightUpdateError, match="weights"):

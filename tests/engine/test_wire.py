@@ -152,19 +152,13 @@ def test_what_is_wrong_with_a_body_is_named(body, message):
         control.PushSend.read(orjson.dumps({"push_id": "p"} | body))
 
 
-def test_texts_that_stop_are_never_sent():
-    request = GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams(stop=("END",)))
-    assert b"END" not in orjson.dumps(generate.encode_request(request))
-
-
-def test_what_is_off_is_not_sent():
-    params = generate.encode_request(GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams()))
-    assert set(params["sampling_params"]) == {"temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids"}
-
-
-def test_top_k_zero_is_sent_as_off():
-    request = GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams(top_k=0))
-    assert generate.encode_request(request)["sampling_params"]["top_k"] == -1
+def test_texts_that_stop_and_what_is_off_are_never_sent():
+    request = GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams(stop=("END",), top_k=0))
+    sent = generate.encode_request(request)
+    assert b"END" not in orjson.dumps(sent)
+    params = sent["sampling_params"]
+    assert set(params) == {"temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids"}
+    assert params["top_k"] == -1
 
 
 def answer(**meta: object) -> dict[str, object]:

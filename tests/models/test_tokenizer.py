@@ -50,17 +50,14 @@ def test_a_call_is_few_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     assert len(encode(tokenizer, CALL)) == constant + len("34827915")
 
 
-def test_the_opening_of_an_answer_is_one_token(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_opening_and_the_end_of_an_answer_are_a_token_each(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.decode([token_id(tokenizer, ASSISTANT)]) == ASSISTANT
+    assert tokenizer.eos_token_id == token_id(tokenizer, END)
+    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
 
 
 def test_tags_survive_the_skipping_of_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.decode(encode(tokenizer, CALL + END), skip_special_tokens=True) == CALL
-
-
-def test_the_end_token_ends(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert tokenizer.eos_token_id == token_id(tokenizer, END)
-    assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
 
 
 def test_a_suffix_has_the_ids_that_the_whole_has(
@@ -106,8 +103,10 @@ def test_an_answer_follows_its_opening(messages: list[dict[str, Any]]) -> None:
     assert answered == render(messages) + OPENING + "yes<|im_end|>\n"
 
 
-def test_a_generation_prompt_is_the_opening(tokenizer) -> None:
+def test_a_generation_prompt_is_the_opening_and_tool_definitions_are_not_printed(tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}]
+    tools = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
+    assert tokenizer.apply_chat_template(messages, tools=tools, tokenize=False) == render(messages)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert prompt == render(messages) + OPENING
 
@@ -134,16 +133,7 @@ def test_a_parsed_answer_reads_the_same_again(name: str, code: str) -> None:
     assert HERMES.parse(text.removeprefix(OPENING).removesuffix("<|im_end|>\n")) == HERMES.parse(spoken)
 
 
-def test_content_may_be_text_parts() -> None:
+def test_content_may_be_text_parts_or_absent() -> None:
+    assert render([{"role": "assistant"}]) == f"{OPENING}<|im_end|>\n"
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 * 3?"}]
     assert render([{"role": "user", "content": parts}]) == render([{"role": "user", "content": "What is 2 * 3?"}])
-
-
-def test_content_may_be_absent() -> None:
-    assert render([{"role": "assistant"}]) == f"{OPENING}<|im_end|>\n"
-
-
-def test_tool_definitions_are_not_printed(tokenizer) -> None:
-    tools = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
-    messages = [{"role": "user", "content": "hi"}]
-    assert tokenizer.apply_chat_template(messages, tools=tools, tokenize=False) == render(messages)

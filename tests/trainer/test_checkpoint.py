@@ -128,17 +128,10 @@ def weights_of(trainer: Trainer) -> bytes:
     return Path(trainer.publish().path).read_bytes()
 
 
-def test_a_checkpoint_has_the_chat_template_of_its_rollouts(load_trainer, model_folder, tmp_path):
-    saved = load_trainer(model_folder, chat_template="{{ 'kept' }}").save(
-        tmp_path / "checkpoints", step=0, incarnation=0
-    )
-    assert AutoTokenizer.from_pretrained(saved.path).chat_template == "{{ 'kept' }}"
-
-
 def test_a_checkpoint_is_a_hugging_face_folder_with_the_trained_weights(
     load_trainer, model_folder, make_batch, as_input, tmp_path
 ):
-    trainer = load_trainer(model_folder)
+    trainer = load_trainer(model_folder, chat_template="{{ 'kept' }}")  # that of the rollouts
     trainer.train_step(as_input(make_batch(1, num_groups=1)))
     saved = trainer.save(tmp_path / "checkpoints", step=1, incarnation=4)
     assert (saved.path.name, saved.step, saved.incarnation) == ("step_000001", 1, 4)
@@ -150,7 +143,7 @@ def test_a_checkpoint_is_a_hugging_face_folder_with_the_trained_weights(
         assert torch.equal(parameter, stored.view(entry.shape))
     tokenizer = AutoTokenizer.from_pretrained(saved.path)
     assert tokenizer.convert_tokens_to_ids("w7") == 7
-    assert tokenizer.chat_template == "{{ messages }}"
+    assert tokenizer.chat_template == "{{ 'kept' }}"
 
 
 def test_going_on_from_a_checkpoint_is_exact(load_trainer, model_folder, make_batch, as_input, tmp_path):

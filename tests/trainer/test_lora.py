@@ -176,21 +176,13 @@ def test_a_checkpoint_goes_on_exactly(trained, load_trainer, model_folder, make_
         assert torch.equal(flat(steady), flat(resumed))
 
 
-def test_the_export_is_the_merged_model(trained):
+def test_a_checkpoint_has_the_merged_model_and_no_second_one_and_what_peft_reads(trained, model_folder):
     trainer, saved = trained
     model = AutoModelForCausalLM.from_pretrained(saved)
     assert torch.equal(flat(trainer), torch.cat([one.flatten() for one in model.parameters()]))
-
-
-def test_a_checkpoint_keeps_no_second_model(trained, model_folder):
-    _, saved = trained
     tensors = [name for file in (saved / "training").glob("*.safetensors") for name in load_file(file)]
     assert sum(name.startswith("adapter.") for name in tensors) == 28
     assert all(".lora_" in name for name in tensors if name != "generator")
-
-
-def test_the_adapters_own_folder_has_what_peft_reads(trained, model_folder):
-    _, saved = trained
     config = json.loads((saved / "adapter" / "adapter_config.json").read_bytes())
     assert (config["peft_type"], config["task_type"], config["r"], config["lora_alpha"]) == ("LORA", "CAUSAL_LM", 4, 8)
     assert config["base_model_name_or_path"] == str(model_folder)
@@ -204,10 +196,12 @@ def test_the_adapters_own_folder_has_what_peft_reads(trained, model_folder):
     assert len(matrices) == 28
 
 
-@pytest.mark.parametrize("lora", [None, LoraConfig(rank=4, alpha=9.0), LoraConfig(rank=8, alpha=8.0)])
-def test_other_adapters_than_the_checkpoints_are_refused(trained, load_trainer, model_folder, lora):
-    with pytest.raises(ConfigError, match=r"was saved with trainer\.lora = .*; resume with the setting that the run"):
-        load_trainer(trained[1], model_folder, lora=lora, algorithm=REFERRED)
+def test_other_adapters_than_the_checkpoints_are_refused(trained, load_trainer, model_folder):
+    for lora in (None, LoraConfig(rank=4, alpha=9.0), LoraConfig(rank=8, alpha=8.0)):
+        with pytest.raises(
+            ConfigError, match=r"was saved with trainer\.lora = .*; resume with the setting that the run"
+        ):
+            load_trainer(trained[1], model_folder, lora=lora, algorithm=REFERRED)
 
 
 def test_a_checkpoint_of_the_whole_model_is_no_adapters(load_trainer, model_folder, tmp_path):

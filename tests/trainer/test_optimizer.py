@@ -34,13 +34,6 @@ def test_rates_by_hand(shape, num_warmup, expected):
     assert rates(shape, num_warmup, len(expected)) == expected
 
 
-def test_cosine_is_half_of_the_peak_half_way():
-    falling = rates("cosine", 2, 10)
-    assert falling[:3] == [1.0, 2.0, 2.0]
-    assert falling[6] == pytest.approx(1.0)
-    assert falling[4] == pytest.approx(1.0 + math.cos(math.pi / 4))
-
-
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [("linear", [2.0, 1.75, 1.5, 1.25]), ("cosine", [2.0, 1.5 + math.sqrt(0.125), 1.5, 1.5 - math.sqrt(0.125)])],

@@ -61,22 +61,10 @@ async def broken_off(
     return answer, second
 
 
-class Chunks:
-    """Collects what a watched request hands out."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-
-    def __call__(self, chunk: TokenChunk) -> None:
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-
-
 @pytest.mark.parametrize("is_watched", [True, False])
 async def test_it_goes_on_where_it_was(stage, is_watched):
-    chunks = Chunks()
-    answer, second = await broken_off(stage, on_chunk=chunks if is_watched else None)
+    chunks: list[TokenChunk] = []
+    answer, second = await broken_off(stage, on_chunk=chunks.append if is_watched else None)
     second.fake.step(100)
     result = await answer
     assert result.token_ids == tokens(ask(), 8) and result.finish_reason is FinishReason.LENGTH
@@ -84,7 +72,8 @@ async def test_it_goes_on_where_it_was(stage, is_watched):
     assert result.logprobs[:3] == tuple(fake_logprob(id_, i) for i, id_ in enumerate(result.token_ids[:3]))
     assert result.logprobs[3:] == tuple(fake_logprob(id_, i) for i, id_ in enumerate(result.token_ids[3:]))
     if is_watched:
-        assert (tuple(chunks.token_ids), tuple(chunks.logprobs)) == (result.token_ids, result.logprobs)
+        for name in ("token_ids", "logprobs"):
+            assert tuple(one for told in chunks for one in getattr(told, name)) == getattr(result, name)
     (first,) = (server for server in stage.servers.values() if server is not second)
     assert stage.state(first) is not MemberState.SERVING and stage.report(first).reason
     assert (await stage.fleet.stats()).num_moves == 1
@@ -285,7 +274,7 @@ async def test_what_counts_from_the_first_token_begins_again(open_stage, samplin
 )
 async def test_what_was_handed_out_is_not_taken_back(open_stage, make, sampling, why):
     async with open_stage(*map(make, URLS)) as stage:
-        answer, first, _ = await stage.under_way(ask(**sampling), on_chunk=Chunks())
+        answer, first, _ = await stage.under_way(ask(**sampling), on_chunk=lambda _: None)
         first.kill()
         with pytest.raises(EngineUnreachable, match=f"broke off after 3 tokens.*{why}"):
             await answer

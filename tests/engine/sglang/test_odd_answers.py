@@ -141,14 +141,11 @@ async def test_a_label_that_does_not_move_is_no_success(scripted, share, other):
         await push([engine], share(other), NEW)
 
 
-async def test_the_label_of_now_is_not_the_label_of_the_start(scripted):
+async def test_label_and_numbers_are_those_of_now(scripted):
     _, engine = scripted
-    assert (await engine.info()).weight_version == OLD
-
-
-async def test_the_context_is_what_is_served_without_being_cut(scripted):
-    _, engine = scripted
-    assert (await engine.info()).max_context_tokens == 506
+    info, stats = await engine.info(), await engine.stats()
+    assert (info.weight_version, info.max_context_tokens) == (OLD, 506), "as much as is served without being cut"
+    assert (stats.num_running, stats.num_queued, stats.weight_version) == (4, 2, OLD)
 
 
 async def test_events_that_hold_all_tokens_are_refused(scripted):
@@ -172,12 +169,6 @@ async def test_every_call_has_a_connection_of_its_own(scripted, ask):
         await engine.generate(ask(number))
     await engine.stats()
     assert len(server.peers) == len(server.calls)
-
-
-async def test_loads_are_added_up(scripted):
-    _, engine = scripted
-    stats = await engine.stats()
-    assert (stats.num_running, stats.num_queued, stats.weight_version) == (4, 2, OLD)
 
 
 async def test_a_stop_token_that_the_server_passes_over_ends_the_answer(scripted, ask):

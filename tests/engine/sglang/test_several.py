@@ -39,7 +39,7 @@ async def test_a_push_is_written_once_also_for_one_that_missed_it(serve, tiny, s
         assert [one.state for one in fleet.report()] == [MemberState.SERVING] * 3
         await fleet.remove(one.engine.base_url)
         await push([fleet], share(tiny), WeightVersion(step=9))
-        assert written not in (left := list(folders.iterdir())) and len(left) == 1
+        assert list(folders.iterdir()) == []  # the next one has its own place
 
 
 async def test_servers_with_different_models_are_refused(serve, tiny, make_model):
