@@ -3,7 +3,7 @@
 - Baselines are the group's mean (grpo) or the mean of the others (rloo), found by group id in any order.
 - grpo divides by the group's standard deviation; `normalize_by_std` overrides either preset.
 - `whiten` normalises over all tokens of the batch; after the group's mean, that is REINFORCE++ with a baseline.
-- A failed sibling is absent; a group of one has advantage 0; a forked rollout counts once.
+- A group of one has advantage 0; a forked rollout counts once; trainer/test_step.py has a failed sibling.
 - The reward reaches the first turn, also past a trailing observation; discounts count turns.
 - Observations change nothing, whatever they say and however long they are.
 - gae skips observations in time, ends at the last action, and at lambda 1 is the return minus the value; reinforce_pp

@@ -3,11 +3,7 @@
 - SGLang's and vLLM's servers may be silent for as long as their pusher lets them load the model
 - unlabelled weights are the first version, in whole answers and in chunks; for other processes they are unknown
 - the embedded engine answers while it loads, so nothing changes for it
-
-The kind of a server is found out by asking it:
-
-- the embedded engine, SGLang and vLLM are told apart
-- anything else, or nothing, is an EngineUnreachable that says so
+- the kind of a server is found out by asking it; what is no engine, or nothing, is an EngineUnreachable that says so
 """
 
 from contextlib import aclosing, asynccontextmanager

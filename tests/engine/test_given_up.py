@@ -2,11 +2,8 @@
 
 - a prefill chunk or a decode step is given up: it samples nothing, and the rows go on from where they were
 - an abort of all, and the end of the engine, answer with the tokens from before that step
-
-A model thread that dies in the middle of a step:
-
-- everybody who waits for its commands gets an error, also pauses that wait for rows to end, and a drain
-- a row that was just being answered is answered, too
+- when the thread dies in the middle of a step, everybody who waits for its commands gets an error, also pauses that
+  wait for rows to end, and a drain; a row that was just being answered is answered, too
 """
 
 import threading

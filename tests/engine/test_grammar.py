@@ -2,7 +2,7 @@
 
 - every answer that ends is valid: JSON of the schema, a full match, or a sentence of the grammar, in any batch, over
   retractions for a pause or for lack of room, and over a swap of weights; other requests are unconstrained
-- the recorded probability is the one that was sampled from; a seed gives the same answer
+- the recorded probability is the one that was sampled from
 - an invalid grammar, or two at once, are refused and the engine goes on; an answer whose grammar becomes too complex
   is refused in the middle, and never looks complete
 """

@@ -10,10 +10,9 @@
 The embedded engine's log-probabilities are those of transformers' plain forward, within 1e-4:
 
 - for every kind of model that it serves, in a batch and over prefix hits: heads, biases, ropes, tied and untied
-- of rows in buckets; test_interruption.py has more requests than slots, which end at different times
-- not renormalised for top-k; sglang/test_contract.py has temperatures, test_parameters.py the rest
+- of rows in buckets; test_interruption.py has more requests than slots, sglang/test_contract.py temperatures
 - of given tokens, which are scored and not sampled, beside requests under way and while it is paused
-And another seed gives other tokens.
+- another seed gives other tokens
 """
 
 import asyncio

@@ -3,11 +3,8 @@
 - after any holds, matches, splits and drops, a match is the longest held beginning of the ids, with the keys and values
   of exactly those ids, and the token count is right
 - the least recently used goes first, and never a node that others continue
-
-Turns that continue computed ones, with log-probabilities within 1e-4 of transformers' plain forward:
-
 - the next turn of a conversation computes only its new tokens, and reports how many were cached
-- siblings that arrive together compute their prompt once
+- siblings that arrive together compute their prompt once; log-probabilities are those of transformers
 - a swap of weights clears what the old ones computed, also while answers keep their keys (in place)
 """
 

@@ -5,16 +5,10 @@
   it takes no new ones
 - a port in use is reported at once; what cannot be served, as by too many engines in one memory, is one line and exit
   code 2
-
-An engine that drains, over HTTP:
-
-- it takes no new weights, which would be swapped under answers that are about to end
+- one that drains takes no new weights, which would be swapped under answers that are about to end
 - a push that is under way when the drain begins, with its pause and resume, does not cut it short
-
-Two thousand requests at once, over HTTP to the engine process, which has room for a fraction of them:
-
-- every request is answered in full
-- a second wave takes no more memory than the first, apart from fragmentation
+- two thousand requests at once, with room for a fraction of them, are answered in full; a second wave takes no more
+  memory than the first, apart from fragmentation
 """
 
 import asyncio

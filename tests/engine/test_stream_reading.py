@@ -1,13 +1,11 @@
-"""The client reads streams of either form, however they arrive:
+"""The client reads streams of either form, however they arrive, and reports failures:
 
-- events cut anywhere; lines of any length; comments, carriage returns and empty lines between them
+- events cut anywhere; comments, carriage returns and empty lines between them
 - events with only the new tokens, and events with all tokens so far (SGLang): the same chunks, the same result
 - contradictory events, errors in mid-stream, lost connections and streams that end early: one clear error
 - cancelling sends an abort, streamed or not
-
-Failures that the client reports: an engine that is missing, redirects, or answers late or with nonsense.
-
-Its time limit grows with the time that its weights take from a slow disk.
+- an engine that is missing, redirects, or answers late or with nonsense is told as that
+- its time limit grows with the time that its weights take from a slow disk
 """
 
 import asyncio

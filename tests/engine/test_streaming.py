@@ -42,7 +42,8 @@ async def test_tokens_leave_as_they_are_sampled(served, ask):
     await watched.until(3)
     assert len(watched.token_ids) < 30
     served.gate.open()
-    assert tuple(watched.token_ids) == (await watched.answer).token_ids
+    result = await watched.answer
+    assert tuple(watched.token_ids) == result.token_ids
 
 
 async def test_a_model_thread_that_dies_in_mid_stream(served, ask):

@@ -1,4 +1,4 @@
-"""What the trainer computes in, and attention over a packed row in one call.
+"""What the trainer computes in, and attention over a packed row, in one call and in the loop over sequences.
 
 - `auto` is bfloat16 on cuda and float32 on a CPU; a float32 output layer is an option of bfloat16.
 - In bfloat16 weights stay float32 and gradients are those of float32 within rounding, summed over micro-batches in
@@ -9,12 +9,9 @@
   is rounded. A kernel without grouped heads gets keys and values repeated; a torch without one is told once.
 - The benchmark for GPUs runs on a CPU. On a GPU, the kernel is that of torch or flash-attn, and a train step is that of
   a CPU within rounding.
-
-The policy's forward pass.
-
 - A folder without some weights, and cuda without a device, are refused; test_client.py has one without a model.
-- Attention in a packed row is attention under a block-diagonal causal mask, and nothing flows into another sequence.
-- Windows, soft caps and sinks are those of the written-out formula, also where queries are taken in blocks.
+- Windows, soft caps and sinks are those of the written-out formula, sequence by sequence, also where queries are taken
+  in blocks.
 """
 
 import re

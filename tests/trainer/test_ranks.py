@@ -8,10 +8,7 @@
 - Ranks talk over the interface that has their address.
 - When the main process closes its end, no rank is left.
 - More ranks than CUDA devices are refused.
-
-Ranks that share the tokens of a row (Ulysses): what cannot be shared is refused.
-
-What they compute is in test_four_ranks.py.
+- What ranks cannot share of a row's tokens (Ulysses) is refused; what they compute is in test_four_ranks.py.
 """
 
 import asyncio

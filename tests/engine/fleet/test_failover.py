@@ -10,8 +10,7 @@
 - an abort or a cancellation ends it wherever it is: at a server, at a silent one, between two
 - an answer that cannot be continued (grammar, penalties, unknown versions) begins again if nobody saw it, else fails
 - 2,000 requests at two servers survive the death of one
-
-The tokens that a request has so far: a span of one version stays one over many chunks, and a cut is exact.
+- of the tokens that a request has so far, a span of one version stays one over many chunks, and a cut is exact
 """
 
 import asyncio
