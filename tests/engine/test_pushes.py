@@ -16,7 +16,6 @@ import zlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-import aiohttp
 import numpy as np
 import pytest
 import torch
@@ -286,24 +285,3 @@ async def until_accepted(call: Callable[[], Awaitable[None]]) -> None:
     while True:
         with contextlib.suppress(PushConflict):
             return await call()
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
-        ("/begin_weight_push", "{}", "push_id is missing"),
-        ("/begin_weight_push", '{"push_id": ""}', "it must have at least 1 character"),
-        ("/begin_weight_push", '{"push_id": "p", "x": 1}', "'x' is unknown; the body takes push_id"),
-        ("/send_weight_push", '{"push_id": "p"}', "one of shared_memory, disk, distributed"),
-        ("/send_weight_push", '{"push_id": "p", "cuda_ipc": {}}', "'cuda_ipc' is unknown"),
-        ("/release_memory_occupation", '{"tags": ["weights"]}', "tags.0 is 'weights'; it must be 'kv_cache'"),
-        ("/send_weight_push", '{"push_id": "p", "disk": {"path": "x"}}', "disk.model_path is missing"),
-        ("/send_weight_push", '{"push_id": "p", "shared_memory": {"path": "x", "entries": 3}}', "entries is 3"),
-        ("/commit_weight_push", '{"push_id": "p"}', "weight_version is missing"),
-        ("/commit_weight_push", '{"push_id": "p", "weight_version": "8"}', "incarnation:step"),
-    ],
-)
-async def test_a_wrong_body_is_named(path, body, message, served):
-    async with aiohttp.ClientSession(served.engine.base_url) as session, session.post(path, data=body) as answer:
-        assert answer.status == 400
-        assert message in (await answer.json())["message"]

@@ -139,26 +139,43 @@ async def test_wrong_bodies_are_answered_with_400(served, ask):
         assert len((await served.engine.generate(ask(1))).token_ids) == 12
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "data", "status", "said"),
-    [
-        ("POST", generate.GENERATE, b"{not json", 400, "is not JSON"),
-        ("POST", generate.GENERATE, b"", 400, "input_ids is missing"),
-        ("POST", control.PAUSE_GENERATION, b'{"mode": "later"}', 400, "mode is 'later'"),
-        ("POST", control.ABORT_REQUEST, b"{}", 400, "rid is missing"),
-        ("POST", control.UPDATE_FROM_DISK, b'{"model_path": "x"}', 400, "weight_version is missing"),
-        ("POST", control.UPDATE_FROM_DISK, b'{"model_path": "x", "weight_version": "new"}', 400, "'new'"),
-        ("POST", control.UPDATE_FROM_SHARED_MEMORY, b'{"path": "x"}', 400, "is missing"),
-        ("POST", "/v1/chat/completions", b"{}", 404, "python -m areal_agent.gateway"),
-        ("GET", generate.GENERATE, b"", 405, "Method Not Allowed"),
-    ],
-)
-async def test_every_failure_is_json_with_a_message(method, path, data, status, said, served):
+FAILURES = [
+    ("POST", generate.GENERATE, b"{not json", 400, "is not JSON"),
+    ("POST", generate.GENERATE, b"", 400, "input_ids is missing"),
+    ("POST", control.PAUSE_GENERATION, b'{"mode": "later"}', 400, "mode is 'later'"),
+    ("POST", control.ABORT_REQUEST, b"{}", 400, "rid is missing"),
+    ("POST", control.UPDATE_FROM_DISK, b'{"model_path": "x"}', 400, "weight_version is missing"),
+    ("POST", control.UPDATE_FROM_DISK, b'{"model_path": "x", "weight_version": "new"}', 400, "'new'"),
+    ("POST", control.UPDATE_FROM_SHARED_MEMORY, b'{"path": "x"}', 400, "is missing"),
+    ("POST", "/begin_weight_push", b"{}", 400, "push_id is missing"),
+    ("POST", "/begin_weight_push", b'{"push_id": ""}', 400, "it must have at least 1 character"),
+    ("POST", "/begin_weight_push", b'{"push_id": "p", "x": 1}', 400, "'x' is unknown; the body takes push_id"),
+    ("POST", "/send_weight_push", b'{"push_id": "p"}', 400, "one of shared_memory, disk, distributed"),
+    ("POST", "/send_weight_push", b'{"push_id": "p", "cuda_ipc": {}}', 400, "'cuda_ipc' is unknown"),
+    ("POST", control.RELEASE_MEMORY, b'{"tags": ["weights"]}', 400, "tags.0 is 'weights'; it must be 'kv_cache'"),
+    ("POST", "/send_weight_push", b'{"push_id": "p", "disk": {"path": "x"}}', 400, "disk.model_path is missing"),
+    (
+        "POST",
+        "/send_weight_push",
+        b'{"push_id": "p", "shared_memory": {"path": "x", "entries": 3}}',
+        400,
+        "entries is 3",
+    ),
+    ("POST", "/commit_weight_push", b'{"push_id": "p"}', 400, "weight_version is missing"),
+    ("POST", "/commit_weight_push", b'{"push_id": "p", "weight_version": "8"}', 400, "incarnation:step"),
+    ("POST", "/v1/chat/completions", b"{}", 404, "python -m areal_agent.gateway"),
+    ("GET", generate.GENERATE, b"", 405, "Method Not Allowed"),
+]
+
+
+async def test_every_failure_is_json_with_a_message(served):
     async with aiohttp.ClientSession(served.engine.base_url) as session:
-        async with session.request(method, path, data=data) as response:
-            assert response.status == status
-            assert said in (await response.json())["error"]["message"]
-        assert await served.engine.health()
+        for method, path, data, status, said in FAILURES:
+            async with session.request(method, path, data=data) as response:
+                assert (path, data, response.status) == (path, data, status)
+                told = await response.json()
+                assert said in (told["message"] if "push" in path or "memory" in path else told["error"]["message"])
+    assert await served.engine.health()
 
 
 async def test_a_call_that_needs_no_field_needs_no_body_and_may_come_twice(served, ask):

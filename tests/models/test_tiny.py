@@ -35,6 +35,8 @@ from areal_agent.observe.progress import Progress
 from areal_agent.run.run import model_of_run
 from envs.calculator.demonstrations import demonstrations
 
+Built = tuple[Path, TinyReport]
+
 
 def weights_of(folder: Path) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -69,7 +71,7 @@ def other_demonstrations(seed: int) -> Iterator[Conversation]:
 
 
 @pytest.fixture(scope="module")
-def built(small_recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TinyReport]:
+def built(small_recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Built:
     """A new folder with a model in it, and the report."""
     folder = tmp_path_factory.mktemp("built") / "new" / "model"
     num_threads, state = torch.get_num_threads(), torch.get_rng_state()
@@ -81,7 +83,7 @@ def built(small_recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tup
     return folder, report
 
 
-def test_transformers_loads_it(built: tuple[Path, TinyReport]) -> None:
+def test_transformers_loads_it(built: Built) -> None:
     folder, report = built
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -91,14 +93,14 @@ def test_transformers_loads_it(built: tuple[Path, TinyReport]) -> None:
     assert model.config.vocab_size == len(tokenizer)
 
 
-def test_the_report_is_in_the_folder_and_nothing_is_beside_it(built: tuple[Path, TinyReport]) -> None:
+def test_the_report_is_in_the_folder_and_nothing_is_beside_it(built: Built) -> None:
     folder, report = built
     assert json.loads((folder / REPORT_NAME).read_text()) == asdict(report)
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
 
 
 def test_another_seed_builds_another_model_also_in_an_empty_folder(
-    built: tuple[Path, TinyReport], small_recipe: Recipe, tmp_path: Path
+    built: Built, small_recipe: Recipe, tmp_path: Path
 ) -> None:
     build(tmp_path, seed=2, recipe=small_recipe, threads=1)
     assert not torch.equal(weights_of(built[0]), weights_of(tmp_path))
@@ -140,9 +142,7 @@ def build_half(out: Path, recipe: Recipe, *, seed: int = 1) -> None:
         build(out, seed=seed, recipe=recipe, threads=1, on_progress=interrupt)
 
 
-def test_an_interrupted_build_goes_on_to_the_same_weights(
-    built: tuple[Path, TinyReport], small_recipe: Recipe, tmp_path: Path
-) -> None:
+def test_an_interrupted_build_goes_on_to_the_same_weights(built: Built, small_recipe: Recipe, tmp_path: Path) -> None:
     (whole, report), halved = built, tmp_path / "again" / "model"
     build_half(halved, small_recipe)
     steps: list[int] = []
@@ -173,9 +173,7 @@ def test_what_is_in_the_way_is_refused(small_recipe: Recipe, tmp_path: Path, kin
     assert inside.read_text() == "mine"
 
 
-def test_a_model_that_was_built_meanwhile_stays(
-    built: tuple[Path, TinyReport], small_recipe: Recipe, tmp_path: Path
-) -> None:
+def test_a_model_that_was_built_meanwhile_stays(built: Built, small_recipe: Recipe, tmp_path: Path) -> None:
     out = tmp_path / "model"
 
     def rival(progress: WarmStartProgress) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from areal_agent.models.recipe import ASSISTANT, END, Conversation, render, token_id
 from areal_agent.tokens.formats.answer_format import AnswerFormat, ToolFormat
@@ -29,40 +29,38 @@ FAILED = [
 ]
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
 @given(text=st.text())
-def test_any_text_survives(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_any_text_survives(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(encode(tokenizer, text), skip_special_tokens=False) == text
 
 
 @given(before=st.text(max_size=5), digits=st.text("0123456789", min_size=1, max_size=8), after=st.text(max_size=5))
-def test_a_digit_is_a_token(tokenizer: PreTrainedTokenizerFast, before: str, digits: str, after: str) -> None:
+def test_a_digit_is_a_token(tokenizer: Tokenizer, before: str, digits: str, after: str) -> None:
     ids = encode(tokenizer, before + digits + after)
     pieces = [tokenizer.decode([one]) for one in ids]
     assert all(len(piece) == 1 for piece in pieces if any(digit in piece for digit in "0123456789"))
 
 
-def test_a_call_is_few_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_call_is_few_tokens(tokenizer: Tokenizer) -> None:
     constant = 6  # tags, opening, two operators, closing
     assert len(encode(tokenizer, CALL)) == constant + len("34827915")
 
 
-def test_the_opening_and_the_end_of_an_answer_are_a_token_each(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_opening_and_the_end_of_an_answer_are_a_token_each(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([token_id(tokenizer, ASSISTANT)]) == ASSISTANT
     assert tokenizer.eos_token_id == token_id(tokenizer, END)
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
 
 
-def test_tags_survive_the_skipping_of_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_tags_survive_the_skipping_of_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(encode(tokenizer, CALL + END), skip_special_tokens=True) == CALL
 
 
-def test_a_suffix_has_the_ids_that_the_whole_has(
-    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation]
-) -> None:
+def test_a_suffix_has_the_ids_that_the_whole_has(tokenizer: Tokenizer, conversations: list[Conversation]) -> None:
     for conversation in [*conversations[:50], FAILED]:
         whole = render(conversation)
         for length in range(1, len(conversation)):
