@@ -19,6 +19,7 @@ from areal_agent.engine.__main__ import main
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.engine.wire import control, generate
+from areal_agent.engine.wire.fields import decode_failure
 from areal_agent.engine.wire.generate import check_request
 from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable
 from areal_agent.types import EngineInfo, GenerateRequest, SamplingParams, WeightVersion
@@ -173,8 +174,7 @@ async def test_every_failure_is_json_with_a_message(served):
         for method, path, data, status, said in FAILURES:
             async with session.request(method, path, data=data) as response:
                 assert (path, data, response.status) == (path, data, status)
-                told = await response.json()
-                assert said in (told["message"] if "push" in path or "memory" in path else told["error"]["message"])
+                assert said in decode_failure(await response.json(), status).message
     assert await served.engine.health()
 
 
