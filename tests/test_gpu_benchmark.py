@@ -23,24 +23,24 @@ from pathlib import Path
 import psutil
 sys.path.insert(0, "benchmarks/engine")
 import servers
-server = servers._start(["sleep", "600"], Path(sys.argv[1]), 0, "/", servers._native_body)
-while psutil.Process(server.process.pid).name() != "sleep":
-    time.sleep(0.01)
-if sys.argv[2] == "frozen":
-    server.freeze()
-print(server.process.pid, flush=True)
+started = [servers._start(["sleep", "600"], Path(log), 0, "/", servers._native_body) for log in sys.argv[1:]]
+for server in started:
+    while psutil.Process(server.process.pid).name() != "sleep":
+        time.sleep(0.01)
+started[0].freeze()
+print(*(server.process.pid for server in started), flush=True)
 time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("state", ["serving", "frozen"])
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-def test_a_server_ends_with_the_benchmark_that_started_it(tmp_path, state, end):
-    command = [sys.executable, "-c", BENCHMARK, str(tmp_path / "log"), state]
+def test_servers_end_with_the_benchmark_that_started_them(tmp_path, end):
+    command = [sys.executable, "-c", BENCHMARK, *(str(tmp_path / name) for name in ("frozen", "serving"))]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as benchmark:
-        server = psutil.Process(int(benchmark.stdout.readline()))
+        started = [psutil.Process(int(pid)) for pid in benchmark.stdout.readline().split()]
         benchmark.send_signal(end)
-    server.wait(timeout=60)  # or TimeoutExpired
+    for server in started:
+        server.wait(timeout=60)  # or TimeoutExpired
 
 
 HANGING = """

@@ -8,7 +8,6 @@
 - Log-probability and entropy are those of a plain log-softmax over the temperature, in chunks or not.
 """
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -120,13 +119,3 @@ def test_values_are_those_of_a_plain_log_softmax():
     with torch.no_grad():
         chunked, _ = logprobs_and_entropy(hidden, targets, temperatures, head, vocab_size=VOCAB, chunk_size=5)
     torch.testing.assert_close(chunked, logprobs.detach())
-
-
-def test_a_uniform_distribution():
-    head = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
-    torch.nn.init.zeros_(head.weight)
-    logprobs, entropy = logprobs_and_entropy(
-        torch.ones(1, HIDDEN), torch.tensor([5]), torch.ones(1), head, vocab_size=VOCAB
-    )
-    assert logprobs.item() == pytest.approx(-math.log(VOCAB))
-    assert entropy.item() == pytest.approx(math.log(VOCAB))

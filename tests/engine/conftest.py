@@ -1,9 +1,9 @@
 """A tiny random model, transformers' plain forward as the reference, and the embedded engine served over real HTTP."""
 
 import asyncio
+import tempfile
 import threading
-import zlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 
@@ -22,9 +22,11 @@ from areal_agent.types import (
     PauseMode,
     SamplingParams,
     SharedMemoryWeights,
-    TensorEntry,
     WeightVersion,
 )
+from areal_agent.weights.channels import SharedMemoryChannel, layout
+
+from .transfers import parameters_of
 
 VOCAB_SIZE = 97
 MAX_CONTEXT = 512
@@ -117,18 +119,25 @@ def truth() -> Callable[[Path], Truth]:
     return lambda folder: known.setdefault(folder, Truth(folder))
 
 
-class Gate:
-    """A ModelRunner whose decode steps a test lets through one by one."""
+class Wrapped:
+    """A ModelRunner of which a test has something done differently."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
+
+    def __getattr__(self, name: str):
+        return getattr(self._runner, name)
+
+
+class Gate(Wrapped):
+    """Its decode steps a test lets through one by one."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner)
         self._permits = threading.Semaphore(0)
         self._is_open = True
         self.breaks_with: Exception | None = None
         self.is_blocked = threading.Event()
-
-    def __getattr__(self, name: str):
-        return getattr(self._runner, name)
 
     def decode(self, *args):
         if self.breaks_with is not None:
@@ -236,20 +245,25 @@ def serve() -> Serve:
 
 
 @pytest.fixture
+async def served(serve: Serve, tiny: Path) -> AsyncGenerator[Served]:
+    """The model of most tests behind HTTP."""
+    async with serve(tiny) as served:
+        yield served
+
+
+@pytest.fixture
 def schedule():
     """Start a model thread without a server. Calls from one thread are obeyed in their order."""
 
     @contextmanager
-    def scheduling(folder: Path, *, num_slots: int = 8, kv_tokens: int | None = None):
-        runner = ModelRunner(
-            str(folder), device="cpu", num_slots=num_slots, max_context_tokens=MAX_CONTEXT, kv_tokens=kv_tokens
-        )
-        gate = Gate(runner)
-        scheduler = Scheduler(gate, version=WeightVersion(step=7), on_failure=lambda: None)
+    def scheduling(folder: Path, wrap: Callable[[ModelRunner], Wrapped] = Gate):
+        runner = wrap(ModelRunner(str(folder), device="cpu", num_slots=8, max_context_tokens=MAX_CONTEXT))
+        scheduler = Scheduler(runner, version=WeightVersion(step=7), on_failure=lambda: None)
         try:
-            yield scheduler, gate
+            yield scheduler, runner
         finally:
-            gate.open()
+            if isinstance(runner, Gate):
+                runner.open()
             scheduler.close()
 
     return scheduling
@@ -273,24 +287,8 @@ def share(tmp_path: Path) -> Callable[[Path], SharedMemoryWeights]:
     """Write the weights of a folder into one mapped file, as the trainer does."""
 
     def write(folder: Path) -> SharedMemoryWeights:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        path = tmp_path / f"{folder.name}.weights"
-        entries: list[TensorEntry] = []
-        crc32 = 0
-        with path.open("wb") as file:
-            for name, parameter in model.named_parameters():
-                data = parameter.detach().numpy().tobytes()
-                entries.append(
-                    TensorEntry(
-                        name=name,
-                        dtype="float32",
-                        shape=tuple(parameter.shape),
-                        offset=file.tell(),
-                        num_bytes=len(data),
-                    )
-                )
-                crc32 = zlib.crc32(data, crc32)
-                file.write(data)
-        return SharedMemoryWeights(path=str(path), entries=tuple(entries), crc32=crc32)
+        parameters = parameters_of(folder)
+        memory = Path(tempfile.mkdtemp(dir=tmp_path))
+        return SharedMemoryChannel(memory, layout(parameters.items(), torch.float32)).write(parameters)
 
     return write

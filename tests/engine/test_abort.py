@@ -1,13 +1,14 @@
 """An abort always answers with what was sampled, and frees what the request held:
 
 - while running, queued, retracted, and frozen in place
-- of an unknown id, and of one request among others with similar ids
+- of an unknown id; sglang/test_contract.py has similar ids
 - while its grammar is compiled: by its id, and of all requests
-- by cancelling `generate`, and by a client that just disconnects
+- by cancelling `generate`, and by a client that just disconnects, streamed or not
 - a client that leaves after its answer or its refusal ends no other request with that id
 """
 
 import asyncio
+import logging
 import threading
 from typing import Any
 
@@ -20,13 +21,13 @@ from areal_agent.errors import EngineRejected
 from areal_agent.types import FinishReason, PauseMode
 
 
-async def test_of_a_running_request(tiny, serve, ask, truth):
+async def test_of_a_running_request(tiny, served, ask, truth):
     request = ask(1, max_tokens=400)
-    async with serve(tiny) as served:
-        answer = await served.under_way(request, num_steps=6)
-        await served.gate.meanwhile(served.engine.abort(request.request_id))
-        result = await answer
-        assert (await served.engine.stats()).num_running == 0
+    answer = await served.under_way(request, num_steps=6)
+    for name in ("nobody", request.request_id):  # an unknown id is no error
+        await served.gate.meanwhile(served.engine.abort(name))
+    result = await answer
+    assert (await served.engine.stats()).num_running == 0
     assert result.finish_reason is FinishReason.ABORT
     assert 6 <= len(result.token_ids) < 400
     assert result.logprobs == pytest.approx(truth(tiny).logprobs(request.input_ids, result.token_ids), abs=1e-4)
@@ -47,30 +48,14 @@ async def test_of_a_queued_request(tiny, serve, ask):
 
 
 @pytest.mark.parametrize("mode", [PauseMode.RETRACT, PauseMode.IN_PLACE])
-async def test_of_an_interrupted_request_while_paused(mode, tiny, serve, ask):
+async def test_of_an_interrupted_request_while_paused(mode, served, ask):
     request = ask(1, max_tokens=400)
-    async with serve(tiny) as served:
-        answer = await served.under_way(request, num_steps=6)
-        await served.gate.meanwhile(served.engine.pause(mode))
-        await served.engine.abort(request.request_id)
-        result = await answer  # answered although still paused
+    answer = await served.under_way(request, num_steps=6)
+    await served.gate.meanwhile(served.engine.pause(mode))
+    await served.engine.abort(request.request_id)
+    result = await answer  # answered although still paused
     assert result.finish_reason is FinishReason.ABORT
     assert len(result.token_ids) >= 6
-
-
-async def test_of_an_unknown_id_is_no_error(tiny, serve, ask):
-    async with serve(tiny) as served:
-        await served.engine.abort("nobody")
-        assert len((await served.engine.generate(ask(1))).token_ids) == 12
-
-
-async def test_matches_the_whole_id(tiny, serve, ask):
-    async with serve(tiny) as served:
-        answer = await served.queued(ask(10))
-        await served.engine.abort(ask(10).request_id[:-1])
-        assert (await served.engine.stats()).num_queued == 1
-        await served.engine.resume()
-        assert (await answer).finish_reason is FinishReason.LENGTH
 
 
 class SlowGrammars(Grammars):
@@ -103,29 +88,35 @@ async def test_while_its_grammar_is_compiled(is_of_all, is_streamed, tiny, serve
     assert (result.finish_reason, result.token_ids) == (FinishReason.ABORT, ())
 
 
-async def test_by_cancelling_generate_frees_the_slot(tiny, serve, ask):
-    async with serve(tiny) as served:
-        answer = await served.under_way(ask(1, max_tokens=400), num_steps=3)
-        answer.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await answer
-        await served.gate.meanwhile(served.until(lambda stats: stats.num_running == 0))
-        assert (await served.engine.stats()).generated_tokens < 400
+@pytest.mark.parametrize("on_chunk", [(), (lambda _: None,)], ids=["whole", "streamed"])
+async def test_by_cancelling_generate_frees_the_slot(on_chunk, served, ask):
+    answer = await served.under_way(ask(1, max_tokens=400), *on_chunk, num_steps=3)
+    answer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await answer
+    await served.gate.meanwhile(served.until(lambda stats: stats.num_running == 0))
+    assert (await served.engine.stats()).generated_tokens < 400
 
 
-async def test_by_disconnecting_frees_the_slot(tiny, serve, ask):
-    async with serve(tiny) as served, aiohttp.ClientSession() as session:
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_by_disconnecting_frees_the_slot_and_is_no_failure(is_streamed, served, ask, caplog):
+    async with aiohttp.ClientSession(served.engine.base_url) as session:
         served.gate.shut()
-        body = generate.encode_request(ask(1, max_tokens=400))
-        call = asyncio.create_task(session.post(served.engine.base_url + generate.GENERATE, json=body))
+        body = generate.encode_request(ask(1, max_tokens=400), is_streamed=is_streamed)
+        call = asyncio.create_task(session.post(generate.GENERATE, json=body))
         await served.gate.steps(3)
+        if is_streamed:
+            response = await call
+            assert (await response.content.readany()).startswith(b"data: {")
+            response.close()
         call.cancel()  # closes the connection and sends nothing
         await served.gate.meanwhile(served.until(lambda stats: stats.num_running == 0))
         assert (await served.engine.stats()).generated_tokens < 400
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-async def test_of_all_requests(tiny, serve, ask):
-    async with serve(tiny) as served, aiohttp.ClientSession() as session:
+async def test_of_all_requests(served, ask):
+    async with aiohttp.ClientSession() as session:
         served.gate.shut()
         answers = [asyncio.create_task(served.engine.generate(ask(i, max_tokens=400))) for i in range(3)]
         await served.gate.meanwhile(served.until(lambda stats: stats.num_running == 3))

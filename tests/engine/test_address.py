@@ -3,17 +3,20 @@
 - SGLang's and vLLM's servers may be silent for as long as their pusher lets them load the model
 - unlabelled weights are the first version, in whole answers and in chunks; for other processes they are unknown
 - the embedded engine answers while it loads, so nothing changes for it
+- the kind of a server is found out by asking it; what is no engine, or nothing, is an EngineUnreachable that says so
 """
 
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 
 import pytest
+from aiohttp import web
 
-from areal_agent.engine.address import EngineAddress
+from areal_agent.engine.address import EngineAddress, find_backend
 from areal_agent.engine.pushes import size_of_folder
 from areal_agent.engine.transport import CONTROL_TIMEOUT_S, SLOWEST_BYTES_PER_S
 from areal_agent.errors import EngineUnreachable
 from areal_agent.types import GenerateRequest, GenerateResult, SamplingParams, TokenChunk, VersionSpan, WeightVersion
+from tests.engine.servers import serving_app
 
 from .sglang import scripted as sglang
 from .vllm import scripted as vllm
@@ -68,3 +71,38 @@ async def test_weights_that_nobody_has_labelled(scripted, make, told, tiny):
 async def test_the_embedded_engine():
     address = EngineAddress(backend="embedded", urls=("http://nobody",))
     assert await address.where_others_push() == address
+
+
+async def test_the_embedded_engine_is_found(served):
+    assert await find_backend(served.engine.base_url) == "embedded"
+
+
+@pytest.mark.parametrize(("kind", "scripted"), [("sglang", sglang), ("vllm", vllm)])
+async def test_servers_that_are_not_ours(kind, scripted, tiny):
+    async with scripted.serving(scripted.ScriptedServer(str(tiny))) as url:
+        assert await find_backend(url) == kind
+
+
+@asynccontextmanager
+async def answering(body: object):
+    """A server with the same answer to everything."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response(body)
+
+    app = web.Application()
+    app.router.add_get("/{any:.*}", answer)
+    async with serving_app(app) as url:
+        yield url
+
+
+@pytest.mark.parametrize("body", [{}, {"data": [{"owned_by": "somebody"}]}, {"data": "none"}])
+async def test_what_is_no_engine(body):
+    async with answering(body) as url:
+        with pytest.raises(EngineUnreachable, match="neither /server_info nor /v1/models shows"):
+            await find_backend(url)
+
+
+async def test_nobody_is_there(unused_tcp_port):
+    with pytest.raises(EngineUnreachable, match="no answer"):
+        await find_backend(f"http://127.0.0.1:{unused_tcp_port}")

@@ -7,7 +7,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -15,7 +15,6 @@ from areal_agent.engine.embedded.decoder import Piece, attend_in_parts, attend_u
 from areal_agent.engine.embedded.kv_cache import KVCache, KVShape
 
 
-@settings(deadline=None)
 @given(
     num_tokens=st.integers(1, 40),
     num_past=st.integers(1, 700),

@@ -54,32 +54,30 @@ def channel(tiny: Path) -> Iterator[Channels]:
         yield channel
 
 
-async def test_answers_go_on_while_it_is_sent_and_under_it(channel, tiny, other, serve, ask, truth):
-    async with serve(tiny) as served:
-        request = ask(1, max_tokens=40)
-        served.gate.shut()
-        answer = asyncio.ensure_future(served.engine.generate(request))
-        await served.gate.steps(5)
-        await served.engine.begin_push("p")
-        await served.engine.send_push("p", channel.write(parameters_of(other)))
-        await served.gate.steps(5)
-        await served.gate.meanwhile(served.engine.commit_push("p", NEW))
-        served.gate.open()
-        result = await answer
+async def test_answers_go_on_while_it_is_sent_and_under_it(channel, tiny, other, served, ask, truth):
+    request = ask(1, max_tokens=40)
+    served.gate.shut()
+    answer = asyncio.ensure_future(served.engine.generate(request))
+    await served.gate.steps(5)
+    await served.engine.begin_push("p")
+    await served.engine.send_push("p", channel.write(parameters_of(other)))
+    await served.gate.steps(5)
+    await served.gate.meanwhile(served.engine.commit_push("p", NEW))
+    served.gate.open()
+    result = await answer
     old, new = Weights(model=tiny, version=OLD), Weights(model=other, version=NEW)
     assert assert_swapped(old, new, request, result, truth) >= 10
 
 
-async def test_what_is_damaged_leaves_the_old_version_serving(channel, tiny, other, serve, ask):
-    async with serve(tiny) as served:
-        before = await served.engine.generate(ask(1))
-        weights = channel.write(parameters_of(other))
-        with pytest.raises(WeightUpdateError, match="checksum"):
-            await push([served.engine], damaged(weights), NEW)
-        after = await served.engine.generate(ask(1))
-        assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
-        await push([served.engine], weights, NEW)
-        assert (await served.engine.info()).weight_version == NEW
+async def test_what_is_damaged_leaves_the_old_version_serving(channel, other, served, ask):
+    before = await served.engine.generate(ask(1))
+    weights = channel.write(parameters_of(other))
+    with pytest.raises(WeightUpdateError, match="checksum"):
+        await push([served.engine], damaged(weights), NEW)
+    after = await served.engine.generate(ask(1))
+    assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
+    await push([served.engine], weights, NEW)
+    assert (await served.engine.info()).weight_version == NEW
 
 
 @contextlib.contextmanager
@@ -97,16 +95,15 @@ def trainer_process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], Distr
         process.communicate()
 
 
-async def test_a_trainer_that_hangs_or_is_gone_leaves_the_old_version_serving(channel, tiny, other, serve, ask):
-    async with serve(tiny) as served:
-        with trainer_process(other) as (process, weights):
-            for blow in (signal.SIGSTOP, signal.SIGKILL):
-                os.kill(process.pid, blow)
-                with pytest.raises(WeightUpdateError, match="did not send the weights"):
-                    await push([served.engine], dataclasses.replace(weights, timeout_s=0.5), NEW)
-                assert (await served.engine.generate(ask(2))).versions == (VersionSpan(version=OLD, start=0, end=12),)
-        await push([served.engine], channel.write(parameters_of(other)), NEW)
-        assert (await served.engine.info()).weight_version == NEW
+async def test_a_trainer_that_hangs_or_is_gone_leaves_the_old_version_serving(channel, other, served, ask):
+    with trainer_process(other) as (process, weights):
+        for blow in (signal.SIGSTOP, signal.SIGKILL):
+            os.kill(process.pid, blow)
+            with pytest.raises(WeightUpdateError, match="did not send the weights"):
+                await push([served.engine], dataclasses.replace(weights, timeout_s=0.5), NEW)
+            assert (await served.engine.generate(ask(2))).versions == (VersionSpan(version=OLD, start=0, end=12),)
+    await push([served.engine], channel.write(parameters_of(other)), NEW)
+    assert (await served.engine.info()).weight_version == NEW
 
 
 async def test_engines_of_a_fleet_are_sent_it_each_and_a_late_one_alone(channel, tiny, other, serve, ask, truth):

@@ -60,15 +60,9 @@ def rates(*steps: tuple[float, int]) -> list[float]:
     return told
 
 
-def test_since_the_last_question() -> None:
+def test_the_rate_is_since_the_last_question_or_over_the_window_when_asked_often() -> None:
     assert rates((20, 100), (50, 50), (15, 0)) == [5.0, 1.0, 0.0]
-
-
-def test_over_the_window_when_asked_often() -> None:
+    assert rates((0, 0), (0, 5)) == [0.0, 0.0], "when no time has passed"
     second = WINDOW_S / 10
     assert rates(*[(second, 10)] * 10)[-1] == 10 / second
     assert rates(*[(second, 10)] * 10, *[(second, 0)] * 5)[-1] == 50 / WINDOW_S
-
-
-def test_when_no_time_has_passed() -> None:
-    assert rates((0, 0), (0, 5)) == [0.0, 0.0]

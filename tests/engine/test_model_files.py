@@ -6,7 +6,11 @@
 """
 
 import json
+import math
 import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +24,6 @@ def load(folder, max_context: int = 128) -> ModelRunner:
     return ModelRunner(str(folder), device="cpu", num_slots=2, max_context_tokens=max_context)
 
 
-@pytest.fixture
-def copied(tiny, tmp_path):
-    """Copy the model, to be damaged."""
-    return shutil.copytree(tiny, tmp_path / "copy")
-
-
 @pytest.mark.parametrize("name", ["/no/such/model", "nowhere", "./nowhere/here", "~/model", "runs/nowhere/model"])
 def test_a_name_that_is_neither_a_folder_nor_one_of_the_hub_is_asked_of_nobody(name):
     with pytest.raises(ConfigError, match=f"cannot load the model '{name}': there is no such folder; .* 'org/name'"):
@@ -37,74 +35,60 @@ def test_the_model_of_a_config_is_no_folder():
         load("tiny")
 
 
-@pytest.mark.parametrize("kept", [0, 7, 1000])
-def test_weights_that_are_cut_short(kept, copied):
-    path = copied / "model.safetensors"
+def cut_short(folder: Path, kept: int) -> None:
+    path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(ConfigError, match="cannot load the model"):
-        load(copied)
 
 
-def test_weights_that_are_no_safetensors(copied):
-    torch.save(load_file(copied / "model.safetensors"), copied / "pytorch_model.bin")
-    (copied / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"cannot load the model .* safetensors"):
-        load(copied)
+def pickle(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "qwen3", "hidden_size": "wide"}'])
-def test_a_config_that_is_none(text, copied):
-    (copied / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match="cannot load the model"):
-        load(copied)
-
-
-def change_weights(folder, change) -> None:
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     weights = load_file(folder / "model.safetensors")
     change(weights)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_weights_that_are_missing(copied):
-    change_weights(copied, lambda weights: weights.pop("model.norm.weight"))
-    with pytest.raises(ConfigError, match=r"lack 1 weights, \['model.norm.weight'\]"):
-        load(copied)
-
-
-def test_weights_of_another_shape(copied):
-    change_weights(copied, lambda weights: weights.update({"model.norm.weight": torch.ones(3)}))
-    with pytest.raises(ConfigError, match="cannot load the model"):
-        load(copied)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_not_finite(value, copied):
-    change_weights(copied, lambda weights: weights["model.norm.weight"].__setitem__(5, value))
-    with pytest.raises(ConfigError, match=r"NaN or infinity, \['model.norm.weight'\]"):
-        load(copied)
-
-
-def change_config(folder, **changes: object) -> None:
+def change_config(folder: Path, **changes: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_quantised_weights(copied):
-    change_config(copied, quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(ConfigError, match="quantised"):
-        load(copied)
+NORM = "model.norm.weight"
+FAULTS = [
+    *((partial(cut_short, kept=kept), "cannot load the model") for kept in (0, 7, 1000)),
+    (pickle, "cannot load the model .* safetensors"),
+    *(
+        (lambda folder, text=text: (folder / "config.json").write_text(text), "cannot load the model")
+        for text in ("", "{", "[]", '{"model_type": "qwen3", "hidden_size": "wide"}')
+    ),
+    (partial(change_weights, change=lambda weights: weights.pop(NORM)), rf"lack 1 weights, \['{NORM}'\]"),
+    (partial(change_weights, change=lambda weights: weights.update({NORM: torch.ones(3)})), "cannot load the model"),
+    *(
+        (
+            partial(change_weights, change=lambda weights, value=value: weights[NORM].__setitem__(5, value)),
+            rf"NaN or infinity, \['{NORM}'\]",
+        )
+        for value in (math.nan, math.inf, -math.inf)
+    ),
+    (partial(change_config, quantization_config={"quant_method": "gptq", "bits": 4}), "quantised"),
+]
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe", "mixtral", "gemma2", "phi3", "qwen2_vl", "mamba"])
+@pytest.mark.parametrize(("spoil", "message"), FAULTS)
+def test_what_is_damaged(spoil, message, tiny, tmp_path):
+    spoil(folder := shutil.copytree(tiny, tmp_path / "copy"))
+    with pytest.raises(ConfigError, match=message):
+        load(folder)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "qwen3_moe", "mixtral", "gemma2", "phi3", "qwen2_vl", "mamba", "a_new_kind"])
 def test_models_of_another_kind(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
-    with pytest.raises(ConfigError, match=f"'{kind}'; it serves llama, mistral, qwen2, qwen3"):
-        load(tmp_path)
-
-
-def test_a_kind_that_nobody_knows(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "a_new_kind"}')
-    with pytest.raises(ConfigError, match="a_new_kind"):
+    served = "" if kind == "a_new_kind" else "'; it serves llama, mistral, qwen2, qwen3"
+    with pytest.raises(ConfigError, match=kind + served):
         load(tmp_path)
 
 
@@ -126,7 +110,8 @@ def test_rotary_embeddings_that_depend_on_the_length(make_model):
         load(make_model(rope_parameters=rope))
 
 
-def test_an_end_token_outside_the_vocabulary_is_none(copied):
-    change_config(copied, eos_token_id=[5, 97, 151645])
-    (copied / "generation_config.json").unlink()
-    assert load(copied).eos_token_ids == {5}
+def test_an_end_token_outside_the_vocabulary_is_none(tiny, tmp_path):
+    folder = shutil.copytree(tiny, tmp_path / "copy")
+    change_config(folder, eos_token_id=[5, 97, 151645])
+    (folder / "generation_config.json").unlink()
+    assert load(folder).eos_token_ids == {5}

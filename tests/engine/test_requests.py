@@ -3,7 +3,7 @@
 - ids outside the vocabulary, prompts and lengths beyond the context, ids already in flight; by client and server
 - more than a thousand likeliest tokens, whatever the vocabulary: their answers would take all memory
 - a request with only ids is served: it gets `rid` and `sampling_params`
-- a call that needs no field needs no body
+- a call that needs no field needs no body, and changes nothing when it comes again
 - bodies that are not JSON, lack fields, have wrong types or unknown ones; unknown paths and methods
 - when the model thread dies, everybody is answered, and the engine reports that it is not healthy
 - options out of bounds and a port in use are refused
@@ -19,6 +19,7 @@ from areal_agent.engine.__main__ import main
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.server import EngineServer
 from areal_agent.engine.wire import control, generate
+from areal_agent.engine.wire.fields import decode_failure
 from areal_agent.engine.wire.generate import check_request
 from areal_agent.errors import ConfigError, EngineRejected, EngineUnreachable
 from areal_agent.types import EngineInfo, GenerateRequest, SamplingParams, WeightVersion
@@ -41,16 +42,6 @@ def test_a_whole_vocabulary_of_likeliest_tokens_is_refused(ask):
         check_request(dataclasses.replace(ask(1), num_top_logprobs=151_936), info)
 
 
-async def test_the_client_refuses_an_id_outside_the_vocabulary(tiny, serve):
-    async with serve(tiny) as served:
-        for wrong in (97, -1):
-            with pytest.raises(EngineRejected, match=rf"input_ids\[1\] is {wrong}, outside the vocabulary of 97"):
-                await served.engine.generate(
-                    GenerateRequest(request_id="r1", input_ids=(5, wrong), sampling=SamplingParams())
-                )
-        assert (await served.engine.stats()).generated_tokens == 0
-
-
 async def test_a_request_that_just_fits_is_served(tiny, serve, ask):
     async with serve(tiny, max_context=64) as served:
         result = await served.engine.generate(ask(1, prompt_length=52, max_tokens=12))
@@ -59,32 +50,23 @@ async def test_a_request_that_just_fits_is_served(tiny, serve, ask):
     assert len(result.token_ids) == 12
 
 
-async def test_the_client_refuses_what_the_engine_has_no_grammar_for(tiny, serve, ask):
-    async with serve(tiny) as served:
-        assert not (await served.engine.info()).has_grammar
-        with pytest.raises(EngineRejected, match=r"json_schema is .* use an engine that has one"):
-            await served.engine.generate(ask(1, json_schema='{"type": "object"}'))
+async def test_the_client_refuses_what_the_engine_has_no_grammar_for(served, ask):
+    assert not (await served.engine.info()).has_grammar
+    with pytest.raises(EngineRejected, match=r"json_schema is .* use an engine that has one"):
+        await served.engine.generate(ask(1, json_schema='{"type": "object"}'))
 
 
-async def test_an_id_beyond_32_bits_is_named(tiny, serve):
-    async with serve(tiny) as served:
-        with pytest.raises(EngineRejected, match=rf"input_ids\[0\] is {2**40}"):
-            await served.engine.generate(
-                GenerateRequest(request_id="r1", input_ids=(2**40,), sampling=SamplingParams())
-            )
+async def test_an_id_in_flight_twice(served, ask):
+    first = await served.queued(ask(1))
+    for on_chunk in ((), (lambda _: None,)):  # refused before the stream begins
+        with pytest.raises(EngineRejected, match=r"400: .*in flight already"):
+            await served.engine.generate(ask(1), *on_chunk)
+    await served.engine.resume()
+    assert len((await first).token_ids) == 12
 
 
-async def test_an_id_in_flight_twice(tiny, serve, ask):
-    async with serve(tiny) as served:
-        first = await served.queued(ask(1))
-        with pytest.raises(EngineRejected, match="in flight already"):
-            await served.engine.generate(ask(1))
-        await served.engine.resume()
-        assert len((await first).token_ids) == 12
-
-
-async def test_a_request_of_ids_alone_is_given_the_rest(tiny, serve):
-    async with serve(tiny) as served, aiohttp.ClientSession(served.engine.base_url) as session:
+async def test_a_request_of_ids_alone_is_given_the_rest(served):
+    async with aiohttp.ClientSession(served.engine.base_url) as session:
         answers = []
         for _ in range(2):
             async with session.post(generate.GENERATE, json={"input_ids": [1, 2, 3]}) as response:
@@ -149,8 +131,8 @@ REFUSED = {
 }
 
 
-async def test_wrong_bodies_are_answered_with_400(tiny, serve, ask):
-    async with serve(tiny) as served, aiohttp.ClientSession(served.engine.base_url) as session:
+async def test_wrong_bodies_are_answered_with_400(served, ask):
+    async with aiohttp.ClientSession(served.engine.base_url) as session:
         for name, (wrong, message) in REFUSED.items():
             async with session.post(generate.GENERATE, json=wrong) as response:
                 assert (name, response.status) == (name, 400)
@@ -158,36 +140,48 @@ async def test_wrong_bodies_are_answered_with_400(tiny, serve, ask):
         assert len((await served.engine.generate(ask(1))).token_ids) == 12
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "data", "status", "said"),
-    [
-        ("POST", generate.GENERATE, b"{not json", 400, "is not JSON"),
-        ("POST", generate.GENERATE, b"", 400, "input_ids is missing"),
-        ("POST", control.PAUSE_GENERATION, b'{"mode": "later"}', 400, "mode is 'later'"),
-        ("POST", control.ABORT_REQUEST, b"{}", 400, "rid is missing"),
-        ("POST", control.UPDATE_FROM_DISK, b'{"model_path": "x"}', 400, "weight_version is missing"),
-        ("POST", control.UPDATE_FROM_DISK, b'{"model_path": "x", "weight_version": "new"}', 400, "'new'"),
-        ("POST", control.UPDATE_FROM_SHARED_MEMORY, b'{"path": "x"}', 400, "is missing"),
-        ("POST", "/v1/chat/completions", b"{}", 404, "python -m areal_agent.gateway"),
-        ("GET", generate.GENERATE, b"", 405, "Method Not Allowed"),
-    ],
-)
-async def test_every_failure_is_json_with_a_message(method, path, data, status, said, tiny, serve):
-    async with serve(tiny) as served, aiohttp.ClientSession(served.engine.base_url) as session:
-        async with session.request(method, path, data=data) as response:
-            assert response.status == status
-            assert said in (await response.json())["error"]["message"]
-        assert await served.engine.health()
+FAILURES = [
+    ("POST", generate.GENERATE, b"{not json", 400, "is not JSON"),
+    ("POST", generate.GENERATE, b"", 400, "input_ids is missing"),
+    ("POST", control.PAUSE_GENERATION, b'{"mode": "later"}', 400, "mode is 'later'"),
+    ("POST", control.ABORT_REQUEST, b"{}", 400, "rid is missing"),
+    ("POST", control.UPDATE_FROM_DISK, b'{"model_path": "x"}', 400, "weight_version is missing"),
+    ("POST", control.UPDATE_FROM_DISK, b'{"model_path": "x", "weight_version": "new"}', 400, "'new'"),
+    ("POST", control.UPDATE_FROM_SHARED_MEMORY, b'{"path": "x"}', 400, "is missing"),
+    ("POST", "/begin_weight_push", b"{}", 400, "push_id is missing"),
+    ("POST", "/begin_weight_push", b'{"push_id": ""}', 400, "it must have at least 1 character"),
+    ("POST", "/begin_weight_push", b'{"push_id": "p", "x": 1}', 400, "'x' is unknown; the body takes push_id"),
+    ("POST", "/send_weight_push", b'{"push_id": "p"}', 400, "one of shared_memory, disk, distributed"),
+    ("POST", "/send_weight_push", b'{"push_id": "p", "cuda_ipc": {}}', 400, "'cuda_ipc' is unknown"),
+    ("POST", control.RELEASE_MEMORY, b'{"tags": ["weights"]}', 400, "tags.0 is 'weights'; it must be 'kv_cache'"),
+    ("POST", "/send_weight_push", b'{"push_id": "p", "disk": {"path": "x"}}', 400, "disk.model_path is missing"),
+    (
+        "POST",
+        "/send_weight_push",
+        b'{"push_id": "p", "shared_memory": {"path": "x", "entries": 3}}',
+        400,
+        "entries is 3",
+    ),
+    ("POST", "/commit_weight_push", b'{"push_id": "p"}', 400, "weight_version is missing"),
+    ("POST", "/commit_weight_push", b'{"push_id": "p", "weight_version": "8"}', 400, "incarnation:step"),
+    ("POST", "/v1/chat/completions", b"{}", 404, "python -m areal_agent.gateway"),
+    ("GET", generate.GENERATE, b"", 405, "Method Not Allowed"),
+]
 
 
-async def test_a_call_that_needs_no_field_needs_no_body(tiny, serve, ask):
-    async with serve(tiny) as served, aiohttp.ClientSession(served.engine.base_url) as session:
-        for path in (
-            control.PAUSE_GENERATION,
-            control.RELEASE_MEMORY,
-            control.RESUME_MEMORY,
-            control.CONTINUE_GENERATION,
-        ):
+async def test_every_failure_is_json_with_a_message(served):
+    async with aiohttp.ClientSession(served.engine.base_url) as session:
+        for method, path, data, status, said in FAILURES:
+            async with session.request(method, path, data=data) as response:
+                assert (path, data, response.status) == (path, data, status)
+                assert said in decode_failure(await response.json(), status).message
+    assert await served.engine.health()
+
+
+async def test_a_call_that_needs_no_field_needs_no_body_and_may_come_twice(served, ask):
+    calls = (control.CONTINUE_GENERATION, control.PAUSE_GENERATION, control.RELEASE_MEMORY, control.RESUME_MEMORY)
+    async with aiohttp.ClientSession(served.engine.base_url) as session:
+        for path in (*(one for one in calls for _ in range(2)), *calls[:1] * 2):
             async with session.post(path) as response:
                 assert (path, response.status) == (path, 200)
         assert len((await served.engine.generate(ask(1))).token_ids) == 12
@@ -220,11 +214,10 @@ def load(folder, max_context: int = 128) -> ModelRunner:
     return ModelRunner(str(folder), device="cpu", num_slots=2, max_context_tokens=max_context)
 
 
-async def test_a_port_in_use(tiny, serve):
-    async with serve(tiny) as served:
-        port = int(served.engine.base_url.rpartition(":")[2])
-        with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}.*another port"):
-            await EngineServer.start(load(tiny), port=port)
+async def test_a_port_in_use(tiny, served):
+    port = int(served.engine.base_url.rpartition(":")[2])
+    with pytest.raises(ConfigError, match=rf"127.0.0.1:{port}.*another port"):
+        await EngineServer.start(load(tiny), port=port)
 
 
 @pytest.mark.parametrize(
@@ -233,6 +226,7 @@ async def test_a_port_in_use(tiny, serve):
         (["--threads", "0"], "threads is 0"),
         (["--port", "70000"], "port is 70000"),
         (["--max-running", "0"], "max_running_requests is 0"),
+        (["--sharing", "0"], "--sharing is 0; it counts this engine too"),
         (["--weight-version", "new"], "--weight-version: weight version 'new'"),
     ],
 )

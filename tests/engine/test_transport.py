@@ -7,6 +7,12 @@
   connection, and never otherwise. No other POST is sent twice.
 - Bodies of any size arrive as they were sent, and a URL's user is told to the server.
 - Closing ends the calls under way, also those that are still connecting.
+
+A time limit that does not count the time in which this process slept:
+
+- a limit that passes during sleep does not expire: what came meanwhile is read
+- one that passes while awake does, also after a sleep, and so does one that is slept through again and again
+- a new connection does not fail because this process slept while it was made, for samples and for calls
 """
 
 import asyncio
@@ -16,9 +22,12 @@ from contextlib import aclosing, asynccontextmanager
 import pytest
 from aiohttp import web
 
-from areal_agent.engine.transport import Transport
+from areal_agent.engine.transport import CONNECT_TIMEOUT_S, LATE_S, Transport, awake_timeout
+from areal_agent.engine.wire import control, generate
 from areal_agent.errors import EngineRejected, EngineUnreachable
 from tests.engine.servers import serving_app
+
+from .slept import SleptLoop, run_in_slept_loop
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}"
 NO_LENGTH = b"HTTP/1.1 200 OK\r\n\r\n{}"
@@ -239,26 +248,20 @@ async def test_bodies_of_any_size(num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize("num_steps", range(6))
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-async def test_closing_ends_calls_that_are_connecting(host: str, num_steps: int, unused_tcp_port: int) -> None:
+@pytest.mark.parametrize(("host", "is_cancelled"), [("127.0.0.1", False), ("localhost", False), ("localhost", True)])
+async def test_closing_or_cancelling_ends_calls_that_are_connecting(
+    host: str, is_cancelled: bool, num_steps: int, unused_tcp_port: int
+) -> None:
     transport = Transport(f"http://{host}:{unused_tcp_port}")
     call = asyncio.create_task(sample(transport))
     for _ in range(num_steps):
         await asyncio.sleep(0)
-    await transport.aclose()
-    with pytest.raises(EngineUnreachable):
+    if is_cancelled:
+        call.cancel()
+    else:
+        await transport.aclose()
+    with pytest.raises(asyncio.CancelledError if is_cancelled else EngineUnreachable):
         await call
-
-
-@pytest.mark.parametrize("num_steps", range(6))
-async def test_call_that_is_connecting_can_be_cancelled(num_steps: int, unused_tcp_port: int) -> None:
-    transport = Transport(f"http://localhost:{unused_tcp_port}")
-    call = asyncio.create_task(sample(transport))
-    for _ in range(num_steps):
-        await asyncio.sleep(0)
-    call.cancel()
-    await asyncio.wait([call])
-    assert call.cancelled()
     await transport.aclose()
 
 
@@ -287,3 +290,67 @@ async def test_user_of_the_url() -> None:
         head = server.heads[0][0].split(b"\r\n")
     assert head[0] == b"POST /base/generate HTTP/1.1"
     assert b"Authorization: Basic bWU6cEBzcw==" in head
+
+
+LONG_S = 2 * CONNECT_TIMEOUT_S
+
+
+async def some_steps(num_steps: int = 10) -> None:
+    """Let the loop do everything that is due."""
+    for _ in range(num_steps):
+        await asyncio.sleep(0)
+
+
+def test_what_came_while_it_slept_is_read() -> None:
+    async def work(loop: SleptLoop) -> str:
+        async with awake_timeout(5.0):
+            loop.sleep(60.0)
+            await some_steps()
+            return "an answer"
+
+    assert run_in_slept_loop(work) == "an answer"
+
+
+@pytest.mark.parametrize("slept_s", [0.0, 60.0])
+def test_it_ends_while_the_process_is_awake(slept_s: float) -> None:
+    async def work(loop: SleptLoop) -> None:
+        async with awake_timeout(5.0):
+            loop.sleep(slept_s)
+            await some_steps()
+            loop.sleep(5.0 + LATE_S / 2)
+            await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        run_in_slept_loop(work)
+
+
+def test_it_ends_where_the_process_sleeps_again_and_again() -> None:
+    async def work(loop: SleptLoop) -> None:
+        async with awake_timeout(5.0):
+            while True:
+                loop.sleep(60.0)
+                await some_steps()
+
+    with pytest.raises(TimeoutError):
+        run_in_slept_loop(work)
+
+
+async def _told(_: web.Request) -> web.Response:
+    return web.json_response({})
+
+
+@pytest.mark.parametrize("num_steps", range(8))  # the connection is made in one of the first steps
+@pytest.mark.parametrize("is_sampling", [False, True])
+def test_calls_over_a_connection_that_was_slept_through(is_sampling: bool, num_steps: int) -> None:
+    async def work(loop: SleptLoop) -> object:
+        app = web.Application()
+        app.router.add_get(control.SERVER_INFO, _told)
+        app.router.add_post(generate.GENERATE, _told)
+        async with serving_app(app) as url, aclosing(Transport(url)) as transport:
+            ask = transport.sample(generate.GENERATE, {}) if is_sampling else transport.get(control.SERVER_INFO)
+            call = asyncio.create_task(ask)
+            await some_steps(num_steps)
+            loop.sleep(LONG_S)
+            return await call
+
+    assert run_in_slept_loop(work) == {}

@@ -23,7 +23,6 @@ from areal_agent.errors import WeightUpdateError
 from areal_agent.types import (
     DiskWeights,
     DistributedWeights,
-    GenerateResult,
     SharedMemoryWeights,
     TensorEntry,
     WeightPart,
@@ -34,75 +33,57 @@ from tests.engine.conftest import DEADLINE_S
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 
 
-def check_same(result: GenerateResult, before: GenerateResult) -> None:
-    """The second answer may begin from the prefix cache, which changes log-probabilities only by rounding."""
-    assert (result.token_ids, result.versions) == (before.token_ids, before.versions)
-    assert result.logprobs == pytest.approx(before.logprobs, abs=1e-5)
+NAME, EMBEDDING = "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
 
 
-async def test_faulty_shared_memory_leaves_the_old_version_serving(tiny, other, serve, ask, share):
+async def test_what_is_faulty_leaves_the_old_version_serving(other, served, ask, share, tmp_path):
     """test_pushes.py has the other faults, which the same code finds."""
-    damaged = dataclasses.replace(share(other), crc32=0)
-    async with serve(tiny) as served:
-        before = await served.engine.generate(ask(1))
-        with pytest.raises(WeightUpdateError, match="checksum"):
-            await served.engine.update_weights(damaged, NEW)
-        check_same(await served.engine.generate(ask(1)), before)
-    assert before.versions[0].version == OLD
+    tensors, file = load_file(other / "model.safetensors"), tmp_path / "model.safetensors"
+    folder = DiskWeights(path=str(tmp_path))
+
+    async def check_is_refused(weights: DiskWeights | SharedMemoryWeights, message: str) -> None:
+        with pytest.raises(WeightUpdateError, match=message):
+            await served.engine.update_weights(weights, NEW)
+        assert (await served.engine.info()).weight_version == OLD
+
+    before = await served.engine.generate(ask(1))
+    await check_is_refused(dataclasses.replace(share(other), crc32=0), "checksum")
+    await check_is_refused(folder, "safetensors")  # which are missing
+    for wrong, message in (
+        ({name: one for name, one in tensors.items() if name != NAME}, "lack 1"),
+        (tensors | {NAME: tensors[NAME].T.contiguous()}, "has shape"),
+        (tensors | {"lm_head.weight": tensors[EMBEDDING] + 1}, "tied"),
+    ):
+        save_file(wrong, file)
+        await check_is_refused(folder, message)
+    file.write_bytes(b"pickled?")
+    await check_is_refused(folder, "safetensors")
+    after = await served.engine.generate(ask(1))
+    assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
+    assert after.logprobs == pytest.approx(before.logprobs, abs=1e-5)  # it may begin from the prefix cache
 
 
-@pytest.mark.parametrize("fault", ["missing folder", "missing tensor", "wrong shape", "not safetensors"])
-async def test_a_faulty_folder_leaves_the_old_version_serving(fault, tiny, other, serve, ask, tmp_path):
+def save_in_shards(other: Path, folder: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(other).save_pretrained(folder, max_shard_size="100KB")
+    assert (folder / "model.safetensors.index.json").exists()
+
+
+def save_in_bfloat16(other: Path, folder: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(other).to(torch.bfloat16).save_pretrained(folder)
+
+
+def save_a_tied_head_twice(other: Path, folder: Path) -> None:
     tensors = load_file(other / "model.safetensors")
-    name = "model.layers.1.mlp.up_proj.weight"
-    if fault == "missing tensor":
-        del tensors[name]
-    elif fault == "wrong shape":
-        tensors[name] = tensors[name].T.contiguous()
-    if fault != "missing folder":
-        save_file(tensors, tmp_path / "model.safetensors")
-    if fault == "not safetensors":
-        (tmp_path / "model.safetensors").write_bytes(b"pickled?")
-    async with serve(tiny) as served:
-        before = await served.engine.generate(ask(1))
-        with pytest.raises(WeightUpdateError):
-            await served.engine.update_weights(DiskWeights(path=str(tmp_path)), NEW)
-        check_same(await served.engine.generate(ask(1)), before)
+    save_file(tensors | {"lm_head.weight": tensors[EMBEDDING].clone()}, folder / "model.safetensors")
 
 
-async def test_a_sharded_folder(tiny, other, serve, ask, truth, tmp_path):
-    AutoModelForCausalLM.from_pretrained(other).save_pretrained(tmp_path, max_shard_size="100KB")
-    assert (tmp_path / "model.safetensors.index.json").exists()
-    await check_serves(tiny, DiskWeights(path=str(tmp_path)), other, serve, ask, truth)
-
-
-async def test_a_folder_in_bfloat16(tiny, other, serve, ask, truth, tmp_path):
-    AutoModelForCausalLM.from_pretrained(other).to(torch.bfloat16).save_pretrained(tmp_path)
-    await check_serves(tiny, DiskWeights(path=str(tmp_path)), tmp_path, serve, ask, truth)
-
-
-async def test_a_tied_head_stored_twice(tiny, other, serve, ask, truth, tmp_path):
-    tensors = load_file(other / "model.safetensors")
-    save_file(
-        {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
-    )
-    await check_serves(tiny, DiskWeights(path=str(tmp_path)), other, serve, ask, truth)
-
-
-async def test_a_head_that_is_no_longer_tied_is_refused(tiny, other, serve, tmp_path):
-    tensors = load_file(other / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, tmp_path / "model.safetensors")
-    async with serve(tiny) as served:
-        with pytest.raises(WeightUpdateError, match="tied"):
-            await served.engine.update_weights(DiskWeights(path=str(tmp_path)), NEW)
-
-
-async def check_serves(served_folder, weights, expected_folder, serve, ask, truth) -> None:
+@pytest.mark.parametrize("save", [save_in_shards, save_in_bfloat16, save_a_tied_head_twice])
+async def test_what_fits_is_loaded(save, other, served, ask, truth, tmp_path):
+    save(other, tmp_path)
     request = ask(1, max_tokens=20)
-    async with serve(served_folder) as served:
-        await served.engine.update_weights(weights, NEW)
-        result = await served.engine.generate(request)
-    truth(expected_folder).check(request, result)
+    await served.engine.update_weights(DiskWeights(path=str(tmp_path)), NEW)
+    result = await served.engine.generate(request)
+    truth(tmp_path if save is save_in_bfloat16 else other).check(request, result)
     assert {span.version for span in result.versions} == {NEW}
 
 
@@ -146,17 +127,10 @@ ENTRIES = tuple(
 )
 
 
-def test_the_size_in_memory() -> None:
+def test_the_size_of_weights(tmp_path: Path) -> None:
     assert size_of(SharedMemoryWeights(path="nowhere", entries=ENTRIES, crc32=0)) == 24
-
-
-def test_the_size_of_a_transfer() -> None:
     part = WeightPart(host="h", port=1, name="n", num_bytes=128, checksum=0)
-    weights = DistributedWeights(parts=(part, part), entries=ENTRIES, bucket_bytes=64, timeout_s=1.0)
-    assert size_of(weights) == 256
-
-
-def test_the_size_of_a_folder(tmp_path: Path) -> None:
+    assert size_of(DistributedWeights(parts=(part, part), entries=ENTRIES, bucket_bytes=64, timeout_s=1.0)) == 256
     (tmp_path / "inner").mkdir()
     for path in (tmp_path / "one", tmp_path / "inner" / "two"):
         path.write_bytes(bytes(50))

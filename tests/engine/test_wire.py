@@ -4,7 +4,7 @@ import math
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.engine.wire import control, fields, generate
@@ -75,7 +75,6 @@ def resent(message: Message) -> Message:
     return type(message).read(orjson.dumps(message.encode()))
 
 
-@settings(deadline=None)
 @given(requests, st.booleans())
 def test_requests_arrive_as_they_were_sent(request, is_streamed):
     call = generate.GenerateCall.read(
@@ -84,7 +83,6 @@ def test_requests_arrive_as_they_were_sent(request, is_streamed):
     assert (call.request(), call.stream) == (request, is_streamed)
 
 
-@settings(deadline=None)
 @given(requests, results())
 def test_results_arrive_as_they_were_sent(request, result):
     assert generate.decode_result(over_the_wire(generate.encode_result(request, result))) == result
@@ -120,14 +118,12 @@ distributed = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(shared | distributed | st.builds(DiskWeights, path=st.text()), st.text(min_size=1, max_size=200))
 def test_pushed_weights_arrive_as_they_were_sent(weights, push_id):
     send = control.PushSend.of(push_id, weights)
     assert resent(send) == send and resent(send).weights == weights
 
 
-@settings(deadline=None)
 @given(shared, versions, st.booleans())
 def test_weight_updates_arrive_as_they_were_sent(weights, version, flush):
     update = control.SharedMemoryUpdate(
@@ -156,19 +152,13 @@ def test_what_is_wrong_with_a_body_is_named(body, message):
         control.PushSend.read(orjson.dumps({"push_id": "p"} | body))
 
 
-def test_texts_that_stop_are_never_sent():
-    request = GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams(stop=("END",)))
-    assert b"END" not in orjson.dumps(generate.encode_request(request))
-
-
-def test_what_is_off_is_not_sent():
-    params = generate.encode_request(GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams()))
-    assert set(params["sampling_params"]) == {"temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids"}
-
-
-def test_top_k_zero_is_sent_as_off():
-    request = GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams(top_k=0))
-    assert generate.encode_request(request)["sampling_params"]["top_k"] == -1
+def test_texts_that_stop_and_what_is_off_are_never_sent():
+    request = GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams(stop=("END",), top_k=0))
+    sent = generate.encode_request(request)
+    assert b"END" not in orjson.dumps(sent)
+    params = sent["sampling_params"]
+    assert set(params) == {"temperature", "top_p", "top_k", "max_new_tokens", "stop_token_ids"}
+    assert params["top_k"] == -1
 
 
 def answer(**meta: object) -> dict[str, object]:

@@ -11,12 +11,11 @@
 
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from areal_agent.models.recipe import ASSISTANT, END, Conversation, render, token_id
 from areal_agent.tokens.formats.answer_format import AnswerFormat, ToolFormat
@@ -30,56 +29,44 @@ FAILED = [
 ]
 
 
-def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
 @given(text=st.text())
-def test_any_text_survives(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+def test_any_text_survives(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(encode(tokenizer, text), skip_special_tokens=False) == text
 
 
 @given(before=st.text(max_size=5), digits=st.text("0123456789", min_size=1, max_size=8), after=st.text(max_size=5))
-def test_a_digit_is_a_token(tokenizer: PreTrainedTokenizerFast, before: str, digits: str, after: str) -> None:
+def test_a_digit_is_a_token(tokenizer: Tokenizer, before: str, digits: str, after: str) -> None:
     ids = encode(tokenizer, before + digits + after)
     pieces = [tokenizer.decode([one]) for one in ids]
     assert all(len(piece) == 1 for piece in pieces if any(digit in piece for digit in "0123456789"))
 
 
-def test_a_call_is_few_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_call_is_few_tokens(tokenizer: Tokenizer) -> None:
     constant = 6  # tags, opening, two operators, closing
     assert len(encode(tokenizer, CALL)) == constant + len("34827915")
 
 
-def test_the_opening_of_an_answer_is_one_token(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_opening_and_the_end_of_an_answer_are_a_token_each(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([token_id(tokenizer, ASSISTANT)]) == ASSISTANT
-
-
-def test_tags_survive_the_skipping_of_special_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert tokenizer.decode(encode(tokenizer, CALL + END), skip_special_tokens=True) == CALL
-
-
-def test_the_end_token_ends(tokenizer: PreTrainedTokenizerFast) -> None:
     assert tokenizer.eos_token_id == token_id(tokenizer, END)
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
 
 
-def test_a_suffix_has_the_ids_that_the_whole_has(
-    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation]
-) -> None:
+def test_tags_survive_the_skipping_of_special_tokens(tokenizer: Tokenizer) -> None:
+    assert tokenizer.decode(encode(tokenizer, CALL + END), skip_special_tokens=True) == CALL
+
+
+def test_a_suffix_has_the_ids_that_the_whole_has(tokenizer: Tokenizer, conversations: list[Conversation]) -> None:
     for conversation in [*conversations[:50], FAILED]:
         whole = render(conversation)
         for length in range(1, len(conversation)):
             prefix = render(conversation[:length])
             suffix = encode(tokenizer, whole.removeprefix(prefix))
             assert encode(tokenizer, whole) == encode(tokenizer, prefix) + suffix
-
-
-def test_it_loads_from_a_folder(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert loaded.chat_template == tokenizer.chat_template
-    assert encode(loaded, render(FAILED)) == encode(tokenizer, render(FAILED))
 
 
 HERMES = AnswerFormat(tool_format=ToolFormat.HERMES, reasoning_format=ReasoningFormat.NONE)
@@ -114,8 +101,10 @@ def test_an_answer_follows_its_opening(messages: list[dict[str, Any]]) -> None:
     assert answered == render(messages) + OPENING + "yes<|im_end|>\n"
 
 
-def test_a_generation_prompt_is_the_opening(tokenizer) -> None:
+def test_a_generation_prompt_is_the_opening_and_tool_definitions_are_not_printed(tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}]
+    tools = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
+    assert tokenizer.apply_chat_template(messages, tools=tools, tokenize=False) == render(messages)
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert prompt == render(messages) + OPENING
 
@@ -142,16 +131,7 @@ def test_a_parsed_answer_reads_the_same_again(name: str, code: str) -> None:
     assert HERMES.parse(text.removeprefix(OPENING).removesuffix("<|im_end|>\n")) == HERMES.parse(spoken)
 
 
-def test_content_may_be_text_parts() -> None:
+def test_content_may_be_text_parts_or_absent() -> None:
+    assert render([{"role": "assistant"}]) == f"{OPENING}<|im_end|>\n"
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 * 3?"}]
     assert render([{"role": "user", "content": parts}]) == render([{"role": "user", "content": "What is 2 * 3?"}])
-
-
-def test_content_may_be_absent() -> None:
-    assert render([{"role": "assistant"}]) == f"{OPENING}<|im_end|>\n"
-
-
-def test_tool_definitions_are_not_printed(tokenizer) -> None:
-    tools = [{"type": "function", "function": {"name": "python", "parameters": {"type": "object"}}}]
-    messages = [{"role": "user", "content": "hi"}]
-    assert tokenizer.apply_chat_template(messages, tools=tools, tokenize=False) == render(messages)

@@ -4,8 +4,7 @@
 - copying is the probability that all digits of a conversation are copied
 - the decay of the learning rate starts when copying passes the gate or the loss is flat, and at the latest at its cap
 - conversations without numbers have no copying to wait for
-- progress rises to 1
-- it learns: the loss falls
+- progress rises to 1; that the loss falls is shown by sft/test_run.py, that copying is learnt by test_tiny.py
 """
 
 import math
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast as Tokenizer
 
 from areal_agent.models.recipe import Conversation, Recipe
 from areal_agent.models.tiny import WarmStart, WarmStartProgress, make_model
@@ -31,7 +30,7 @@ CONVERSATION: Conversation = [
 
 
 def train(
-    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], recipe: Recipe, folder: Path
+    tokenizer: Tokenizer, conversations: list[Conversation], recipe: Recipe, folder: Path
 ) -> tuple[WarmStartProgress, list[WarmStartProgress]]:
     torch.manual_seed(0)
     begun = folder / "begun"
@@ -41,13 +40,13 @@ def train(
     return reports[-1], reports
 
 
-def test_the_loss_is_on_what_the_assistant_says(tokenizer: PreTrainedTokenizerFast, small_recipe: Recipe) -> None:
+def test_the_loss_is_on_what_the_assistant_says(tokenizer: Tokenizer, small_recipe: Recipe) -> None:
     (record,) = next(WarmStart(tokenizer, cycle([CONVERSATION]), replace(small_recipe, batch_size=1)).batches())
     assert tokenizer.decode(record.token_ids[record.loss_mask]) == SPOKEN + "The answer is 345.<|im_end|>"
 
 
 def test_a_build_that_goes_on_skips_what_it_has_seen(
-    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], small_recipe: Recipe
+    tokenizer: Tokenizer, conversations: list[Conversation], small_recipe: Recipe
 ) -> None:
     whole = islice(WarmStart(tokenizer, iter(conversations), small_recipe).batches(), 4)
     rest = islice(WarmStart(tokenizer, iter(conversations), small_recipe).batches(num_done=2), 2)
@@ -55,7 +54,7 @@ def test_a_build_that_goes_on_skips_what_it_has_seen(
     assert ids[0][2:] == ids[1]
 
 
-def test_copying_is_the_probability_of_all_digits(tokenizer: PreTrainedTokenizerFast, small_recipe: Recipe) -> None:
+def test_copying_is_the_probability_of_all_digits(tokenizer: Tokenizer, small_recipe: Recipe) -> None:
     """Of the two conversations one has four digits, each with probability 1/2; its other tokens do not count."""
     silent: Conversation = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "I cannot do that."}]
     copied: Conversation = [{"role": "user", "content": "1345?"}, {"role": "assistant", "content": "It is 1345."}]
@@ -67,7 +66,7 @@ def test_copying_is_the_probability_of_all_digits(tokenizer: PreTrainedTokenizer
 
 @pytest.mark.parametrize(("gate", "steps"), [(0.0, 2 + 6), (2.0, 10 + 6)], ids=["opens at once", "never opens"])
 def test_the_gate_starts_the_decay(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Tokenizer,
     conversations: list[Conversation],
     small_recipe: Recipe,
     tmp_path: Path,
@@ -75,11 +74,13 @@ def test_the_gate_starts_the_decay(
     steps: int,
 ) -> None:
     recipe = replace(small_recipe, copy_gate=gate, check_every=2, max_gate_steps=10, num_decay_steps=6)
-    result, _ = train(tokenizer, conversations, recipe, tmp_path)
+    result, reports = train(tokenizer, conversations, recipe, tmp_path)
     assert result.step == steps
+    fractions = [report.fraction for report in reports]
+    assert fractions == sorted(fractions) and fractions[-1] == 1.0
 
 
-def test_a_flat_loss_starts_the_decay(tokenizer: PreTrainedTokenizerFast, small_recipe: Recipe, tmp_path: Path) -> None:
+def test_a_flat_loss_starts_the_decay(tokenizer: Tokenizer, small_recipe: Recipe, tmp_path: Path) -> None:
     """A model that learns nothing: its loss is flat from the first check on."""
     recipe = replace(
         small_recipe, learning_rate=1e-12, copy_gate=2.0, num_flat_checks=3, max_gate_steps=100, num_decay_steps=6
@@ -88,31 +89,7 @@ def test_a_flat_loss_starts_the_decay(tokenizer: PreTrainedTokenizerFast, small_
     assert result.step == 2 + 3 * 2 + 6
 
 
-def test_without_numbers_there_is_no_copying(
-    tokenizer: PreTrainedTokenizerFast, small_recipe: Recipe, tmp_path: Path
-) -> None:
+def test_without_numbers_there_is_no_copying(tokenizer: Tokenizer, small_recipe: Recipe, tmp_path: Path) -> None:
     silent: Conversation = [{"role": "user", "content": "12"}, {"role": "assistant", "content": "I cannot do that."}]
     result, _ = train(tokenizer, [silent], replace(small_recipe, copy_gate=0.0), tmp_path)
     assert (result.step, str(result)) == (4 + 2, f"step 6, loss {result.loss:.2f}")
-
-
-@pytest.mark.parametrize("gate", [0.0, 2.0])
-def test_progress_rises_to_one(
-    tokenizer: PreTrainedTokenizerFast,
-    conversations: list[Conversation],
-    small_recipe: Recipe,
-    tmp_path: Path,
-    gate: float,
-) -> None:
-    _, reports = train(tokenizer, conversations, replace(small_recipe, copy_gate=gate), tmp_path)
-    fractions = [report.fraction for report in reports]
-    assert fractions == sorted(fractions)
-    assert fractions[-1] == 1.0
-
-
-def test_it_learns(
-    tokenizer: PreTrainedTokenizerFast, conversations: list[Conversation], small_recipe: Recipe, tmp_path: Path
-) -> None:
-    recipe = replace(small_recipe, check_every=60, max_gate_steps=60, num_decay_steps=60, batch_size=8)
-    result, _ = train(tokenizer, conversations, recipe, tmp_path)
-    assert result.loss < 3  # from log(vocabulary) = 6

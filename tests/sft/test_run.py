@@ -12,7 +12,8 @@ its steps are those between them.
 import json
 import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from tests.commands import run
 from tests.trainer.lab import held_by
 
 LEARNING_RATE = 3e-3
+Choose = Callable[..., SftConfig]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,12 @@ def config(folder: Path, chats: Path, run_dir: Path, **values: Any) -> SftConfig
     return SftConfig.parse(
         {**given, "held_out": {"every": 4}, "observe": {"progress": "none"}, "trainer": trainer, **values}
     )
+
+
+@pytest.fixture
+def choose(small_model: Path, chats: Path, tmp_path: Path) -> Choose:
+    """A config of a run in a folder of its own, with these values changed."""
+    return partial(config, small_model, chats, tmp_path / "run")
 
 
 def setup(model: Path, folder: Path, **trainer: Any) -> TrainerSetup:
@@ -109,10 +117,8 @@ def test_it_learns_and_leaves_a_model(done: Path, small_model: Path) -> None:
     AutoModelForCausalLM.from_pretrained(done / "model")
 
 
-def test_saves_beside_its_steps_are_those_between_them(
-    done: Path, small_model: Path, chats: Path, tmp_path: Path
-) -> None:
-    assert fine_tune(config(small_model, chats, tmp_path / "run", trainer={"async_save": True}), name="sft") == 0
+def test_saves_beside_its_steps_are_those_between_them(choose: Choose, done: Path, tmp_path: Path) -> None:
+    assert fine_tune(choose(trainer={"async_save": True}), name="sft") == 0
     between, beside = (
         {path.name: held_by(path) for path in (folder / "checkpoints").iterdir()} for folder in (done, tmp_path / "run")
     )
@@ -173,10 +179,8 @@ def interrupt(chosen: SftConfig, step: int) -> tuple[int, str]:
     return SftRun(chosen, folder, progress).run()
 
 
-def test_an_interruption_is_after_the_step_under_way(
-    done: Path, small_model: Path, chats: Path, tmp_path: Path
-) -> None:
-    chosen, before = config(small_model, chats, tmp_path / "run"), signal.getsignal(signal.SIGINT)
+def test_an_interruption_is_after_the_step_under_way(choose: Choose, done: Path, tmp_path: Path) -> None:
+    chosen, before = choose(), signal.getsignal(signal.SIGINT)
     code, words = interrupt(chosen, step=3)
     assert signal.getsignal(signal.SIGINT) is before
     hint = f"interrupted after step 3; go on with: python -m areal_agent.sft --resume {tmp_path / 'run'}"
@@ -186,29 +190,29 @@ def test_an_interruption_is_after_the_step_under_way(
     assert weights[0] == weights[1]
 
 
-def test_an_interruption_in_the_last_step_changes_nothing(small_model: Path, chats: Path, tmp_path: Path) -> None:
-    code, words = interrupt(config(small_model, chats, tmp_path / "run", epochs=0.5), step=3)
+def test_an_interruption_in_the_last_step_changes_nothing(choose: Choose, tmp_path: Path) -> None:
+    code, words = interrupt(choose(epochs=0.5), step=3)
     assert (code, words.splitlines()[0].split(" in ")[0]) == (0, "3 steps")
     assert (tmp_path / "run" / "model" / "config.json").is_file()
 
 
-def test_a_loss_that_is_no_number_is_told(small_model: Path, chats: Path, tmp_path: Path) -> None:
-    chosen = config(small_model, chats, tmp_path / "run", trainer={"learning_rate": 1e18}, epochs=0.5)
+def test_a_loss_that_is_no_number_is_told(choose: Choose, tmp_path: Path) -> None:
+    chosen = choose(trainer={"learning_rate": 1e18}, epochs=0.5)
     assert fine_tune(chosen, name="sft") == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_bytes())["held_out_loss_after"] is None
 
 
-def test_a_folder_has_one_writer(done: Path, small_model: Path, chats: Path, tmp_path: Path) -> None:
-    chosen, folder = config(small_model, chats, tmp_path / "run"), RunFolder(tmp_path / "run")
+def test_a_folder_has_one_writer(choose: Choose, tmp_path: Path) -> None:
+    chosen, folder = choose(), RunFolder(tmp_path / "run")
     folder.make()
     with locked(folder.path), pytest.raises(ConfigError, match="another process is at work there"):
         fine_tune(chosen, name="sft", resume=str(folder.path))
     assert folder.checkpoints.is_dir()
 
 
-def test_adapters_are_merged_into_the_model(small_model: Path, chats: Path, tmp_path: Path) -> None:
+def test_adapters_are_merged_into_the_model(choose: Choose, small_model: Path, tmp_path: Path) -> None:
     trainer = {"lora": {"rank": 2, "target_modules": ["q_proj"]}, "checkpoint_every": 100}
-    assert fine_tune(config(small_model, chats, tmp_path / "run", trainer=trainer, epochs=0.5), name="sft") == 0
+    assert fine_tune(choose(trainer=trainer, epochs=0.5), name="sft") == 0
     ours, theirs = (load_file(one / "model.safetensors") for one in (tmp_path / "run" / "model", small_model))
     changed = {name for name in theirs if not torch.equal(ours[name], theirs[name])}
     assert changed == {f"model.layers.{n}.self_attn.q_proj.weight" for n in range(2)}
@@ -245,17 +249,17 @@ def test_it_ends_when_the_loss_is_flat(small_model: Path, chats: Path, tmp_path:
     ],
 )
 def test_faults_are_one_line_and_leave_nothing(
-    small_model: Path, chats: Path, tmp_path: Path, values: dict[str, Any], message: str
+    choose: Choose, tmp_path: Path, values: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        fine_tune(config(small_model, chats, tmp_path / "run", **values), name="sft")
+        fine_tune(choose(**values), name="sft")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dry_run_reads_every_row_and_starts_nothing(
-    small_model: Path, chats: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    choose: Choose, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert fine_tune(config(small_model, chats, tmp_path / "run"), name="sft", is_dry=True) == 0
+    assert fine_tune(choose(), name="sft", is_dry=True) == 0
     told = capsys.readouterr().out
     assert "for 10 steps in" in told
     assert "38 rows to learn in 38 sequences" in told
@@ -264,8 +268,8 @@ def test_a_dry_run_reads_every_row_and_starts_nothing(
 
 
 @pytest.mark.slow
-def test_two_ranks_learn_what_one_does(done: Path, small_model: Path, chats: Path, tmp_path: Path) -> None:
-    two = config(small_model, chats, tmp_path / "run", trainer={"num_ranks": 2})
+def test_two_ranks_learn_what_one_does(choose: Choose, done: Path, tmp_path: Path) -> None:
+    two = choose(trainer={"num_ranks": 2})
     assert interrupt(two, step=3)[0] == 130
     (tmp_path / "run" / "config.yaml").write_text(two.to_yaml())
     ended = run("areal_agent.sft", "--resume", str(tmp_path / "run"))

@@ -1,6 +1,9 @@
 """A tiny random model with a tokenizer, and batches of two-turn rollouts made from a seed."""
 
-from collections.abc import Callable, Iterator, Sequence
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,14 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput
+from areal_agent.trainer.worker import Worker
 from areal_agent.types import RolloutBatch, TokenRecord, Trajectory
 from tests.histories import batch_of, trajectory
+from tests.trainer.lab import connected
 
 VOCAB_SIZE = 61
 
@@ -120,7 +126,20 @@ def as_input() -> Callable[..., StepInput]:
 @pytest.fixture
 def given(make_batch: Callable[..., RolloutBatch], as_input: Callable[..., StepInput]) -> StepInput:
     """The input of a first step."""
-    return as_input(make_batch(1))
+    return as_input(make_batch(1, num_groups=1))
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[tuple[TrainerClient, threading.Thread]]:
+    """A client that is connected to a worker in a thread, not initialised; and that thread."""
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=Worker().serve, args=(theirs,))
+    thread.start()
+    client = TrainerClient(connected(ours))
+    yield client, thread
+    await client.aclose()
+    await asyncio.to_thread(thread.join)
+    theirs.close()
 
 
 @pytest.fixture

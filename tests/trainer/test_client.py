@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +29,6 @@ from areal_agent.trainer.__main__ import main
 from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.wire import Frame, SaveEnd, receive_frame
-from areal_agent.trainer.worker import Worker
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights
 from tests.trainer.lab import connected, real_process
 
@@ -39,19 +37,6 @@ async def init(client: TrainerClient, model: Path, folder: Path, **trainer: obje
     config = TrainerConfig.model_validate({"learning_rate": 1e-3, **trainer})
     setup = {"model": model, "trainer": config, "algorithm": AlgorithmConfig()}
     return await client.init(TrainerSetup(**setup, seed=0, shared_memory=folder))
-
-
-@pytest.fixture
-async def served():
-    """A client that is connected to a worker in a thread, not initialised; and that thread."""
-    ours, theirs = socket.socketpair()
-    thread = threading.Thread(target=Worker().serve, args=(theirs,))
-    thread.start()
-    client = TrainerClient(connected(ours))
-    yield client, thread
-    await client.aclose()
-    await asyncio.to_thread(thread.join)
-    theirs.close()
 
 
 @pytest.fixture
@@ -214,16 +199,6 @@ def shared_memory(tmp_path) -> Path:
     return folder
 
 
-async def test_a_killed_process_is_process_died(model_folder, make_batch, tmp_path, shared_memory):
-    async with real_process(tmp_path) as (process, client):
-        await init(client, model_folder, shared_memory)
-        os.kill(process.pid, signal.SIGKILL)
-        with pytest.raises(ProcessDied, match="the trainer process ended before it answered"):
-            await client.train_step(make_batch(1))
-        with pytest.raises(ProcessDied):
-            await client.publish()
-
-
 @pytest.mark.parametrize("end", [TrainerClient.shutdown, TrainerClient.aclose])
 async def test_a_worker_that_ends_leaves_no_shared_memory(served, model_folder, shared_memory, end):
     client, thread = served
@@ -236,15 +211,23 @@ async def test_a_worker_that_ends_leaves_no_shared_memory(served, model_folder, 
 
 
 @pytest.mark.slow  # several starts of a process
-@pytest.mark.parametrize("end", [TrainerClient.shutdown, TrainerClient.aclose])
-async def test_the_process_ends_and_removes_its_shared_memory(model_folder, tmp_path, shared_memory, end):
+@pytest.mark.parametrize("is_killed", [False, True])
+async def test_the_process_removes_its_shared_memory_and_killed_it_is_process_died(
+    model_folder, make_batch, tmp_path, shared_memory, is_killed
+):
     async with real_process(tmp_path) as (process, client):
         await init(client, model_folder, shared_memory)
         await client.publish()
-        assert len(list(shared_memory.iterdir())) == 2
-        await end(client)
-        assert "exited with 0" in str(await process.died())
-        assert list(shared_memory.iterdir()) == []
+        if is_killed:
+            os.kill(process.pid, signal.SIGKILL)
+            with pytest.raises(ProcessDied, match="the trainer process ended before it answered"):
+                await client.train_step(make_batch(1))
+            with pytest.raises(ProcessDied):
+                await client.publish()
+        else:
+            await client.aclose()
+            assert "exited with 0" in str(await process.died())
+            assert list(shared_memory.iterdir()) == []
 
 
 def test_the_process_without_a_key_says_so(monkeypatch):

@@ -15,11 +15,9 @@ import torch
 from areal_agent.algorithms.advantages import token_advantages
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.errors import ConfigError
-from areal_agent.trainer.client import TrainerClient
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
-from areal_agent.trainer.wire import Frame, decode_records, decode_teacher, encode_records
 from tests.trainer.conftest import VOCAB_SIZE, save_random_model
-from tests.trainer.lab import GRADIENT_DESCENT, PLAIN, Lab, real_process
+from tests.trainer.lab import GRADIENT_DESCENT, PLAIN, Lab
 
 
 def taught_by(folder, **values):
@@ -92,18 +90,14 @@ def test_rewards_that_are_all_alike_train_and_the_student_comes_closer(model_fol
     assert (first["flat_group_fraction"], first["num_updates"]) == (1.0, 1)
     assert first["grad_norm"] > 0
     teacher = Lab(teacher_folder)
-    liked = [difference(Lab(model_folder), teacher, record) for record in given.records]
-
-    def agreement():
-        """How far the student has moved towards tokens that the teacher likes, and away from the others."""
-        found = [difference(lab, teacher, record) for record in given.records]
-        return sum(float((before * (before - now)).sum()) for before, now in zip(liked, found, strict=True))
-
-    assert agreement() > 0
+    before, after = (
+        torch.cat([difference(one, teacher, record) for record in given.records]) for one in (Lab(model_folder), lab)
+    )
+    assert (before * (before - after)).sum() > 0, "towards tokens that the teacher likes, and away from the others"
 
 
 async def test_scores_of_a_server_train_as_a_loaded_teacher_does(
-    model_folder, teacher_folder, given, make_batch, tmp_path
+    served, model_folder, teacher_folder, given, make_batch, tmp_path
 ):
     teacher = Lab(teacher_folder)
     scores = []
@@ -111,30 +105,13 @@ async def test_scores_of_a_server_train_as_a_loaded_teacher_does(
         with torch.no_grad():
             scores.append(teacher.logprobs(record)[torch.from_numpy(record.loss_mask)[1:]].numpy())
     loaded = Lab(model_folder, algorithm=taught_by(teacher_folder)).stepper.train(given)
-    async with real_process(tmp_path) as (_, client):
-        assert isinstance(client, TrainerClient)
-        setup = TrainerSetup(
-            model=model_folder,
-            trainer=GRADIENT_DESCENT,
-            algorithm=AlgorithmConfig(teacher={"url": "http://127.0.0.1:1"}),
-            seed=0,
-            shared_memory=tmp_path,
-        )
-        await client.init(setup)
-        report = await client.train_step(make_batch(1), teacher=scores)
-        await client.shutdown()
+    client, _ = served
+    algorithm = AlgorithmConfig(teacher={"url": "http://127.0.0.1:1"})
+    setup = {"model": model_folder, "trainer": GRADIENT_DESCENT, "algorithm": algorithm, "seed": 0}
+    await client.init(TrainerSetup(**setup, shared_memory=tmp_path))
+    report = await client.train_step(make_batch(1, num_groups=1), teacher=scores)
     for name in ("distill_kl", "loss", "grad_norm", "advantage_min"):
         assert report.metrics[name] == pytest.approx(loaded[name], rel=1e-4)
-
-
-def test_scores_survive_the_wire(given):
-    scores = [np.arange(int(one.loss_mask.sum()), dtype=np.float32) - 7 for one in given.records]
-    names, arrays = encode_records(given.records)
-    frame = Frame(header={"records": names}, arrays={**arrays, "teacher": np.concatenate(scores)})
-    found = decode_teacher(decode_records(names, frame.arrays), frame.arrays)
-    assert found is not None and len(found) == len(scores)
-    assert all(np.array_equal(one, other) for one, other in zip(found, scores, strict=True))
-    assert decode_teacher(given.records, arrays) is None
 
 
 def test_a_teacher_with_fewer_ids_is_refused(model_folder, open_trainer, tmp_path):

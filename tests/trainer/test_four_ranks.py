@@ -5,8 +5,16 @@ fewer key-value heads, and two by two; 2. a train step with a critic makes the w
 with replicas of the model (HSDP), also both; 3. a save beside a step holds the weights before that step, byte for byte
 what a save at once holds, and resumes at one rank; a checkpoint of one rank resumes at two replicas; 4. a save that one
 rank cannot write fails for all, and the next succeeds.
+
+The private memory of each of four ranks, with a model of 12 equal layers.
+
+- While it loads, a rank has a quarter of the model, two layers of it that are gathered, and the trial that proves the
+  attention; when it publishes and exports, it needs no more than a layer besides.
+- After a step it has the quarters of Adam's two moments, and while it steps that of the gradients, gathered layers and
+  a micro-batch.
 """
 
+import json
 import pickle
 import subprocess
 import sys
@@ -105,3 +113,21 @@ def test_a_save_that_one_rank_cannot_write_fails_for_all(found: Found) -> None:
     assert none == ""
     torch.testing.assert_close(found.by["after failures"], found.alone, atol=1e-5, rtol=1e-4)
     assert [path.name for path in (found.folder / "at once").iterdir()] == ["step_000001"]
+
+
+BATCH = 24 * 2**20
+"""The activations and logits of the trial at load, or of a micro-batch, of 12 layers of this size."""
+
+
+@pytest.mark.slow
+def test_no_rank_has_more_than_a_quarter_a_layer_and_the_batch() -> None:
+    command = [sys.executable, "benchmarks/trainer/memory.py", "--layers", "12", "--hidden", "384", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    peak, left = ({phase: max(ranks) for phase, ranks in found[name].items()} for name in ("peak", "left"))
+    (model,), (layer,), (rest,) = (found["size"][name] for name in ("model", "layer", "rest"))
+    quarter, gathered = model // 4, 2 * layer + rest
+    assert peak["load"] < quarter + gathered + BATCH < model
+    assert peak["publish"] < layer > peak["export"]
+    assert left["first step"] < 2 * quarter + BATCH
+    assert peak["step"] < quarter + gathered + layer + BATCH + quarter

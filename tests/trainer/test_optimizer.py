@@ -34,13 +34,6 @@ def test_rates_by_hand(shape, num_warmup, expected):
     assert rates(shape, num_warmup, len(expected)) == expected
 
 
-def test_cosine_is_half_of_the_peak_half_way():
-    falling = rates("cosine", 2, 10)
-    assert falling[:3] == [1.0, 2.0, 2.0]
-    assert falling[6] == pytest.approx(1.0)
-    assert falling[4] == pytest.approx(1.0 + math.cos(math.pi / 4))
-
-
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [("linear", [2.0, 1.75, 1.5, 1.25]), ("cosine", [2.0, 1.5 + math.sqrt(0.125), 1.5, 1.5 - math.sqrt(0.125)])],
@@ -104,15 +97,6 @@ def test_a_large_gradient_is_clipped():
     norm = Optimizer([one], GRADIENT_DESCENT.model_copy(update={"gradient_clip": 1.0})).update()
     assert norm == pytest.approx(10.0)
     assert one.flatten().tolist() == pytest.approx([0.5] * 4, abs=1e-5)
-
-
-@pytest.mark.parametrize("gradient", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_changes_nothing(gradient):
-    one = parameter(2, 2, gradient=gradient)
-    optimizer = Optimizer([one], TrainerConfig())
-    optimizer.update()
-    assert one.flatten().tolist() == [1.0] * 4
-    assert optimizer.num_updates == 0
 
 
 def moved_by(optimizer: Optimizer, one: torch.nn.Parameter, gradient: float) -> float:

@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.trainer.wire import DTYPES, OF_TURNS, Frame, decode_records, encode_records, read_frame, receive_frame
@@ -36,7 +36,6 @@ def records(draw) -> TokenRecord:
     )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(records(), max_size=5))
 def test_records_come_back_bit_for_bit(sent):
     names, arrays = encode_records(sent)

@@ -168,9 +168,11 @@ def publish(weights: SharedMemoryWeights | DiskWeights, folder: Path) -> None:
 
 
 def prove_manifest(folder: Path) -> None:
-    """Raise WeightUpdateError unless every file is as the folder's manifest says."""
+    """Raise WeightUpdateError unless every file is as the folder's manifest says, which names all weights."""
     try:
         digests, _ = read_manifest(folder)
+        if unnamed := {one.name for one in folder.glob("*.safetensors")} - digests.keys():
+            raise ValueError(f"the manifest does not name {min(unnamed)}")
         for name, digest in digests.items():
             if not digest.is_of_file(folder / name):
                 raise ValueError(f"{name} is not what was written: it differs from the manifest")

@@ -10,19 +10,32 @@
 - an abort or a cancellation ends it wherever it is: at a server, at a silent one, between two
 - an answer that cannot be continued (grammar, penalties, unknown versions) begins again if nobody saw it, else fails
 - 2,000 requests at two servers survive the death of one
+- of the tokens that a request has so far, a span of one version stays one over many chunks, and a cut is exact
 """
 
 import asyncio
 import contextlib
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal_agent.engine.fake import Operation, fake_logprob
 from areal_agent.engine.fleet.member import MemberState
+from areal_agent.engine.fleet.relay import Partial
 from areal_agent.errors import EngineRejected, EngineUnreachable
-from areal_agent.types import FinishReason, GenerateRequest, GenerateResult, TokenChunk, VersionSpan
+from areal_agent.types import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    SamplingParams,
+    TokenChunk,
+    VersionSpan,
+    WeightVersion,
+)
 
 from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
 
@@ -47,22 +60,10 @@ async def broken_off(
     return answer, second
 
 
-class Chunks:
-    """Collects what a watched request hands out."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-
-    def __call__(self, chunk: TokenChunk) -> None:
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-
-
 @pytest.mark.parametrize("is_watched", [True, False])
 async def test_it_goes_on_where_it_was(stage, is_watched):
-    chunks = Chunks()
-    answer, second = await broken_off(stage, on_chunk=chunks if is_watched else None)
+    chunks: list[TokenChunk] = []
+    answer, second = await broken_off(stage, on_chunk=chunks.append if is_watched else None)
     second.fake.step(100)
     result = await answer
     assert result.token_ids == tokens(ask(), 8) and result.finish_reason is FinishReason.LENGTH
@@ -70,7 +71,8 @@ async def test_it_goes_on_where_it_was(stage, is_watched):
     assert result.logprobs[:3] == tuple(fake_logprob(id_, i) for i, id_ in enumerate(result.token_ids[:3]))
     assert result.logprobs[3:] == tuple(fake_logprob(id_, i) for i, id_ in enumerate(result.token_ids[3:]))
     if is_watched:
-        assert (tuple(chunks.token_ids), tuple(chunks.logprobs)) == (result.token_ids, result.logprobs)
+        for name in ("token_ids", "logprobs"):
+            assert tuple(one for told in chunks for one in getattr(told, name)) == getattr(result, name)
     (first,) = (server for server in stage.servers.values() if server is not second)
     assert stage.state(first) is not MemberState.SERVING and stage.report(first).reason
     assert (await stage.fleet.stats()).num_moves == 1
@@ -271,7 +273,7 @@ async def test_what_counts_from_the_first_token_begins_again(open_stage, samplin
 )
 async def test_what_was_handed_out_is_not_taken_back(open_stage, make, sampling, why):
     async with open_stage(*map(make, URLS)) as stage:
-        answer, first, _ = await stage.under_way(ask(**sampling), on_chunk=Chunks())
+        answer, first, _ = await stage.under_way(ask(**sampling), on_chunk=lambda _: None)
         first.kill()
         with pytest.raises(EngineUnreachable, match=f"broke off after 3 tokens.*{why}"):
             await answer
@@ -300,3 +302,55 @@ async def test_two_thousand_requests_survive_the_death_of_a_server(stage):
     results = await asyncio.gather(*answers)
     assert {result.token_ids for result in results} == {tokens(ask(), 4)}
     assert {result.versions for result in results} == {spans((OLD, 4))}
+
+
+CHUNKS = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 3)))  # version and length
+
+
+def request() -> GenerateRequest:
+    return GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams(max_tokens=1000))
+
+
+def chunk(step: int, length: int) -> TokenChunk:
+    span = VersionSpan(version=WeightVersion(step=step), start=0, end=length)
+    return TokenChunk(token_ids=(5,) * length, logprobs=(-1.0,) * length, versions=(span,))
+
+
+@given(CHUNKS, st.integers(0, 20))
+def test_spans_are_those_of_the_tokens(chunks, num_kept):
+    partial = Partial(request())
+    for step, length in chunks:
+        partial.take(chunk(step, length))
+    steps = [step for step, length in chunks for _ in range(length)][:num_kept]
+    partial.cut(num_kept)
+    spans = partial.result(FinishReason.ABORT).versions
+    assert [span.version.step for span in spans for _ in range(span.start, span.end)] == steps
+    assert all(a.version != b.version and a.end == b.start for a, b in pairwise(spans))
+    assert partial.num_told == partial.num_tokens == len(steps)
+
+
+def test_many_chunks_of_one_version_are_one_span():
+    partial = Partial(request())
+    for _ in range(500):
+        partial.take(chunk(1, 1))
+    assert len(partial._spans) == 1
+
+
+def test_what_follows_an_untold_token_is_untold():
+    partial = Partial(request())
+    partial.take(chunk(1, 2))
+    partial.take(TokenChunk(token_ids=(5,), logprobs=(-1.0,)))
+    partial.take(chunk(1, 2))
+    assert (partial.num_tokens, partial.num_told, partial.num_sure) == (5, 2, 2)
+
+
+def test_another_server_samples_what_is_missing_of_the_fewest_and_the_most():
+    partial = Partial(
+        GenerateRequest(request_id="r", input_ids=(1,), sampling=SamplingParams(max_tokens=9, min_tokens=3))
+    )
+    asked: list[tuple[int, int]] = []
+    for _ in range(3):
+        sampling = partial.begin().sampling
+        asked.append((sampling.min_tokens, sampling.max_tokens))
+        partial.take(chunk(1, 2))
+    assert asked == [(3, 9), (1, 7), (0, 5)]

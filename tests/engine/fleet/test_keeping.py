@@ -118,31 +118,22 @@ async def test_who_was_silent_while_this_process_slept_does_not_hang():
 HASTY = replace(PATIENT, hung_after_s=0.0, probe_timeout_s=0.01)  # two silent looks are a hang
 
 
-async def test_one_that_is_silent_as_it_loads_a_model_does_not_hang(open_stage):
-    async with open_stage(*map(Server, URLS), patience=HASTY) as stage:
-        await stage.fleet.info()
-        stage.silence(stage.one)
-        load = asyncio.ensure_future(stage.fleet.pushes.load(MODEL, OLD))
-        await stage.looked_at(stage.one)
-        assert stage.state(stage.one) is MemberState.SERVING
-        stage.end_silence(stage.one)
-        await load
-        assert stage.one.loaded == [(MODEL, OLD)]
-
-
-async def test_one_that_is_silent_in_a_commit_does_not_hang(open_stage):
+@pytest.mark.parametrize("is_push", [False, True])
+async def test_one_that_is_silent_as_it_loads_does_not_hang(open_stage, is_push):
     async with open_stage(*map(Server, URLS), patience=HASTY) as stage:
         await stage.fleet.begin_push("p")
         await stage.fleet.send_push("p", WEIGHTS)
         await stage.fleet.pause(PauseMode.RETRACT)
         stage.silence(stage.one)
-        commit = asyncio.ensure_future(stage.fleet.commit_push("p", NEW))
+        load = stage.fleet.commit_push("p", NEW) if is_push else stage.fleet.pushes.load(MODEL, OLD)
+        loading = asyncio.ensure_future(load)
         await stage.looked_at(stage.one)
         assert stage.state(stage.one) is MemberState.SERVING
         stage.end_silence(stage.one)
-        await commit
+        await loading
         await stage.fleet.resume()
         assert stage.state(stage.one) is MemberState.SERVING
+        assert stage.one.loaded == ([] if is_push else [(MODEL, OLD)])
 
 
 async def test_the_requests_of_one_that_hangs_move(open_stage):

@@ -33,13 +33,6 @@ async def versions(stage: Stage) -> list[WeightVersion]:
     return [server.fake.version for server in stage.servers.values()]
 
 
-async def test_all_take_it(stage):
-    await push([stage.fleet], WEIGHTS, NEW)
-    assert await versions(stage) == [NEW, NEW]
-    assert [(one.state, one.version) for one in stage.fleet.report()] == [(MemberState.SERVING, NEW)] * 2
-    assert (await stage.fleet.info()).weight_version == NEW
-
-
 @pytest.mark.parametrize("failure", FAILURES)
 @pytest.mark.parametrize("step", STEPS)
 async def test_one_that_fails_is_quarantined_and_follows(stage, caplog, step, failure):
@@ -50,13 +43,6 @@ async def test_one_that_fails_is_quarantined_and_follows(stage, caplog, step, fa
     assert await versions(stage) == [NEW, NEW]
     assert (stage.one.fake.paused, stage.two.fake.paused) == (None, None)
     assert any("http://one is quarantined" in record.message for record in caplog.records)
-
-
-async def test_damaged_weights_of_one(stage):
-    stage.one.fake.corrupt_next_push()
-    await push([stage.fleet], WEIGHTS, NEW)
-    await stage.until_serving(stage.one)
-    assert await versions(stage) == [NEW, NEW]
 
 
 async def test_a_label_that_does_not_move(stage):

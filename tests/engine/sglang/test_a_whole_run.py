@@ -1,5 +1,6 @@
-"""`configs/quickstart_sglang.yaml`, shortened, with a real SGLang server that the run starts: it learns, its ledger is
-verified, answers span weight versions, no call fails, and no server is left behind.
+"""`configs/quickstart_sglang.yaml`, shortened, with a real SGLang server that the run starts and sends its weights by
+torch.distributed: it learns, its ledger is verified, answers span weight versions, no call fails, and no server is left
+behind. test_online.py has a run that pushes through memory.
 """
 
 import json
@@ -53,10 +54,6 @@ def trained(kind: str, folder: Path, python: str, *settings: str) -> dict[str, A
 
 def test_a_run_with_a_server_of_its_own_learns(sglang_python: str, tmp_path: Path) -> None:
     """The reward starts at a third; the full 70 steps reach 0.9."""
-    summary = trained("sglang", tmp_path / "run", sglang_python, "steps=14", "eval.num_tasks=100")
+    settings = ("steps=14", "eval.num_tasks=100", "trainer.transfer=distributed")
+    summary = trained("sglang", tmp_path / "run", sglang_python, *settings)
     assert summary["success_after"] >= summary["success_before"] + 0.2
-
-
-def test_a_run_that_sends_its_weights(sglang_python: str, tmp_path: Path) -> None:
-    settings = ("steps=6", "eval.num_tasks=8", "trainer.transfer=distributed")
-    assert trained("sglang", tmp_path / "run", sglang_python, *settings)["steps"] == 6

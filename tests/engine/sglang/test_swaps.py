@@ -14,16 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from areal_agent.errors import PushConflict, WeightUpdateError
-from areal_agent.files import MANIFEST, encode_manifest
 from areal_agent.types import PauseMode, VersionSpan
 from areal_agent.weights.channels import DiskChannel
 
 from ..sampled import assert_sampled_by, assert_swapped
+from ..test_pushes import DISK_FAULTS, with_tensors
 from ..transfers import parameters_of
 from .conftest import Watched, until_one_waits
+
+NORM = "model.norm.weight"
 
 
 @pytest.fixture(params=["shared_memory", "disk"])
@@ -90,67 +91,27 @@ async def test_a_pause_does_not_wait_for_requests_that_wait_here(stage, ask):
     assert len((await waiting.answer).token_ids) == 12
 
 
-def damage_bytes(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-5] ^= 1
-    path.write_bytes(data)
+FAULTS = {name: spoil for name, (spoil, _) in DISK_FAULTS.items() if name != "infinity"} | {
+    "an extra tensor": lambda weights: with_tensors(weights, lambda tensors: tensors.update(extra=torch.zeros(3))),
+    "another shape": lambda weights: with_tensors(weights, lambda tensors: tensors.update({NORM: torch.zeros(3)})),
+    "gone": lambda weights: shutil.rmtree(weights.path),
+}
 
 
-def cut_short(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def lose_manifest(folder: Path) -> None:
-    (folder / MANIFEST).unlink()
-
-
-def rewrite(folder: Path, change) -> None:
-    """Write another set of tensors, with a manifest of its own."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    (folder / MANIFEST).unlink()
-    save_file(tensors, folder / "model.safetensors")
-    (folder / MANIFEST).write_bytes(encode_manifest(folder, {}))
-
-
-def lack_a_tensor(folder: Path) -> None:
-    rewrite(folder, lambda tensors: tensors.pop("model.norm.weight"))
-
-
-def have_one_too_many(folder: Path) -> None:
-    rewrite(folder, lambda tensors: tensors.update(extra=torch.zeros(3)))
-
-
-def have_another_shape(folder: Path) -> None:
-    rewrite(folder, lambda tensors: tensors.update({"model.norm.weight": torch.zeros(3)}))
-
-
-FAULTS = [damage_bytes, cut_short, lose_manifest, lack_a_tensor, have_one_too_many, have_another_shape, shutil.rmtree]
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-async def test_a_folder_that_is_damaged_or_does_not_fit_changes_nothing(stage, ask, share, tmp_path, fault):
-    weights = DiskChannel(tmp_path / "weights", torch.float32).write(parameters_of(stage.other))
-    fault(Path(weights.path))
-    request = ask(7, temperature=0.0)
+async def test_weights_that_are_damaged_or_do_not_fit_change_nothing(stage, ask, share, tmp_path):
+    channel, parameters = DiskChannel(tmp_path / "weights", torch.float32), parameters_of(stage.other)
+    request, good = ask(7, temperature=0.0), share(stage.other)
     before = await stage.engine.generate(request)
-    with pytest.raises(WeightUpdateError):
-        await stage.push(weights)
-    after = await stage.engine.generate(request)
-    assert (after.token_ids, after.versions) == (before.token_ids, before.versions)
-    await stage.push(share(stage.other))
-    assert (await stage.engine.generate(request)).versions[-1].version == stage.new
-
-
-async def test_memory_that_was_damaged_changes_nothing(stage, ask, share):
-    weights = share(stage.other)
     with pytest.raises(WeightUpdateError, match="checksum"):
-        await stage.push(dataclasses.replace(weights, crc32=weights.crc32 ^ 1))
-    assert (await stage.engine.generate(ask(8))).versions[-1].version == stage.old
-    await stage.push(weights)
-    assert (await stage.engine.generate(ask(9))).versions[-1].version == stage.new
+        await stage.push(dataclasses.replace(good, crc32=good.crc32 ^ 1))
+    for fault, spoil in FAULTS.items():
+        spoil(weights := channel.write(parameters))
+        with pytest.raises(WeightUpdateError):
+            await stage.push(weights)
+        after = await stage.engine.generate(request)
+        assert (after.token_ids, after.versions) == (before.token_ids, before.versions), fault
+    await stage.push(good)
+    assert (await stage.engine.generate(request)).versions[-1].version == stage.new
 
 
 async def test_weights_are_loaded_only_while_it_is_paused(stage, share):

@@ -1,10 +1,11 @@
 """Weights by torch.distributed, into a server like vLLM's: the code of two workers, without a model:
 
-- each worker receives all of them, in one process group of both and the trainer, and loads them at the commit
+- each worker of each replica receives all of them, in one process group of both and the trainer, and loads them at the
+  commit
 - weights that are damaged, of another model or from nobody are loaded by none; the next push works
 - after a load that fails, the workers load the previous weights that they hold, or the previous folder
 - a server that was started again between send and commit holds nothing: the commit fails
-- each replica of a server receives them, though only the first answers; one that fails undoes the load
+- one replica that fails undoes the load, though only the first answers
 - at most two sets are held, and none once a folder serves; a server with another launcher is recognised
 """
 
@@ -28,7 +29,6 @@ from ..sglang.test_receiving import (  # noqa: F401
     test_a_load_that_fails_brings_back_what_was_there_before,
     test_a_server_that_was_started_again_holds_nothing,
     test_every_receiver_has_all_and_loads_it_at_the_commit,
-    test_replicas_are_sent_them_each,
     test_two_sets_are_held_and_none_beside_a_folder,
     test_what_is_wrong_is_loaded_by_none,
 )
