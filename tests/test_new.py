@@ -50,6 +50,7 @@ def test_the_config_passes_every_check(parent: Path, template: str, monkeypatch:
     assert "to train on, 64 held out" in Preflight.check(config).summary()
 
 
+@pytest.mark.slow
 def test_the_tests_pass(parent: Path) -> None:
     done = run("pytest", "-p", "no:cacheprovider", *(f"my_{name}" for name in usable()), folder=parent)
     assert done.returncode == 0, done.stdout

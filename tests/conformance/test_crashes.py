@@ -147,6 +147,7 @@ async def test_case_13_an_engine_killed_in_mid_turn_leaves_consistent_records(op
     assert verify(tmp_path / "ledger.sqlite").violations == ()
 
 
+@pytest.mark.slow
 def test_case_14_a_trainer_killed_at_every_commit_point_trains_all_once(zygote: Zygote, tmp_path: Path) -> None:
     for point in CommitPoint:
         *said, death = zygote.live(tmp_path, fatal=point)

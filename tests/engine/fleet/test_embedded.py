@@ -60,7 +60,8 @@ async def disturb(fleet: Fleet, by_url: Mapping[str, Process], blow: signal.Sign
     return victim
 
 
-@pytest.mark.parametrize("last", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [signal.SIGKILL, signal.SIGTERM])
 async def test_answers_are_those_of_an_engine_that_nobody_killed(last, tiny, other, ask, share):
     """One test, because engines take seconds to start."""
     new = WeightVersion(step=1)
