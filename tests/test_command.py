@@ -88,7 +88,8 @@ def test_faults_are_one_line_and_exit_2(
     args: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_here(monkeypatch, *args) == 2
-    assert message in capsys.readouterr().err
+    fault, *hints = capsys.readouterr().err.splitlines()
+    assert message in fault and all(line.startswith("try: ") for line in hints)
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "doctor.__main__"])

@@ -240,9 +240,10 @@ async def test_a_python_without_the_package(tmp_path):
         await start(config("vllm", sys.executable), tmp_path)
 
 
-async def test_a_server_that_never_serves(program, tmp_path):
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_server_that_never_serves(program, tmp_path, backend):
     with pytest.raises(EngineUnreachable, match=r"did not serve within 0\.2 s"):
-        await start(config("sglang", program("exec sleep 100000"), startup_timeout_s=0.2), tmp_path)
+        await start(config(backend, program("exec sleep 100000"), startup_timeout_s=0.2), tmp_path)
 
 
 @pytest.mark.slow

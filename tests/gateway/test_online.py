@@ -8,10 +8,10 @@ after a restart. 9. One that never comes is a missing reward. 10. A lease waits 
 11. A lease by trajectories takes whole groups. 12. Drops are idempotent, all or none. 13. Evaluations are never
 leased. 14. Steps out of order and bad bodies are refused. 15. An end may be repeated; an export comes from the ledger.
 16. A trajectory without a trainable token does not make a lease smaller. 17. A group keeps its size over a return and
-a restart, a sibling that was cut off may come again, and a leased group accepts none. 18. A lease takes fewer groups
-when no further one would be admitted. 19. The status does not count groups that were given up. 20. An agent that
-continues a session of an earlier process is told that it has ended. 21. With `train_roots: main` only the main
-conversation is leased and trained, and the ledger is verified.
+a restart, a sibling that was cut off may come again, and a leased group accepts none until it is returned. 18. A
+lease takes fewer groups when no further one would be admitted. 19. The status does not count groups that were given
+up. 20. An agent that continues a session of an earlier process is told that it has ended. 21. With `train_roots: main`
+only the main conversation is leased and trained, and the ledger is verified.
 """
 
 import asyncio
@@ -354,12 +354,18 @@ async def test_the_next_process_waits_for_a_sibling_that_was_cut_off(online: Onl
     assert ids_of(await online.lease(1)) == [ids([ended, replaced])]
 
 
-async def test_a_leased_group_takes_no_sibling(online: Online) -> None:
-    await online.play("a", 2)
-    await online.lease(1)
+async def test_a_leased_group_takes_no_sibling_until_it_is_returned(online: Online) -> None:
+    first = await online.world.start(group_id="a", group_size=2)
+    await first.play()
+    online.clock.now_s = GROUP_WAIT_S
+    assert ids_of(await online.lease(1)) == [[first.id]]
     await online.restart()
     status, answer = await online.post("start_session", task_id="t", group_id="a", group_size=2)
-    assert (status, answer["error"]["code"]) == (409, "group_leased")
+    assert (status, answer["error"]["code"], answer["error"]["param"]) == (409, "group_leased", "group_id")
+    await online.done("return", after_step=0)
+    sibling = await online.world.start(group_id="a", group_size=2)
+    await sibling.play()
+    assert ids_of(await online.lease(1)) == [ids([first, sibling])]
 
 
 async def test_a_lease_takes_what_there_is_when_no_group_fits_beside_it(online: Online) -> None:

@@ -173,8 +173,9 @@ def test_a_group_that_was_kept_out_is_one_that_does_not_fit() -> None:
 def test_a_group_that_can_never_fit_keeps_nobody_waiting() -> None:
     groups = make_groups(batch_answers=8)
     finish(groups, "a-0", group_id="a")
-    with pytest.raises(RequestError, match="never admits"):
+    with pytest.raises(RequestError, match="never admits more than 8 answers") as refused:
         groups.start("b-0", "b", 9, 0.0)
+    assert (refused.value.status, refused.value.param) == (400, "group_size")
     assert not groups.is_stuck(0.0)
 
 

@@ -2,8 +2,8 @@
 
 1. waiting trajectories come in the order of closing, whatever their status; 2. evaluation never waits and is never
 leased or dropped; 3. a commit trains every lease up to its step, each by its own step, and no later one; committing
-twice changes nothing; 4. what is open, unknown, leased, trained or dropped cannot be leased or dropped, nor can
-anything in the same call; 5. no lease is for a step that a checkpoint holds; 6. notes hold values; 7. group numbers
+twice changes nothing; 4. what is open, unknown, leased, trained or dropped cannot be leased, dropped or rewarded, nor
+can anything in the same call; 5. no lease is for a step that a checkpoint holds; 6. notes hold values; 7. group numbers
 count on. Counts are in test_shards.py; dropping twice is dropping once in tests/gateway/test_online.py.
 """
 
@@ -13,7 +13,7 @@ from areal_agent.errors import LedgerError
 from areal_agent.ledger import questions
 from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.types import Drop, Fate, SessionPurpose, Status
+from areal_agent.types import Drop, Fate, Rewards, SessionPurpose, Status
 
 
 async def waiting_ids(ledger: Ledger) -> list[str]:
@@ -50,6 +50,7 @@ async def test_a_commit_trains_each_lease_up_to_its_step_and_twice_is_once(ledge
         await ledger.commit_checkpoint(2, "checkpoints/2")
         fates = [(await ledger.trajectory(id)).fate for id in "abc"]
         assert fates == [Fate(trained_step=1), Fate(trained_step=2), None]
+        assert [len(await ledger.ask(questions.leased, step)) for step in (1, 2, 3)] == [0, 0, 1]
 
 
 async def prepared(ledger: Ledger, make) -> None:
@@ -72,12 +73,14 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("id", "reason"), REFUSALS)
-async def test_a_lease_and_a_drop_are_refused_whole(ledger: Ledger, make, id: str, reason: str) -> None:
+async def test_a_lease_a_drop_and_a_reward_are_refused_whole(ledger: Ledger, make, id: str, reason: str) -> None:
     await prepared(ledger, make)
     with pytest.raises(LedgerError, match=reason):
         await ledger.lease(3, [Lease(session_id=one, digest="d", num_loss_tokens=1) for one in ("waiting", id)])
     with pytest.raises(LedgerError, match=reason):
         await ledger.drop({"waiting": Drop.FILTERED, id: Drop.FILTERED})
+    with pytest.raises(LedgerError, match=reason):
+        await ledger.set_rewards(id, Rewards(final=2.0))
     assert await waiting_ids(ledger) == ["waiting"]
 
 
