@@ -7,6 +7,7 @@ process), with a served gateway, a scripted engine and the real ledger:
 """
 
 import asyncio
+import gc
 import json
 import os
 import re
@@ -101,7 +102,10 @@ async def test_a_workflow(
 async def test_with_the_openai_installed_here(open_agent: OpenAgent, ledger: Ledger, tmp_path: Path, name: str) -> None:
     async def solve(workflow: Path, agent: Agent) -> str:
         rollout = Rollout(f"{agent.world.url}/v1", agent.key, "default")
-        return str(await runpy.run_path(str(workflow))["solve"](TASK, rollout))
+        answer, before = str(await runpy.run_path(str(workflow))["solve"](TASK, rollout)), asyncio.all_tasks()
+        gc.collect()  # openai's client closes itself then, in a task: the page's workflows leave it to that
+        await asyncio.gather(*(asyncio.all_tasks() - before))
+        return answer
 
     await play(name, solve, open_agent, ledger, tmp_path)
 
