@@ -19,6 +19,8 @@ from tests.commands import run
 
 NEEDED = {"openai_agents": "agents", "langgraph": "langgraph"}
 """The package that a template's workflow imports and that may not be installed."""
+# Asked before any test: tests/cluster leaves a module `agents` of its own.
+USABLE = [name for name in TEMPLATES if name not in NEEDED or importlib.util.find_spec(NEEDED[name])]
 FILES = {"README.md", "__init__.py", "demonstrations.py", "tasks.py", "test_workflow.py", "workflow.py"}
 
 
@@ -31,10 +33,6 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return parent
 
 
-def usable() -> list[str]:
-    return [name for name in TEMPLATES if name not in NEEDED or importlib.util.find_spec(NEEDED[name])]
-
-
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_a_folder_is_whole(parent: Path, template: str) -> None:
     folder = parent / f"my_{template}"
@@ -42,7 +40,7 @@ def test_a_folder_is_whole(parent: Path, template: str) -> None:
     assert not [path.name for path in folder.iterdir() if re.search(r"\{name\}|envs\.", path.read_text())]
 
 
-@pytest.mark.parametrize("template", usable())
+@pytest.mark.parametrize("template", USABLE)
 def test_the_config_passes_every_check(parent: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(parent)
     monkeypatch.chdir(parent)
@@ -52,9 +50,9 @@ def test_the_config_passes_every_check(parent: Path, template: str, monkeypatch:
 
 @pytest.mark.slow
 def test_the_tests_pass(parent: Path) -> None:
-    done = run("pytest", "-p", "no:cacheprovider", *(f"my_{name}" for name in usable()), folder=parent)
+    done = run("pytest", "-p", "no:cacheprovider", *(f"my_{name}" for name in USABLE), folder=parent)
     assert done.returncode == 0, done.stdout
-    assert all(f"my_{name}/test_workflow.py" in done.stdout for name in usable())
+    assert all(f"my_{name}/test_workflow.py" in done.stdout for name in USABLE)
 
 
 def test_what_is_in_the_way_stays(tmp_path: Path) -> None:

@@ -255,10 +255,10 @@ class Session:
         task = asyncio.create_task(self._answer(exchange, outlet))
         self._answers[task] = exchange
 
-        def ended(_: "asyncio.Task[Answer]") -> None:
-            del self._answers[task]
-            if not task.cancelled():
-                task.exception()  # marks it as seen: perhaps nobody awaits the task any more
+        def ended(done: "asyncio.Task[Answer]") -> None:
+            del self._answers[done]
+            if not done.cancelled():
+                done.exception()  # marks it as seen: perhaps nobody awaits the task any more
             if outlet is not None:
                 outlet.close()
 

@@ -8,7 +8,7 @@ or the export cannot be written there.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from areal_agent.command import Parser, run_command
@@ -24,7 +24,7 @@ MAX_SHOWN = 10  # violations printed per invariant
 UNPROVED = "cannot be proved for {:,} sessions of ledger version 2, which kept no digest of rewards"
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m areal_agent.ledger",
         description="verify: prove what a run's ledger promises: every token, every trajectory, exactly once. "
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--tokenizer", metavar="FOLDER", type=Path, help="export: the tokenizer (default: the one that the run used)"
     )
-    args = parser.parse_args(argv)
+    args = parser.parse_args(None if argv is None else list(argv))
     path = ledger_in(args.run_dir)
     if args.command == "export":
         return _export(path, args.parquet, args.tokenizer, is_forced=args.force)

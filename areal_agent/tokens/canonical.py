@@ -143,29 +143,21 @@ def with_defaults(answer: JsonObject, tools: Sequence[JsonObject]) -> list[JsonO
     >>> with_defaults(answer, [{"type": "function", "function": edit}])[0]["tool_calls"]
     [{'function': {'name': 'edit', 'arguments': {'all': False, 'path': 'x'}}}]
     """
-    called = answer.get("tool_calls") or ()
-    defaults = _defaults_of(tools) if called else {}
-    if not any(call["function"]["name"] in defaults for call in called):
-        return []
+    called = answer.get("tool_calls") or []
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools} if called else {}
     calls: list[JsonObject] = []
     for call in called:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
         if isinstance(arguments, dict):
-            arguments = {**defaults.get(name, {}), **cast("JsonObject", arguments)}
+            arguments = {**_defaults(schemas.get(name)), **cast("JsonObject", arguments)}
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return [{**answer, "tool_calls": calls}] if calls != called else []
 
 
-def _defaults_of(tools: Sequence[JsonObject]) -> dict[str, JsonObject]:
-    """Return the defaults of the arguments of each tool that has any."""
-    found: dict[str, JsonObject] = {}
-    for tool in tools:
-        schema = tool["function"].get("parameters")
-        properties = schema.get("properties") if isinstance(schema, dict) else None
-        items = cast("JsonObject", properties).items() if isinstance(properties, dict) else ()
-        if defaults := {name: item["default"] for name, item in items if isinstance(item, dict) and "default" in item}:
-            found[tool["function"]["name"]] = defaults
-    return found
+def _defaults(schema: Any) -> JsonObject:
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    items = cast("JsonObject", properties).items() if isinstance(properties, dict) else ()
+    return {name: item["default"] for name, item in items if isinstance(item, dict) and "default" in item}
 
 
 def call_ids(message: JsonObject) -> tuple[str, ...]:

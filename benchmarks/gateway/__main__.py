@@ -5,7 +5,8 @@
 The engine is a stub of zero delay (`engine.py`), the agents' conversations are many turns long (`agents.py`), the
 tokenizer is a real byte-level BPE (`model.py`). The gateway under test, `python -m areal_agent.gateway`, is pinned to
 one core; engine and agents have the others. CPU is that of all its threads. Two simpler gateways (`references.py`) run
-beside it for comparison. Linux only.
+beside it for comparison. On a machine that others use, too, `--only instructions` tells more than CPU times: it counts
+a turn's instructions by callgrind (Debian's valgrind), system calls excluded. Linux only.
 """
 
 import argparse
@@ -28,13 +29,13 @@ from pathlib import Path
 import aiohttp
 import model
 from agents import PROTOCOLS, Agent
-from meter import CpuBound, cpu_ns, pin, resident_bytes, stop
+from meter import CpuBound, InstructionCounter, cpu_ns, pin, resident_bytes, stop
 
 from areal_agent.process import ENDING_WITH_US
 
 HERE = Path(__file__).parent
 ADMIN_KEY = "benchmark"
-READY_S = 60.0
+READY_S = 300.0  # under callgrind everything takes many times as long
 GATEWAY_CORE = 0
 MEMORY_SETTLES_S = 8.0  # the gateway returns free memory a few seconds after turns
 
@@ -123,6 +124,33 @@ async def cpu(world: World, is_quick: bool) -> None:
                 ratios.append(late / early)
         figures = (statistics.median(figure) for figure in (short, long, ratios))
         print(f"| {kind} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |", flush=True)
+
+
+async def instructions(world: World, is_quick: bool) -> None:
+    """Count the instructions of a turn in user space at 8 agents and 16 turns, and over 128 turns."""
+    if not InstructionCounter.is_possible():
+        print("\nInstructions: not counted, there is no valgrind")
+        return
+    print("\n| | millions of instructions, S8 T16 | S2 T128 |\n|---|---|---|", flush=True)
+    for name in (*PROTOCOLS, "floor"):
+        sizes = ((2, 4), (2, 8)) if is_quick else ((8, 16), (2, 128))
+        figures = [await _instructions_of_turns(world, name, *size) / 1e6 for size in sizes]
+        print(f"| {name} | " + " | ".join(f"{figure:.2f}" for figure in figures) + " |", flush=True)
+
+
+async def _instructions_of_turns(world: World, name: str, num_agents: int, num_turns: int) -> float:
+    counter = InstructionCounter(Path(tempfile.mkdtemp(dir=world.folder)))
+    kind = "areal_agent" if name in PROTOCOLS else name
+    async with (
+        open_side(world, kind, core=None, under=counter.command) as side,
+        load(world, side, num_agents, name) as agents,
+    ):
+        await play(agents, 4)  # warms up
+        for agent in agents:
+            await agent.start()
+        counter.start(side.process.pid)
+        await play(agents, num_turns)
+        return counter.stop(side.process.pid) / (num_turns * num_agents)
 
 
 async def protocols(world: World, is_quick: bool) -> None:
@@ -257,6 +285,7 @@ async def _bounded_throughput(world: World, num_sides: int, share: float, num_tu
 
 MEASUREMENTS = {
     "cpu": cpu,
+    "instructions": instructions,
     "protocols": protocols,
     "latency": latency,
     "throughput": throughput,
@@ -290,15 +319,20 @@ async def cpu_of_turns(side: Side, agents: Sequence[Agent], num_turns: int) -> f
 
 @asynccontextmanager
 async def open_side(
-    world: World, kind: str, *, engine_url: str | None = None, core: int | None = GATEWAY_CORE
+    world: World,
+    kind: str,
+    *,
+    engine_url: str | None = None,
+    core: int | None = GATEWAY_CORE,
+    under: Sequence[str] = (),
 ) -> AsyncGenerator[Side]:
-    """Start a gateway in a process of its own, on a core of its own."""
+    """Start a gateway in a process of its own, on a core of its own; `under` is the command that runs it."""
     engine_url = engine_url or world.engine_url
     if kind == "areal_agent":
-        process, base_url = await _start_gateway(world, engine_url)
+        process, base_url = await _start_gateway(world, engine_url, under)
     else:
         arguments = (kind, "--engine", engine_url, "--tokenizer", str(world.tokenizer))
-        process, base_url = _start(world.folder, "references.py", *arguments)
+        process, base_url = _start(world.folder, "references.py", *arguments, under=under)
     try:
         if core is not None:
             pin(process.pid, {core})
@@ -315,8 +349,8 @@ async def load(world: World, side: Side, num_agents: int, protocol: str = "chat"
         yield [Agent(http, side.base_url, ADMIN_KEY, world.text, number, spoken) for number in range(num_agents)]
 
 
-async def _start_gateway(world: World, engine_url: str) -> tuple[subprocess.Popen[bytes], str]:
-    process, port = _spawn_gateway(world, engine_url)
+async def _start_gateway(world: World, engine_url: str, under: Sequence[str]) -> tuple[subprocess.Popen[bytes], str]:
+    process, port = _spawn_gateway(world, engine_url, under)
     base_url = f"http://127.0.0.1:{port}"
     async with asyncio.timeout(READY_S), aiohttp.ClientSession(trust_env=False) as http:
         while process.poll() is None:
@@ -328,21 +362,23 @@ async def _start_gateway(world: World, engine_url: str) -> tuple[subprocess.Pope
     raise RuntimeError(f"the gateway ended with exit code {process.returncode} before it served")
 
 
-def _spawn_gateway(world: World, engine_url: str) -> tuple[subprocess.Popen[bytes], int]:
+def _spawn_gateway(world: World, engine_url: str, under: Sequence[str]) -> tuple[subprocess.Popen[bytes], int]:
     port = _free_port()
     ledger = Path(tempfile.mkdtemp(dir=world.folder)) / "ledger.sqlite"
     arguments = ["--engine", engine_url, "--tokenizer", str(world.tokenizer), "--port", str(port)]
     process = subprocess.Popen(
-        [*ENDING_WITH_US, sys.executable, "-m", "areal_agent.gateway", *arguments, "--ledger", str(ledger)],
+        [*ENDING_WITH_US, *under, sys.executable, "-m", "areal_agent.gateway", *arguments, "--ledger", str(ledger)],
         env={**os.environ, "AREAL_AGENT_ADMIN_KEY": ADMIN_KEY},
         stdout=subprocess.DEVNULL,
     )
     return process, port
 
 
-def _start(folder: Path, script: str, *arguments: str) -> tuple[subprocess.Popen[bytes], str]:
+def _start(
+    folder: Path, script: str, *arguments: str, under: Sequence[str] = ()
+) -> tuple[subprocess.Popen[bytes], str]:
     """Start a script of this folder that prints its port."""
-    argv = [*ENDING_WITH_US, sys.executable, str(HERE / script), *arguments]
+    argv = [*ENDING_WITH_US, *under, sys.executable, str(HERE / script), *arguments]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=folder)
     assert process.stdout is not None
     return process, f"http://127.0.0.1:{int(process.stdout.readline())}"

@@ -1,6 +1,10 @@
-"""The cost of a process: CPU nanoseconds of all its threads and resident bytes; and a bound on its CPU. Linux only."""
+"""The cost of a process: CPU nanoseconds of all its threads, instructions, resident bytes; and a bound on its CPU.
+
+Linux only.
+"""
 
 import os
+import shutil
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +24,32 @@ def cpu_ns(pid: int) -> int:
 
 def resident_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+class InstructionCounter:
+    """Counts a process's instructions in user space, whatever runs beside it; `command` has to start the process."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        out = f"--callgrind-out-file={folder / 'counts'}"
+        self.command = ("valgrind", "--quiet", "--tool=callgrind", "--instr-atstart=no", out)
+
+    def start(self, pid: int) -> None:
+        self._tell(pid, "--instr=on")
+
+    def stop(self, pid: int) -> int:
+        """Return the instructions since the start."""
+        self._tell(pid, "--instr=off")
+        self._tell(pid, "--dump")
+        lines = (line for path in self._folder.iterdir() for line in path.read_text(errors="replace").splitlines())
+        return max(int(line.split()[1]) for line in lines if line.startswith(("summary:", "totals:")))
+
+    def _tell(self, pid: int, order: str) -> None:
+        subprocess.run(["callgrind_control", str(pid), order], check=True, capture_output=True)
+
+    @staticmethod
+    def is_possible() -> bool:
+        return shutil.which("callgrind_control") is not None
 
 
 class CpuBound:

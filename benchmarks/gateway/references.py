@@ -74,6 +74,8 @@ class Reference:
         if known and messages[:known] == session.messages:
             added = self._render([{"role": "assistant", "content": ""}, *messages[known + 1 :]], None)
             return session.ids + self._encode(added.partition("<|im_end|>")[2])
+        for call in (call for message in messages for call in message.get("tool_calls") or ()):
+            call["function"]["arguments"] = orjson.loads(call["function"]["arguments"])  # as templates want them
         return self._encode(self._render(messages, tools))
 
     def _render(self, messages: list[Any], tools: list[Any] | None) -> str:
