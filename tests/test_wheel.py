@@ -65,7 +65,7 @@ def test_what_is_imported_is_declared() -> None:
 
 def test_the_extra_all_has_what_users_may_want() -> None:
     (everything,) = map(Requirement, EXTRAS["all"])
-    assert everything.extras == set(EXTRAS) - FOR_DEVELOPERS
+    assert everything.extras == set(EXTRAS) - FOR_DEVELOPERS - {"reasoning-gym"}  # it needs a compiler
 
 
 def pip(*args: str | Path) -> None:

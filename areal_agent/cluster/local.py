@@ -207,6 +207,11 @@ HUB_FILES = (WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt")  # no pickles, no
 def require_model(model: str, what: str = "model") -> None:
     """Raise ConfigError unless `model` is a Hugging Face folder, `tiny`, or has the form of a hub name."""
     path = Path(model)
+    if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))):
+        raise ConfigError(
+            f"{what} {model!r} is GGUF, whose weights are quantised; give the model that it was made of, as a Hugging "
+            "Face folder with safetensors or a hub name (org/name)"
+        )
     if demonstrations_of(model) is not None or (path / "config.json").is_file():
         return
     if path.exists():

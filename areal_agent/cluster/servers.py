@@ -281,6 +281,7 @@ def command_of(config: EngineConfig, model: Path, version: WeightVersion) -> Seq
     options = {
         "--model": str(model),
         "--device": config.device,
+        "--dtype": config.dtype,
         "--threads": str(config.threads),
         "--weight-version": str(version),
         "--max-running": str(config.max_running_requests),
@@ -429,7 +430,11 @@ def _sglang_options(config: EngineConfig, model: Path, version: WeightVersion) -
         options["--max-total-tokens"] = str(config.kv_tokens)
     if config.device != "auto":
         options["--device"] = config.device
-    return options
+    return options | _dtype(config)
+
+
+def _dtype(config: EngineConfig) -> dict[str, str]:
+    return {} if config.dtype == "auto" else {"--dtype": config.dtype}
 
 
 def _gpus(config: EngineConfig, number: int) -> dict[str, str]:
@@ -477,7 +482,7 @@ def _vllm_options(config: EngineConfig, model: Path) -> dict[str, str]:
     if config.kv_tokens is not None:
         num_blocks = -(-config.kv_tokens // BLOCK_TOKENS) + 1  # vLLM reserves one block as the null block
         options |= {"--block-size": str(BLOCK_TOKENS), "--num-gpu-blocks-override": str(num_blocks)}
-    return options
+    return options | _dtype(config)
 
 
 def _adapter_options(config: EngineConfig, adapters: Path, form: AdapterForm) -> dict[str, str]:

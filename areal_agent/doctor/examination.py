@@ -15,7 +15,7 @@ from pathlib import Path
 from areal_agent.cluster.local import TOKENIZER
 from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, Report, State, attempt, examined
-from areal_agent.doctor.machines import Machine, num_cores, this_machine, uses_gpu
+from areal_agent.doctor.machines import Machine, dtype_finding, num_cores, this_machine, uses_gpu
 from areal_agent.doctor.memory import memory_findings
 from areal_agent.doctor.model import (
     ModelShape,
@@ -53,6 +53,8 @@ class Examination:
             if shape is None:
                 self.report.skip("memory", "disk", "transfer", why="the sizes of the model are not known")
             else:
+                if self.elsewhere is None and not (self.config.is_online or self.config.cluster.address):
+                    self.report.add(dtype_finding(shape, self.config, machine))
                 if self.elsewhere is None and self.config.cluster.address is not None:
                     self.report.skip("memory", why="it is that of other machines; describe them: --gpus, --nodes, ...")
                 else:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from areal_agent.config import Config
 from areal_agent.doctor.findings import GIB, MIB, Finding, State, gib, output_of
+from areal_agent.doctor.model import ModelShape
 from areal_agent.engine.config import EnginePlan
+from areal_agent.models.dtype import LARGE, computed_in, multiplies_bfloat16, slowness
 
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 ASKING_S = 20.0
@@ -188,6 +190,26 @@ def placement_findings(config: Config, machine: Machine) -> Sequence[Finding]:
     found = f"trainer ranks: {config.trainer.num_ranks} on {told(ranks)}; engines: {_num_started(config)} of {size} GPU"
     found += f"{'s' * (size != 1)} on {told(servers)}; GPUs left over: {num_free}"
     return [Finding("placement", State.OK, found)]
+
+
+def dtype_finding(shape: ModelShape, config: Config, machine: Machine) -> Finding:
+    """Report what engine and trainer compute in on this machine, and why."""
+    number = shape.hidden_size
+    places = {name: uses_gpu(getattr(config, name).device, machine) for name in ("engine", "trainer")}
+    choices = {name: getattr(config, name).dtype for name in places}
+    dtypes = {name: computed_in(choices[name], number, is_gpu=is_gpu) for name, is_gpu in places.items()}
+    found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+    if not all(places.values()):
+        has = "multiplies bfloat16 natively" if multiplies_bfloat16() else "has no instructions for bfloat16"
+        found += f"; this processor {has}, the model's hidden size is {number} ('auto' takes bfloat16 from {LARGE} on)"
+    slow = next((name for name in dtypes if slowness(dtypes[name], is_gpu=places[name])), None)
+    if slow is not None:
+        found += f"; {slowness(dtypes[slow], is_gpu=False)}"
+        return Finding("dtype", State.WARN, found, f"leave out {slow}.dtype")
+    if len(set(dtypes.values())) > 1:
+        found += "; log-probabilities of the two differ by some 0.03 nats"
+        return Finding("dtype", State.WARN, found, "leave out engine.dtype and trainer.dtype, or make them equal")
+    return Finding("dtype", State.OK, found)
 
 
 def told(numbers: Sequence[int]) -> str:

@@ -21,7 +21,8 @@ trainer's model at once: the budget of a micro-batch, or the longest context whe
 
       while it saves beside training    a checkpoint over N, in the machine's memory (`trainer.async_save`)
 
-      c bytes is a number that is computed with (`trainer.dtype`); of V H it is 4 with `trainer.fp32_lm_head`.
+      c bytes is a number that is computed with (`trainer.dtype`); of V H it is 4 on a CPU, and with
+      `trainer.fp32_lm_head`.
       a, of a token and a layer, in bfloat16 (norms inside in float32), counted on a CPU:
               16 H + 6 Q D + 4 K D + 8 I  + 6 (Q D + K D) where queries and keys are normalised
       and in float32:
@@ -32,7 +33,8 @@ trainer's model at once: the budget of a micro-batch, or the longest context whe
          while it trains, besides       4 A / N         gradients, none of the output layer
                                         T L c R          a target: between the matrices of each adapter
 
-    an engine                           e P             weights, e bytes each: 4 on a CPU, 2 on a GPU
+    an engine                           e P             weights, e bytes each (`engine.dtype`)
+                                                        on a CPU 4 bytes each outside the layers
                                         2 e L K D       keys and values of one token, times the tokens kept
                                         8 V R           logits of R running requests
       with SGLang                       what `--mem-fraction-static` gives, or `kv_tokens` where that is less
@@ -56,6 +58,7 @@ from areal_agent.doctor.machines import Machine, Share, placement_findings, shar
 from areal_agent.doctor.model import BFLOAT16_BYTES, FLOAT32_BYTES, ModelShape
 from areal_agent.engine.config import EnginePlan, default_kv_tokens
 from areal_agent.errors import ConfigError
+from areal_agent.models.dtype import computed_in
 from areal_agent.trainer.config import LoraConfig
 
 Parts = Counter[str]
@@ -87,8 +90,11 @@ class EngineMemory:
         self._is_embedded = config.engine.backend == "embedded"
         self._is_gpu = uses_gpu(config.engine.device, machine)
         self._is_distributed = config.trainer.transfer == "distributed"
-        self._item_bytes = BFLOAT16_BYTES if self._is_gpu else FLOAT32_BYTES
-        self._weight_bytes = self._item_bytes * shape.num_parameters
+        is_half = computed_in(config.engine.dtype, shape.hidden_size, is_gpu=self._is_gpu) == "bfloat16"
+        self._item_bytes = BFLOAT16_BYTES if is_half else FLOAT32_BYTES
+        of_rest = self._item_bytes if self._is_gpu or not self._is_embedded else FLOAT32_BYTES
+        in_layers = shape.num_layers * shape.num_layer_parameters
+        self._weight_bytes = self._item_bytes * in_layers + of_rest * (shape.num_parameters - in_layers)
         self._overhead_bytes = CUDA_CONTEXT_BYTES if self._is_embedded else SERVER_BYTES
         logits = 2 * FLOAT32_BYTES * shape.vocab_size * config.engine.max_running_requests
         self._logit_bytes = logits if self._is_embedded else 0  # a foreign server's are in its workspaces
@@ -173,7 +179,7 @@ class TrainerMemory:
         # beside adapters, the reference is the model without them
         self._reference = shape.num_parameters if config.algorithm.reference == "initial" and not lora else 0
         self._trained = shape.num_adapter_parameters(lora.rank, lora.target_modules) if lora else shape.num_parameters
-        self._is_half = trainer.dtype == "bfloat16" or (trainer.dtype == "auto" and is_gpu)
+        self._is_half = computed_in(trainer.dtype, shape.hidden_size, is_gpu=is_gpu) == "bfloat16"
         # frozen matrices stay in bfloat16, where their files are
         self._in_bfloat16 = shape.num_matrix_parameters if lora and self._is_half and shape.dtype == "bfloat16" else 0
         self._computed_bytes = BFLOAT16_BYTES if self._is_half else FLOAT32_BYTES  # of one number in a layer
@@ -192,7 +198,7 @@ class TrainerMemory:
     def training(self) -> Parts:
         """Return the parts while gradients are computed."""
         shape = self._shape
-        of_rest = FLOAT32_BYTES if self._trainer.fp32_lm_head else self._computed_bytes
+        of_rest = self._computed_bytes if self._is_gpu and not self._trainer.fp32_lm_head else FLOAT32_BYTES
         gathered = of_rest * shape.num_embedding_parameters + 2 * self._computed_bytes * shape.num_layer_parameters
         is_gathered = self._is_half or self._trainer.num_ranks > 1
         head = 0 if self._lora else shape.num_embedding_parameters  # adapters do not change the output layer

@@ -21,10 +21,12 @@ from areal_agent.cluster.gang import Gang, start_trainer
 from areal_agent.cluster.local import weights_folder
 from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, Report, State, attempt, examined, gib
+from areal_agent.doctor.model import ModelShape
 from areal_agent.engine.config import may_be_on
 from areal_agent.engine.fleet.member import ServedEngine
 from areal_agent.engine.pushes import size_of
 from areal_agent.errors import ConfigError
+from areal_agent.models.dtype import computed_in
 from areal_agent.observe.progress import Progress
 from areal_agent.protocols import Engine, MemoryHolder, Sampler
 from areal_agent.run.sources import connect_engine, memory_lent
@@ -236,10 +238,10 @@ FIRST, NEXT = WeightVersion(), WeightVersion(step=1)
 def parity_finding(report: StepReport, *, is_float32: bool) -> Finding:
     """Report the difference between engine and trainer on the same tokens under the same weights."""
     mean, most = report.metrics["logp_diff_mean"], report.metrics["logp_diff_max"]
-    number = int(report.metrics["num_loss_tokens"])
+    number, sample = int(report.metrics["num_loss_tokens"]), report.metrics["effective_sample_size"]
     found = (
         f"the log-probabilities of engine and trainer (transformers) differ by {mean:.2g} nats on average and "
-        f"{most:.2g} at most, over {number} tokens"
+        f"{most:.2g} at most, over {number} tokens; the effective sample size of the importance weights is {sample:.3f}"
     )
     if not mean <= FAR:  # NaN, too
         change = "they do not compute the same model: compare folders and temperatures"
@@ -439,5 +441,8 @@ class Trial:
     ) -> list[Finding]:
         async with memory_lent(memory):
             report = await trainer.train_step(batch_of(answers))
-        is_float32 = info.device == "cpu" and self.config.trainer.dtype != "bfloat16"
+        config, is_gpu = self.config, info.device != "cpu"
+        shape = await asyncio.to_thread(ModelShape.read, self.model)
+        choices = (config.engine.dtype, config.trainer.dtype)
+        is_float32 = {computed_in(one, shape.hidden_size, is_gpu=is_gpu) for one in choices} == {"float32"}
         return [parity_finding(report, is_float32=is_float32)]

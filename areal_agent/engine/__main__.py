@@ -59,6 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runner = ModelRunner(
         options.model,
         device=config.device,
+        dtype=config.dtype,
         num_slots=config.max_running_requests,
         max_context_tokens=config.max_context_tokens,
         kv_tokens=config.kv_tokens,
@@ -80,6 +81,8 @@ def _parser() -> Parser:
     add("--port", type=int, default=fields.port, help="0 picks a free one (default)")
     add("--host", default="127.0.0.1", help=f"address to bind (default 127.0.0.1); others need a key in {KEY_VARIABLE}")
     add("--device", choices=("auto", "cpu", "cuda"), default=fields.device)
+    help_of_dtype = "what the model computes in (default auto: by processor and size)"
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default=fields.dtype, help=help_of_dtype)
     add("--threads", type=int, default=fields.threads, help="CPU threads (default %(default)s)")
     add(
         "--max-running",

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from areal_agent.engine.address import Backend
 from areal_agent.errors import ConfigError
+from areal_agent.models.dtype import DType
 from areal_agent.section import Section
 
 
@@ -40,6 +41,11 @@ class EngineConfig(Section):
     """Port of the engine on 127.0.0.1 if it is one server; 0 picks a free one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU if there is one."""
+    dtype: DType = "auto"
+    """What the model computes in. `auto` is bfloat16 on a GPU, and on a CPU that multiplies it natively (AMX,
+    AVX512-BF16, ARM's BF16) with models of a hidden size of 512 or more; else float32. On a CPU the embeddings, the
+    last norm and the output layer are float32 in any case. With SGLang and vLLM `auto` is their own choice on a GPU,
+    and float32 on a CPU."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """CPU threads of each engine process. Engines and trainer together should not exceed the cores of the machine."""
     max_running_requests: Annotated[int, Field(ge=1, le=4096)] = 64
@@ -112,7 +118,7 @@ class EngineConfig(Section):
         if self.url is not None:
             self._refuse(("urls",), "names the servers of a run, but engine.url the engine behind a gateway")
         elif self.urls:
-            started = ("python", "num_servers", "first_gpu", "server_args", "port", "device", "threads")
+            started = ("python", "num_servers", "first_gpu", "server_args", "port", "device", "dtype", "threads")
             self._refuse(
                 (*started, "max_running_requests", "kv_tokens"),
                 "only applies to servers that the run starts, but those of engine.urls run already",

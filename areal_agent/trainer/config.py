@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.models.dtype import DType
 from areal_agent.section import Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -93,14 +94,14 @@ class TrainerConfig(Section):
     """CPU threads of each trainer process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: cuda if there is a GPU."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What the model computes in; `auto` is bfloat16 on cuda and float32 on a CPU. Weights, sums of gradients and the
-    optimiser are float32 in any case. With bfloat16 a layer's weights are cast when the layer runs (FSDP2), and no
-    second copy of the model is kept."""
+    dtype: DType = "auto"
+    """What the model computes in; `auto` decides as `engine.dtype` does. Weights, sums of gradients and the optimiser
+    are float32 in any case; on a CPU embeddings, last norm and output layer too. With bfloat16 a layer's weights are
+    cast when the layer runs (FSDP2), and no second copy of the model is kept."""
     fp32_lm_head: bool = False
-    """With bfloat16: compute the embeddings, the last norm and the output layer in float32, and so log-probabilities
-    as exactly as the layers' outputs allow (MiniMax-M1, arXiv 2506.13585). Products of the output layer become several
-    times slower on a GPU. It narrows the difference to engines that do the same."""
+    """With bfloat16 on a GPU: compute the embeddings, the last norm and the output layer in float32, and so
+    log-probabilities as exactly as the layers' outputs allow (MiniMax-M1, arXiv 2506.13585). Products of the output
+    layer become several times slower. It narrows the difference to engines that do the same."""
     transfer: Literal["shared_memory", "disk", "distributed"] = "shared_memory"
     """How new weights reach the engine. `shared_memory`: through /dev/shm. `disk`: through folders in the machine's
     temporary directory, for machines whose /dev/shm is too small, as in many containers; on a Ray cluster in the

@@ -31,6 +31,7 @@ class Mismatch(Counts):
     diff_max: float = 0.0
     kl_sum: float = 0.0  # KL(behaviour || proximal), estimator k3
     num_fresh: int = 0
+    fresh_diff_sum: float = 0.0
     fresh_diff_max: float = 0.0
 
     @classmethod
@@ -41,14 +42,15 @@ class Mismatch(Counts):
         diff = (proximal - behavior).abs()
         fresh_diff = torch.where(is_fresh, diff, 0.0)
         kl = divergence(behavior, proximal, "k3")
-        values = [diff.sum(), diff.max(), kl.sum(), is_fresh.sum(), fresh_diff.max()]
-        diff_sum, diff_max, kl_sum, num_fresh, fresh_diff_max = torch.stack(values).tolist()
+        values = [diff.sum(), diff.max(), kl.sum(), is_fresh.sum(), fresh_diff.sum(), fresh_diff.max()]
+        diff_sum, diff_max, kl_sum, num_fresh, fresh_diff_sum, fresh_diff_max = torch.stack(values).tolist()
         return cls(
             num_tokens=len(proximal),
             diff_sum=diff_sum,
             diff_max=diff_max,
             kl_sum=kl_sum,
             num_fresh=round(num_fresh),
+            fresh_diff_sum=fresh_diff_sum,
             fresh_diff_max=fresh_diff_max,
         )
 
@@ -57,6 +59,7 @@ class Mismatch(Counts):
         return {
             "logp_diff_mean": self.diff_sum / count,
             "logp_diff_max": self.diff_max,
+            "logp_diff_fresh_mean": self.fresh_diff_sum / max(self.num_fresh, 1),
             "logp_diff_fresh_max": self.fresh_diff_max,
             "num_fresh_tokens": self.num_fresh,
             "kl_behavior_proximal": self.kl_sum / count,

@@ -133,8 +133,12 @@ class Policy:
         self._group = group
 
     @property
+    def hidden_size(self) -> int:
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @property
     def publish_dtype(self) -> torch.dtype:
-        """The dtype that an engine on the same kind of device computes in."""
+        """The dtype of what engines get: on a GPU what they compute in; on a CPU they cast their layers."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def trained_parameters(self) -> dict[str, Tensor]:
@@ -329,8 +333,7 @@ class Critic:
     ) -> None:
         self._clip = algorithm.value_clip
         decoder, rows = policy.backbone()
-        hidden_size = int(policy.model.config.get_text_config().hidden_size)
-        head = nn.Linear(hidden_size, 1, bias=False, device=policy.device)
+        head = nn.Linear(policy.hidden_size, 1, bias=False, device=policy.device)
         nn.init.zeros_(head.weight)
         self.model = ValueForward(decoder, head, policy.kernel, group.context).eval()
         if config.gradient_checkpointing:

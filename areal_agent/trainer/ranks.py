@@ -38,6 +38,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from areal_agent.callback import LOOPBACK, Callback
 from areal_agent.errors import ConfigError, ProcessDied, TrainerDied
+from areal_agent.models.dtype import computed_in
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.context import Context
 from areal_agent.trainer.wire import Frame, RankCall, error_of, read_frame
@@ -228,11 +229,11 @@ class Precision:
     rest: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, config: TrainerConfig, device: torch.device) -> Self:
-        """Return what the config asks for on this device."""
-        by_device = "bfloat16" if device.type == "cuda" else "float32"
-        layers: torch.dtype = getattr(torch, by_device if config.dtype == "auto" else config.dtype)
-        return cls(layers=layers, rest=torch.float32 if config.fp32_lm_head else layers)
+    def of(cls, config: TrainerConfig, device: torch.device, hidden_size: int) -> Self:
+        """Return what the config asks for on this device, with a model of this hidden size."""
+        is_gpu = device.type == "cuda"
+        layers: torch.dtype = getattr(torch, computed_in(config.dtype, hidden_size, is_gpu=is_gpu))
+        return cls(layers=layers, rest=layers if is_gpu and not config.fp32_lm_head else torch.float32)
 
     def policies(self) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
         """Return FSDP2's policy for a layer, whose outputs are what the rest computes in, and for the rest."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from areal_agent.callback import LOOPBACK
 from areal_agent.errors import ConfigError
+from areal_agent.models.dtype import warn_if_slow
 from areal_agent.observe.token_records import TokenRecorder
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
@@ -62,7 +63,8 @@ class Trainer:
         teacher = None
         if setup.teacher is not None:
             teacher = load_teacher(setup.teacher, policy, is_padded=is_padded, group=group)
-        precision = Precision.of(config, device)
+        precision = Precision.of(config, device, policy.hidden_size)
+        warn_if_slow("trainer.dtype", config.dtype, is_gpu=device.type == "cuda")
         if group.mesh is None and precision != FLOAT32:
             group = Group.of_one(device)
         self._group = group

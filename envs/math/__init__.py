@@ -2,6 +2,8 @@
 
 tasks.py      generated problems; real sets are files or data sets with the columns `problem` and `answer`
 workflow.py   `solve`: one conversation with the tool, to its reward
-judge.py      whether an answer is right: processes that an answer may hang or kill
-verifier.py   what such a process runs
+judge.py      whether an answer is right
+verifier.py   math-verify, as a process runs it
+processes.py  processes that a question may hang or kill; reasoning_gym/ scores in them, too
+served.py     what such a process runs
 """

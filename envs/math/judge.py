@@ -4,23 +4,17 @@ async with open_judge() as judge:
     await judge.is_right(r"So it is \\boxed{0.5}.", r"\\frac{1}{2}")
 """
 
-import asyncio
 import importlib.util
 import json
-import sys
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-from areal_agent import ConfigError, SandboxError
+from areal_agent import ConfigError
+from envs.math.processes import Processes, open_processes
 
 VERIFIER = Path(__file__).with_name("verifier.py")
-MEMORY_BYTES = 2 * 2**30
 CPU_S = 5.0
-WALL_S = 120.0
-"""A process that is silent for so long is taken for dead, however busy the machine is."""
-NUM_PROCESSES = 4
 MAX_CHARACTERS = 4_000
 """The answer stands in the last characters of a text; of an older one, nothing is read."""
 BOXED = r"\boxed{"
@@ -33,11 +27,8 @@ async def open_judge(cpu_s: float = CPU_S) -> AsyncGenerator["Judge"]:
     An answer that takes longer than `cpu_s` is wrong.
     """
     require_math_verify()
-    judge = Judge(cpu_s)
-    try:
-        yield judge
-    finally:
-        await judge.close()
+    async with open_processes(VERIFIER, cpu_s) as processes:
+        yield Judge(processes)
 
 
 def require_math_verify() -> None:
@@ -47,80 +38,21 @@ def require_math_verify() -> None:
 
 
 class Judge:
-    """Compares answers in a few processes: one is started when it is needed, and replaced when something ends it."""
+    """Compares answers in a few processes."""
 
-    def __init__(self, cpu_s: float) -> None:
-        self._cpu_s = cpu_s
-        self._slots = asyncio.Semaphore(NUM_PROCESSES)
-        self.idle: list[Process] = []  # ready for the next answer
-        self.num_killed = 0  # processes that an answer has ended
+    def __init__(self, processes: Processes) -> None:
+        self.processes = processes
 
     async def is_right(self, said: str, right: str) -> bool:
         """Return whether the answer of a text is mathematically `right`.
 
         Raises ValueError when `right` is no mathematics, and SandboxError when no process can be started.
         """
-        async with self._slots:
-            while self.idle and self.idle[-1].returncode is not None:
-                self.idle.pop()  # it died between two answers, of which neither is to blame
-            process = self.idle.pop() if self.idle else await start(self._cpu_s)
-            line = b""
-            try:
-                line = await ask(process, final_answer(said), expected_answer(right))
-            finally:
-                if line:
-                    self.idle.append(process)
-                else:
-                    await end(process)
-        if not line:
-            self.num_killed += 1
-            return False
-        result = json.loads(line)
+        line = await self.processes.ask(final_answer(said), expected_answer(right))
+        result = json.loads(line or b"false")
         if result is None:
             raise ValueError(f"the task's answer {right!r} holds no mathematical expression; mend the task")
         return result
-
-    async def close(self) -> None:
-        while self.idle:
-            await end(self.idle.pop())
-
-
-async def start(cpu_s: float) -> Process:
-    """Start a verifier and wait until it is ready."""
-    command = (sys.executable, "-P", str(VERIFIER), str(MEMORY_BYTES), str(cpu_s))
-    process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)
-    try:
-        line = await reply_of(process)
-    except BaseException:
-        await end(process)
-        raise
-    if line != b"ready\n":
-        await end(process)
-        raise SandboxError(f"the verifier does not start: run {' '.join(command)} to see why")
-    return process
-
-
-async def ask(process: Process, said: str, right: str) -> bytes:
-    """Return the verifier's line; nothing when it has died."""
-    assert process.stdin is not None
-    process.stdin.write(json.dumps([said, right]).encode() + b"\n")
-    with suppress(ConnectionError):
-        await process.stdin.drain()
-        return await reply_of(process)
-    return b""
-
-
-async def reply_of(process: Process) -> bytes:
-    assert process.stdout is not None
-    with suppress(TimeoutError):
-        return await asyncio.wait_for(process.stdout.readline(), WALL_S)
-    return b""
-
-
-async def end(process: Process) -> None:
-    with suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()
 
 
 def final_answer(said: str) -> str:

@@ -94,6 +94,7 @@ def test_a_config_that_works(small_model: Path, tmp_path: Path) -> None:
             "ports",
             "run folder",
             "machine",
+            "dtype",
             "model",
             "tokenizer",
             "template",

@@ -102,11 +102,11 @@ async def test_a_hostile_answer_is_wrong_and_the_judge_goes_on(judge: Judge, sai
 @IN_ONE_LOOP
 async def test_a_process_that_died_between_two_answers_costs_none(judge: Judge) -> None:
     assert await judge.is_right(r"\boxed{7}", "7")
-    num_killed = judge.num_killed
-    for process in judge.idle:
+    num_killed = judge.processes.num_killed
+    for process in judge.processes.idle:
         process.kill()
         await process.wait()
-    assert await judge.is_right(r"\boxed{7}", "7") and judge.num_killed == num_killed
+    assert await judge.is_right(r"\boxed{7}", "7") and judge.processes.num_killed == num_killed
 
 
 def test_no_problem_is_in_both_splits() -> None:

@@ -60,8 +60,8 @@ class Lab:
         reference: Path | None = None,
         group: Group = ALONE,
     ) -> None:
-        precision = Precision.of(config, CPU)
         self.policy = Policy.load(folder, CPU, group=group)
+        precision = Precision.of(config, CPU, self.policy.hidden_size)
         more = {"group": group, "precision": precision}
         self.critic = Critic(self.policy, config, algorithm, **more) if algorithm.critic else None
         other = None

@@ -120,9 +120,10 @@ class Decoder:
         )
         self._embedding: Tensor = inner.embed_tokens.weight
         self._layers = [_Layer.of(layer) for layer in inner.layers]
+        self.dtype = self._layers[0].qkv.weight.dtype  # of the layers, of keys and of values
         self._norm = _Norm.of(inner.norm)
         self._head: Tensor = cast(Any, model).lm_head.weight
-        self._cos, self._sin = _rotations(inner.rotary_emb, max_positions, like=self._embedding)
+        self._cos, self._sin = _rotations(inner.rotary_emb, max_positions, like=self._layers[0].qkv.weight)
 
     def hidden(
         self,
@@ -136,7 +137,7 @@ class Decoder:
 
         Raises StepGivenUp, between two layers, once `unneeded` is set.
         """
-        hidden = embedding(ids, self._embedding)
+        hidden = embedding(ids, self._embedding).to(self.dtype)
         cos, sin = self._cos[positions], self._sin[positions]
         for number, layer in enumerate(self._layers):
             if unneeded.is_set():
@@ -145,7 +146,7 @@ class Decoder:
             layer.output.add_to(hidden, step.attend(number, queries, keys, values))
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
             layer.down.add_to(hidden, silu(gate).mul_(up))
-        return self._norm(hidden)
+        return self._norm(hidden.to(self._head.dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits of the next token, `[n, V]` float32."""

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from areal_agent.engine.embedded.kv_cache import KVCache, SlotStore, plan_room
 from areal_agent.engine.embedded.transfer import BLOCK_BYTES, take, tensors_over
 from areal_agent.engine.pushes import DTYPE_BYTES, check_layout, take_folder, take_shared_memory, weight_files
 from areal_agent.errors import ConfigError, EngineRejected, WeightUpdateError
+from areal_agent.models.dtype import DType, computed_in, warn_if_slow
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry, Weights
 
 logger = logging.getLogger(__name__)
@@ -48,11 +49,18 @@ SCORED = 256
 _HUB_NAME = re.compile(r"[A-Za-z0-9][^/\s]*/[^/\s]+")
 
 
-def load_model(model_path: str, place: torch.device, dtype: torch.dtype, *, max_context_tokens: int) -> PreTrainedModel:
-    """Load a model on its device. Raises ConfigError."""
+def load_model(model_path: str, place: torch.device, choice: DType, *, max_context_tokens: int) -> PreTrainedModel:
+    """Load a model on its device. Raises ConfigError.
+
+    On a CPU only its layers are cast: logits are products in float32, as they are in the trainer.
+    """
     _check_there(model_path)
+    is_gpu = place.type == "cuda"
     try:
-        _check_supported(AutoConfig.from_pretrained(model_path), max_context_tokens)
+        config = AutoConfig.from_pretrained(model_path)
+        _check_supported(config, max_context_tokens)
+        layers: torch.dtype = getattr(torch, computed_in(choice, config.hidden_size, is_gpu=is_gpu))
+        dtype = layers if is_gpu else torch.float32
         model, loaded = cast(
             tuple[PreTrainedModel, Mapping[str, Collection[str]]],
             AutoModelForCausalLM.from_pretrained(
@@ -78,6 +86,7 @@ def load_model(model_path: str, place: torch.device, dtype: torch.dtype, *, max_
             f"cannot load the model {model_path!r}: {len(broken)} of its weights hold NaN or infinity, {broken[:3]}; "
             "take one from before its training diverged"
         )
+    cast(Any, model).model.layers.to(layers)
     return model.requires_grad_(False).eval()
 
 
@@ -156,19 +165,19 @@ class ModelRunner:
         model_path: str,
         *,
         device: Literal["auto", "cpu", "cuda"],
-        dtype: torch.dtype | None = None,
+        dtype: DType = "auto",
         num_slots: int,
         max_context_tokens: int,
         kv_tokens: int | None = None,
         leave_bytes: int | None = None,
         num_sharing: int = 1,
     ) -> None:
-        """Load a Hugging Face folder, by default in float32 on a CPU and bfloat16 on a GPU, and allocate the KV cache.
+        """Load a Hugging Face folder and allocate the KV cache.
 
         Raises ConfigError, also when there is no room for one context.
         """
         place = _place(device)
-        dtype = dtype or (torch.bfloat16 if place.type == "cuda" else torch.float32)
+        warn_if_slow("engine.dtype", dtype, is_gpu=place.type == "cuda")
         model = load_model(model_path, place, dtype, max_context_tokens=max_context_tokens)
         self.model_path = model_path
         self.max_context_tokens = max_context_tokens
@@ -184,7 +193,7 @@ class ModelRunner:
             kv_tokens=kv_tokens,
             leave_bytes=leave_bytes,
             num_sharing=num_sharing,
-            token_bytes=self._decoder.kv_shape.num_bytes(dtype),
+            token_bytes=self._decoder.kv_shape.num_bytes(self._decoder.dtype),
             device=self.device,
         )
         self.num_slots = room.num_slots
@@ -193,7 +202,7 @@ class ModelRunner:
             num_slots=room.num_slots,
             num_positions=max_context_tokens,
             device=self.device,
-            dtype=dtype,
+            dtype=self._decoder.dtype,
         )
         self.kv = SlotStore(cache, room, max_context_tokens=max_context_tokens)
 
