@@ -19,11 +19,9 @@ from typing import Any
 
 import aiohttp
 
-from areal_agent.engine.config import EngineConfig
 from areal_agent.process import ENDING_WITH_US
 
 PROMPT_TOKENS = 128
-HAS_DTYPE = "dtype" in EngineConfig.model_fields  # without, the embedded engine computes in float32
 READY_S = 300.0
 HERE = Path(__file__).parent
 OURS = sys.executable
@@ -68,8 +66,7 @@ def start_ours(
 ) -> Server:
     port = _free_port()
     argv = [python, "-m", "areal_agent.engine", "--model", str(folder), "--port", str(port)]
-    argv += ["--max-running", "64", "--max-context", str(max_context)]
-    argv += ["--dtype", dtype] if HAS_DTYPE or dtype == "bfloat16" else []
+    argv += ["--max-running", "64", "--max-context", str(max_context), "--dtype", dtype]
     argv += options  # the last option of a name counts
     return _start(argv, log, port, "/generate", _native_body)
 

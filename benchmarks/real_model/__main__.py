@@ -1,8 +1,6 @@
 """A small real model on a CPU, SmolLM2-135M-Instruct: learning, engine, trainer and memory, beside others, in one run.
 
-    python benchmarks/real_model [--quick] [--only learning engine trainer memory] [--model NAME|FOLDER] [--dtypes auto]
-                                 [--steps 40] [--seeds 3] [--cores 2] [--out runs/real_model] [--trl-python PATH]
-                                 [--vllm-python PATH] [key=value ...]
+    python benchmarks/real_model [--quick] [--only PART ...] [--dtypes auto] [--steps 40] [--seeds 3] [--cores 2] [...]
 
 learning    seconds a step and held-out success over time, of a run and of TRL's GRPOTrainer, in the last dtype: same
             model, sums of two one-digit numbers, 8 x 8 rollouts a step, learning rate and cores. A run answers held-out
@@ -34,22 +32,20 @@ from areal_agent.doctor.findings import GIB
 from areal_agent.doctor.machines import this_machine
 from areal_agent.doctor.memory import estimate
 from areal_agent.doctor.model import ModelShape
-from areal_agent.engine.config import EngineConfig
+from areal_agent.models.dtype import multiplies_bfloat16
 
 PARTS = ("learning", "engine", "trainer", "memory")
 
 
 def main() -> int:
-    args, processor = parse(), torch.cpu.get_capabilities()
-    print(
-        f"{processor['cpu_name']}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}", flush=True
-    )
-    folder = (Path(args.model) if Path(args.model).is_dir() else Path(snapshot_download(args.model))).resolve()
-    auto = ["float32", "bfloat16"] if processor["amx_bf16"] or processor["avx512_bf16"] else ["float32"]
+    args, processor = parse(), torch.cpu.get_capabilities()["cpu_name"]
+    print(f"{processor}, {platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}", flush=True)
+    folder = Path(args.model) if Path(args.model).is_dir() else Path(snapshot_download(args.model))
+    auto = ["float32", "bfloat16"] if multiplies_bfloat16() else ["float32"]
     dtypes: list[str] = auto if args.dtypes == ["auto"] else args.dtypes
     if "learning" in args.only or "memory" in args.only:
         args.out.mkdir(parents=True, exist_ok=True)
-        results = run_all(trials_of(args, folder, dtypes[-1]), args.out / "results.jsonl", args.trl_python)
+        results = run_all(trials_of(args, dtypes[-1]), args.out / "results.jsonl", args.trl_python)
         if "learning" in args.only:
             print(f"\nlearning in {dtypes[-1]}\n\n{table(results)}", flush=True)
             draw(results, args.out / "learning.png")
@@ -84,14 +80,12 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def trials_of(args: argparse.Namespace, folder: Path, dtype: str) -> Sequence[Trial]:
+def trials_of(args: argparse.Namespace, dtype: str) -> Sequence[Trial]:
     """Return the runs, of both sides in turns. Memory alone needs one short run of ours."""
     is_short = args.quick or "learning" not in args.only
     steps, every, held_out = (2, 1, 8) if is_short else (args.steps, 10, 100)
-    overrides = [f"model={folder}", f"trainer.dtype={dtype}", f"batch_size={2 if args.quick else 8}", f"steps={steps}"]
-    if "dtype" in EngineConfig.model_fields:  # without, the engine computes in float32
-        overrides.append(f"engine.dtype={dtype}")
-    told = " ".join([*overrides, f"eval.every={every}", f"eval.num_tasks={held_out}", *args.overrides])
+    sizes = f"batch_size={2 if args.quick else 8} steps={steps} eval.every={every} eval.num_tasks={held_out}"
+    told = " ".join([f"model={args.model} engine.dtype={dtype} trainer.dtype={dtype}", sizes, *args.overrides])
     sides = ("ours", "trl") if "learning" in args.only and args.trl_python else ("ours",)
     seeds = range(1 if is_short else args.seeds)
     return [Trial(side=side, cores=args.cores, seed=seed, overrides=told) for seed in seeds for side in sides]

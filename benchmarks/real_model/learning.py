@@ -10,14 +10,15 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from tasks import load
 
 from areal_agent.config import Config
 from areal_agent.observe.metrics import evaluation_rows, read_metrics, step_rows
 from areal_agent.process import ENDING_WITH_US
+from envs.reasoning_gym.tasks import load
 
 HERE = Path(__file__).parent
 
@@ -79,26 +80,28 @@ def run_ours(trial: Trial) -> Outcome:
 
 def run_theirs(trial: Trial, python: str) -> Outcome:
     config = trial.config
+    args: dict[str, Any] = config.tasks.args if config.tasks else {}
     given = config.model_dump(include={"model", "seed", "steps", "batch_size", "group_size"}) | {
         "dtype": config.trainer.dtype,
         "learning_rate": config.trainer.learning_rate,
         "max_tokens": config.rollout.max_tokens,
         "eval_every": config.eval.every,
-        "tasks": load("train", trial.seed),
-        "held_out": load("test", trial.seed)[: config.eval.num_tasks],
+        "tasks": load("train", trial.seed, **args),
+        "held_out": load("test", trial.seed, **args)[: config.eval.num_tasks],
     }
-    said = run(trial.cores, [python, str(HERE / "theirs.py"), json.dumps(given)])
+    said = run(trial.cores, [python, str(HERE / "theirs.py")], json.dumps(given))
     return Outcome(**json.loads(said.splitlines()[-1]))
 
 
-def run(num_cores: int, command: Sequence[str]) -> str:
+def run(num_cores: int, command: Sequence[str], given: str = "") -> str:
     """Run a command on so many cores, with as many threads where it does not set them; return what it prints."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:num_cores]))
     command = [*ENDING_WITH_US, "taskset", "-c", cores, *command]
-    environment = os.environ | {"OMP_NUM_THREADS": str(num_cores)}
-    return subprocess.run(
-        command, cwd=HERE.parents[1], env=environment, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
+    settings = os.environ | {"OMP_NUM_THREADS": str(num_cores)}
+    done = subprocess.run(
+        command, cwd=HERE.parents[1], env=settings, input=given, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return done.stdout
 
 
 def table(results: Results) -> str:

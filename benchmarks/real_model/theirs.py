@@ -1,4 +1,4 @@
-"""TRL's side of `learning`, run by the Python of its own environment: `theirs.py SETTINGS` prints a line of JSON.
+"""TRL's side of `learning`, run by the Python of its own environment: it reads settings in JSON and prints a line of it.
 
 An unchanged GRPOTrainer trains float32 weights, with autocast where the dtype is bfloat16. Answering held-out tasks is
 in no step's time.
@@ -12,9 +12,9 @@ import time
 
 import torch
 from datasets import Dataset
-from tasks import prompt, score
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from workflow import score
 
 # pyright: basic, reportMissingImports=false
 
@@ -38,7 +38,7 @@ class Meter(TrainerCallback):
     def evaluate(self, step, model):
         tasks = self.given["held_out"]
         options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
-        batch = self.tokenizer.apply_chat_template([prompt(one["question"]) for one in tasks], **options)
+        batch = self.tokenizer.apply_chat_template([one["messages"] for one in tasks], **options)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             ids = model.generate(**batch, do_sample=True, top_k=0, max_new_tokens=self.given["max_tokens"])
@@ -72,7 +72,9 @@ def main(given):
             model=AutoModelForCausalLM.from_pretrained(given["model"], dtype=torch.float32),
             reward_funcs=reward,
             processing_class=tokenizer,
-            train_dataset=Dataset.from_list([{**one, "prompt": prompt(one["question"])} for one in given["tasks"]]),
+            train_dataset=Dataset.from_list(
+                [{"prompt": one["messages"], "answer": one["answer"]} for one in given["tasks"]]
+            ),
             callbacks=[meter],
             args=config,
         )
@@ -83,4 +85,4 @@ def main(given):
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.load(sys.stdin))
