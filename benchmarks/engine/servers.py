@@ -1,4 +1,4 @@
-"""The servers that are measured over HTTP: how each is started, and how it is asked for 128 tokens with probabilities.
+"""The servers that are measured over HTTP: how each is started, and how it is asked for tokens with probabilities.
 
 vLLM and SGLang live in environments of their own: `python` is theirs. SGLang's CPU path imports compiled operators that
 PyPI has no CPU build of; a dense model calls none of them, and `sglang_cpu/` stands in for their names.
@@ -21,7 +21,7 @@ import aiohttp
 
 from areal_agent.process import ENDING_WITH_US
 
-PROMPT_TOKENS, NEW_TOKENS = 128, 128
+PROMPT_TOKENS = 128
 READY_S = 300.0
 HERE = Path(__file__).parent
 OURS = sys.executable
@@ -57,28 +57,34 @@ class Server:
 
 
 def start_ours(
-    folder: Path, python: str, log: Path, max_context: int = 512, options: Sequence[str] = ("--device", "cpu")
+    folder: Path,
+    python: str,
+    log: Path,
+    dtype: str = "auto",
+    max_context: int = 512,
+    options: Sequence[str] = ("--device", "cpu"),
 ) -> Server:
     port = _free_port()
     argv = [python, "-m", "areal_agent.engine", "--model", str(folder), "--port", str(port)]
-    argv += ["--max-running", "64", "--max-context", str(max_context), *options]  # the last option of a name counts
+    argv += ["--max-running", "64", "--max-context", str(max_context), "--dtype", dtype]
+    argv += options  # the last option of a name counts
     return _start(argv, log, port, "/generate", _native_body)
 
 
-def start_sglang(folder: Path, python: str, log: Path) -> Server:
+def start_sglang(folder: Path, python: str, log: Path, dtype: str) -> Server:
     port = _free_port()
     argv = [python, str(HERE / "sglang_cpu" / "launch.py"), "--model-path", str(folder), "--port", str(port)]
     argv += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-    argv += ["--grammar-backend", "none", "--dtype", "float32", "--skip-server-warmup", "--host", "127.0.0.1"]
+    argv += ["--grammar-backend", "none", "--dtype", dtype, "--skip-server-warmup", "--host", "127.0.0.1"]
     argv += ["--max-total-tokens", "32768", "--max-running-requests", "64", "--weight-version", "0"]
     environment = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(HERE / "sglang_cpu")}
-    return _start(argv, log, port, "/generate", _sglang_body, environment)
+    return _start(argv, log, port, "/generate", _native_body, environment)
 
 
-def start_vllm(folder: Path, python: str, log: Path) -> Server:
+def start_vllm(folder: Path, python: str, log: Path, dtype: str) -> Server:
     port = _free_port()
     argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
-    argv += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--host", "127.0.0.1"]
+    argv += ["--dtype", dtype, "--enforce-eager", "--max-model-len", "512", "--host", "127.0.0.1"]
     argv += ["--served-model-name", "model", "--max-num-seqs", "64"]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     return _start(argv, log, port, "/v1/completions", _vllm_body, environment)
@@ -113,14 +119,8 @@ def random_ids(vocabulary: int, number: int = PROMPT_TOKENS) -> list[int]:
 
 
 def _native_body(number: int, ids: list[int], num_new: int) -> dict[str, Any]:
-    params = {"temperature": 1.0, "max_new_tokens": num_new}
+    params = {"temperature": 1.0, "max_new_tokens": num_new, "ignore_eos": True}
     return {"rid": f"{number:012}", "input_ids": ids, "sampling_params": params, "return_logprob": True}
-
-
-def _sglang_body(number: int, ids: list[int], num_new: int) -> dict[str, Any]:
-    body = _native_body(number, ids, num_new)
-    body["sampling_params"]["ignore_eos"] = True
-    return body
 
 
 def _vllm_body(_: int, ids: list[int], num_new: int) -> dict[str, Any]:
