@@ -21,7 +21,7 @@ def run(*args: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1500,
     )
 
 

@@ -13,6 +13,7 @@ from areal_agent import ConfigError
 GYM = Path(__file__).with_name("gym.py")
 SIZES = {"train": 1_000, "test": 100}
 IN_TAGS = "Think step by step. Then give only the result, between <answer> and </answer>."
+SCORED = ("tags", "numbers", "message")
 ALONE = "Give only the result."
 
 
@@ -31,20 +32,24 @@ def load(
     name: str,
     size: int | None = None,
     levels: Any = (),
-    tagged: bool = True,
+    scored: str = "tags",
     instructions: str | None = None,
+    system: str | None = None,
     attempts: int = 3,
     **params: Any,
 ) -> list[dict[str, Any]]:
     """Return `size` tasks of `name`. No question of the split `test` is in `train`, whatever the seeds and parameters.
 
     `levels` of the package's curriculum are drawn in equal parts and in that order; `params` are of the task's own
-    config, and win over those of a level. The answer stands in `<answer>` tags, or, if not `tagged`, is the message.
-    `instructions` follow each question. `attempts` is for `solve_in_turns`. Raises ConfigError.
+    config, and win over those of a level. `scored` of a message are the last `<answer>` tags (`tags`), its last number
+    (`numbers`), or all of it (`message`). `instructions` follow each question, and `system` is a message before it;
+    without it many templates write one of their own. `attempts` is for `solve_in_turns`. Raises ConfigError.
     """
     require_reasoning_gym()
     if split not in SIZES:
         raise ConfigError(f"split is {split!r}; valid: {', '.join(map(repr, SIZES))}")
+    if scored not in SCORED:
+        raise ConfigError(f"scored is {scored!r}; valid: {', '.join(map(repr, SCORED))}")
     if not isinstance(levels, list | tuple) or not all(type(level) is int for level in cast(Any, levels)):
         raise ConfigError(f"levels is {levels!r}; give a list of whole numbers, [0, 1, 2] for example")
     size = SIZES[split] if size is None else size
@@ -52,12 +57,15 @@ def load(
         if type(value) is not int or value < least:
             raise ConfigError(f"{key} is {value!r}; give a whole number, at least {least}")
     request = {"split": split, "seed": seed, "name": name, "size": size, "levels": list(levels), "params": params}
-    instructions = (IN_TAGS if tagged else ALONE) if instructions is None else instructions
+    instructions = (IN_TAGS if scored == "tags" else ALONE) if instructions is None else instructions
     return [
         {
             "id": f"{name}-{split}-{seed}-{index}",
-            "messages": [{"role": "user", "content": f"{task.pop('question')}\n\n{instructions}".rstrip()}],
-            "tagged": tagged,
+            "messages": [
+                *([] if system is None else [{"role": "system", "content": system}]),
+                {"role": "user", "content": f"{task.pop('question')}\n\n{instructions}".rstrip()},
+            ],
+            "scored": scored,
             "attempts": attempts,
             **task,
         }

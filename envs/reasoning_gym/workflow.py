@@ -13,6 +13,7 @@ from envs.reasoning_gym.tasks import GYM
 
 CPU_S = 5.0
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 VERDICT = "That scores {:.2g} of 1. Try again."
 
 
@@ -33,7 +34,7 @@ async def converse(task: dict[str, Any], rollout: Rollout, attempts: int) -> flo
     for attempt in range(1, attempts + 1):
         reply = await rollout.client.chat.completions.create(model=rollout.model, messages=messages)
         message = reply.choices[0].message
-        score = await score_of(task, answer_of(message.content or "", tagged=task["tagged"]), scorers)
+        score = await score_of(task, answer_of(message.content or "", task["scored"]), scorers)
         rollout.log(attempts=attempt)
         if score == 1.0:
             break
@@ -55,14 +56,18 @@ async def score_of(task: dict[str, Any], answer: str | None, scorers: Processes)
     return score
 
 
-def answer_of(said: str, *, tagged: bool) -> str | None:
-    """Return what is scored of a message, thoughts left out: what stands in the last tags, or the whole.
+def answer_of(said: str, scored: str) -> str | None:
+    """Return what is scored of a message, thoughts left out: of `tags` or `numbers` the last, or the whole `message`.
 
-    >>> answer_of("<think><answer>1</answer></think>Two: <answer> 2 </answer>", tagged=True)
+    >>> answer_of("<think><answer>1</answer></think>Two: <answer> 2 </answer>", "tags")
     '2'
-    >>> answer_of("<think>1</think> 2", tagged=False), answer_of("<think>It is 2", tagged=False)
+    >>> answer_of("<think>1</think> 2", "message"), answer_of("<think>It is 2", "message")
     ('2', '')
+    >>> answer_of("3 - 7 = -4.", "numbers"), answer_of("It is four.", "numbers")
+    ('-4', None)
     """
     text = said.rpartition("</think>")[2].partition("<think>")[0]
-    found: list[str] = TAGGED.findall(text)
-    return (found[-1].strip() if found else None) if tagged else text.strip()
+    if scored == "message":
+        return text.strip()
+    found: list[str] = {"tags": TAGGED, "numbers": NUMBER}[scored].findall(text)
+    return found[-1].strip() if found else None

@@ -87,7 +87,7 @@ def test_levels_come_in_their_order_and_parameters_win() -> None:
 def test_a_mixture_by_the_config() -> None:
     args = {"name": "isomorphic_strings", "size": 2}  # its generator iterates over sets
     one = {"source": "envs.reasoning_gym.tasks:load", "args": args, "name": "one"}
-    other = {**one, "args": {**args, "tagged": False}, "name": "other", "weight": 3}
+    other = {**one, "args": {**args, "scored": "message"}, "name": "other", "weight": 3}
     tasks = list(load_tasks(TasksConfig.model_validate({**one, "mix": [other]}), "train", 7))
     assert [task.id for task in tasks][::2] == [f"{name}/isomorphic_strings-train-7-0" for name in ("one", "other")]
     asked = [task.data["messages"][0]["content"].rpartition("\n\n") for task in tasks]
