@@ -111,7 +111,7 @@ def table(results: Results) -> str:
     lines, ours_s = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"], 0.0
     for side in dict.fromkeys(trial.side for trial in results):
         outcomes = [outcome for trial, outcome in results.items() if trial.side == side]
-        step_s = median(seconds for outcome in outcomes for seconds in outcome.steps_s[1:])
+        step_s = median(seconds for outcome in outcomes for seconds in outcome.steps_s[1:] or outcome.steps_s)
         ours_s = ours_s or step_s
         cells = [side, f"{step_s:.2f}", f"{step_s / ours_s:.2f}"]
         for step in steps:

@@ -1,4 +1,4 @@
-"""TRL's side of `learning`, run by the Python of its own environment: it reads settings in JSON and prints a line.
+"""TRL's side of `learning`, run by the Python of its own environment: reads settings in JSON, prints a line of it.
 
 An unchanged GRPOTrainer trains float32 weights, with autocast where the dtype is bfloat16. Answering held-out tasks is
 in no step's time.
