@@ -14,8 +14,8 @@ from pathlib import Path
 from areal_agent.config import Config
 from areal_agent.doctor.findings import GIB, MIB, Finding, State, gib, output_of
 from areal_agent.doctor.model import ModelShape
+from areal_agent.dtype import LARGE, computed_in, multiplies_bfloat16, slowness
 from areal_agent.engine.config import EnginePlan
-from areal_agent.models.dtype import LARGE, computed_in, multiplies_bfloat16, slowness
 
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 ASKING_S = 20.0

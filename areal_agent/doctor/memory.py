@@ -56,9 +56,9 @@ from areal_agent.config import Config
 from areal_agent.doctor.findings import GIB, Finding, State, gib
 from areal_agent.doctor.machines import Machine, Share, placement_findings, shares_of, told, uses_gpu, without_room
 from areal_agent.doctor.model import BFLOAT16_BYTES, FLOAT32_BYTES, ModelShape
+from areal_agent.dtype import computed_in
 from areal_agent.engine.config import EnginePlan, default_kv_tokens
 from areal_agent.errors import ConfigError
-from areal_agent.models.dtype import computed_in
 from areal_agent.trainer.config import LoraConfig
 
 Parts = Counter[str]

@@ -22,11 +22,11 @@ from areal_agent.cluster.local import weights_folder
 from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, Report, State, attempt, examined, gib
 from areal_agent.doctor.model import ModelShape
+from areal_agent.dtype import computed_in
 from areal_agent.engine.config import may_be_on
 from areal_agent.engine.fleet.member import ServedEngine
 from areal_agent.engine.pushes import size_of
 from areal_agent.errors import ConfigError
-from areal_agent.models.dtype import computed_in
 from areal_agent.observe.progress import Progress
 from areal_agent.protocols import Engine, MemoryHolder, Sampler
 from areal_agent.run.sources import connect_engine, memory_lent

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from areal_agent.dtype import DType
 from areal_agent.engine.address import Backend
 from areal_agent.errors import ConfigError
-from areal_agent.models.dtype import DType
 from areal_agent.section import Section
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.models.dtype import DType
+from areal_agent.dtype import DType
 from areal_agent.section import Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]

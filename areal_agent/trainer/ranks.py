@@ -37,8 +37,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from areal_agent.callback import LOOPBACK, Callback
+from areal_agent.dtype import computed_in
 from areal_agent.errors import ConfigError, ProcessDied, TrainerDied
-from areal_agent.models.dtype import computed_in
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.context import Context
 from areal_agent.trainer.wire import Frame, RankCall, error_of, read_frame

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from areal_agent.callback import LOOPBACK
+from areal_agent.dtype import warn_if_slow
 from areal_agent.errors import ConfigError
-from areal_agent.models.dtype import warn_if_slow
 from areal_agent.observe.token_records import TokenRecorder
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup

@@ -32,7 +32,7 @@ from areal_agent.doctor.findings import GIB
 from areal_agent.doctor.machines import this_machine
 from areal_agent.doctor.memory import estimate
 from areal_agent.doctor.model import ModelShape
-from areal_agent.models.dtype import multiplies_bfloat16
+from areal_agent.dtype import multiplies_bfloat16
 
 PARTS = ("learning", "engine", "trainer", "memory")
 

@@ -25,12 +25,12 @@ from safetensors.torch import load, load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from areal_agent.dtype import DType, computed_in, warn_if_slow
 from areal_agent.engine.embedded.decoder import Decoder, Piece, ScoringStep, decode_step, prefill_step
 from areal_agent.engine.embedded.kv_cache import KVCache, SlotStore, plan_room
 from areal_agent.engine.embedded.transfer import BLOCK_BYTES, take, tensors_over
 from areal_agent.engine.pushes import DTYPE_BYTES, check_layout, take_folder, take_shared_memory, weight_files
 from areal_agent.errors import ConfigError, EngineRejected, WeightUpdateError
-from areal_agent.models.dtype import DType, computed_in, warn_if_slow
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry, Weights
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from areal_agent import dtype as rules
 from areal_agent.engine.embedded.decoder import Piece
 from areal_agent.engine.embedded.model import ModelRunner, take_weights
-from areal_agent.models import dtype as rules
 from areal_agent.types import DiskWeights
 
 XEON = "processor\t: 0\nflags\t\t: fpu sse2 avx512f avx512_bf16 amx_bf16\n"
