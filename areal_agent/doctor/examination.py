@@ -53,7 +53,9 @@ class Examination:
             if shape is None:
                 self.report.skip("memory", "disk", "transfer", why="the sizes of the model are not known")
             else:
-                if self.elsewhere is None and not (self.config.is_online or self.config.cluster.address):
+                config = self.config
+                is_here = self.elsewhere is None and not config.is_online and config.cluster.address is None
+                if is_here and config.engine.backend == "embedded":  # other engines choose for themselves
                     self.report.add(dtype_finding(shape, self.config, machine))
                 if self.elsewhere is None and self.config.cluster.address is not None:
                     self.report.skip("memory", why="it is that of other machines; describe them: --gpus, --nodes, ...")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from areal_agent.dtype import DType
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.sampler import SamplingRows, sample
 from areal_agent.engine.embedded.workload import GPU_CHUNK_TOKENS, Row, Workload
@@ -28,7 +29,7 @@ TOLERANCE = 1e-3  # of float32; sums of a GPU are in another order
 BFLOAT16_TOLERANCE = 0.05  # of the mean, over peaked distributions; a single one may be further off
 
 
-def work_on(folder: Path, *, dtype: torch.dtype = torch.float32, max_context_tokens: int = 512) -> Workload:
+def work_on(folder: Path, *, dtype: DType = "float32", max_context_tokens: int = 512) -> Workload:
     runner = ModelRunner(
         str(folder),
         device="cuda",
@@ -70,13 +71,13 @@ def test_probabilities_are_those_of_transformers(tiny, requests, truth):
 
 
 def test_probabilities_in_bfloat16_are_those_of_float32_on_average(tiny, requests, truth):
-    results = answers(work_on(tiny, dtype=torch.bfloat16), *requests)
+    results = answers(work_on(tiny, dtype="bfloat16"), *requests)
     assert differences(truth(tiny), requests, results).mean() < BFLOAT16_TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("dtype", "measure", "bound"),
-    [(torch.float32, torch.max, TOLERANCE), (torch.bfloat16, torch.mean, BFLOAT16_TOLERANCE)],
+    [("float32", torch.max, TOLERANCE), ("bfloat16", torch.mean, BFLOAT16_TOLERANCE)],
 )
 def test_a_long_prompt_in_chunks_and_a_prefix_hit(dtype, measure, bound, make_model, ask, truth):
     folder = make_model(seed=4, max_position_embeddings=4096)
