@@ -163,5 +163,6 @@ def test_spans(spans: list[tuple[WeightVersion, int, int]], state: State) -> Non
     ],
 )
 def test_parity(mean: float, most: float, is_float32: bool, state: State) -> None:
-    metrics = {"logp_diff_mean": mean, "logp_diff_max": most, "num_loss_tokens": 8.0}
-    assert parity_finding(StepReport(step=1, metrics=metrics, seconds=0.1), is_float32=is_float32).state is state
+    metrics = {"logp_diff_mean": mean, "logp_diff_max": most, "num_loss_tokens": 8.0, "effective_sample_size": 0.9876}
+    finding = parity_finding(StepReport(step=1, metrics=metrics, seconds=0.1), is_float32=is_float32)
+    assert (finding.state, "importance weights is 0.988" in finding.found) == (state, True)
