@@ -118,9 +118,7 @@ def test_gguf_is_refused_as_file_and_folder(tmp_path: Path) -> None:
     file = tmp_path / "model.Q4_1.gguf"
     file.touch()
     for model in (file, tmp_path):
-        with pytest.raises(
-            ConfigError, match="is GGUF, whose weights are quantised; give the model that it was made of"
-        ):
+        with pytest.raises(ConfigError, match=r"GGUF.*; give the model that it was made of"):
             check_model(str(model), EngineConfig())
 
 
