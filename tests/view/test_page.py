@@ -88,8 +88,8 @@ async def asked(page: Page, path: str) -> None:
 
 
 async def rows_of(page: Page) -> list[str]:
-    """The names in the list of rollouts, once it is loaded."""
-    await expect(page.locator(".filters .dim")).to_have_text(re.compile(r"\d of|\d\+ of"))
+    """The names in the list of rollouts, once all of it is loaded, or its first hundred."""
+    await expect(page.locator(".filters .dim")).to_have_text(re.compile(r"^\d+ of|\d{3}\+ of"))
     return await page.locator(".rows .rollout").all_inner_texts()
 
 
