@@ -50,7 +50,7 @@ async def test_greedy_answers_are_those_of_transformers() -> None:
 
 
 def test_two_steps_of_the_recipe(tmp_path: Path) -> None:
-    sizes = ("steps=2", "batch_size=2", "group_size=2", "rollout.max_tokens=8", "eval.num_tasks=0")
+    sizes = ("steps=2", "batch_size=2", "group_size=2", "rollout.max_tokens=8", "eval.num_tasks=2")
     settings = ("max_staleness=0", "engine.dtype=float32", "trainer.dtype=float32", "observe.progress=none")
     folder = tmp_path / "run"
     done = run(
