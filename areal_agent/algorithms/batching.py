@@ -2,8 +2,8 @@
 
 A `Sample` is what the loss needs of one record. `collate` joins samples into a `MicroBatch`. Packed, the sequences are
 concatenated in a single row; each starts at position 0, and attention stays within `segments`. Padded, each has its own
-row, filled up on the right, where a causal model never looks. Either way no sequence sees another, and the loss tokens
-are the same.
+row, filled up on the right, where a causal model never looks. In a tree (trees.py), one row too, prefixes that they
+share are there once. Either way no sequence sees another, and the loss tokens are the same.
 Shapes: R rows of T tokens, S samples, M loss tokens.
 """
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
+from areal_agent.algorithms.trees import Tree
 from areal_agent.types import TokenRecord
 
 LOGITS_PER_CHUNK = 2**24
@@ -119,8 +120,10 @@ class MicroBatch:
 
     inputs: Tensor  # [R, T] int64
     positions: Tensor  # [R, T] int64, of each token in its own sequence
-    segments: tuple[int, ...] | None  # lengths of the sequences in the one row; None: a row each, padded on the right
+    segments: tuple[int, ...] | None  # lengths of the sequences in the one row; None: another layout
+    tree: Tree | None  # the one row in which prefixes are shared; without it and segments: a row each, padded
     num_input_tokens: int  # of samples with loss tokens; without padding
+    num_shared_tokens: int  # those that need no position of their own
     predicting: Tensor  # [M] int64, positions in the flattened inputs
     sequences: Tensor  # [M] int64, in 0..S-1: the sample of each loss token
     targets: Tensor  # [M]
@@ -140,24 +143,33 @@ class MicroBatch:
         return len(self.targets)
 
 
-def collate(samples: Sequence[Sample], device: torch.device, *, is_padded: bool = False) -> MicroBatch:
-    """Put samples in one row, or with `is_padded` in a row each, and concatenate their loss tokens, on `device`."""
+def collate(
+    samples: Sequence[Sample], device: torch.device, *, is_padded: bool = False, is_tree: bool = False
+) -> MicroBatch:
+    """Put samples in one row, in a row each, or in a tree, and concatenate their loss tokens, on `device`."""
     lengths = [one.num_tokens for one in samples]
+    tree = segments = None
     positions = [torch.arange(length) for length in lengths]
     if is_padded:
-        inputs = pad_sequence([one.inputs for one in samples], batch_first=True)
-        starts = [row * inputs.shape[1] for row in range(len(samples))]
+        inputs, depths = (pad_sequence(one, batch_first=True) for one in ([one.inputs for one in samples], positions))
+        places = [row * inputs.shape[1] + one for row, one in enumerate(positions)]
+    elif is_tree:
+        tree = Tree.of([one.inputs for one in samples]).to(device)
+        inputs, depths, places = tree.inputs[None], tree.depths[None], tree.places
     else:
-        inputs = torch.cat([one.inputs for one in samples])[None]
-        starts = [sum(lengths[:index]) for index in range(len(lengths))]
+        segments = tuple(lengths)
+        inputs, depths = torch.cat([one.inputs for one in samples])[None], torch.cat(positions)[None]
+        places = torch.arange(sum(lengths)).split(lengths)
     counts = torch.tensor([one.num_loss_tokens for one in samples])
     weights = torch.tensor([one.weight for one in samples])
     return MicroBatch(
         inputs=inputs.to(device),
-        positions=(pad_sequence(positions, batch_first=True) if is_padded else torch.cat(positions)[None]).to(device),
-        segments=None if is_padded else tuple(lengths),
+        positions=depths.to(device),
+        segments=segments,
+        tree=tree,
         num_input_tokens=sum(one.num_tokens for one in samples if one.num_loss_tokens),
-        predicting=torch.cat([start + one.predicting for start, one in zip(starts, samples, strict=True)]).to(device),
+        num_shared_tokens=0 if tree is None else sum(lengths) - len(tree.inputs),
+        predicting=torch.cat([place[one.predicting] for place, one in zip(places, samples, strict=True)]).to(device),
         sequences=torch.arange(len(samples)).repeat_interleave(counts).to(device),
         weights=weights.repeat_interleave(counts).to(device),
         **{name: _joined(samples, name, device) for name in JOINED},

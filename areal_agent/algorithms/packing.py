@@ -76,8 +76,38 @@ def alike(lengths: Sequence[int], token_budget: int, *, max_padding: float = MAX
     return micro_batches
 
 
-def deal(micro_batches: Sequence[Sequence[int]], lengths: Sequence[int], num_ranks: int) -> list[list[list[int]]]:
+def siblings(lengths: Sequence[int], overlaps: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Cut a trie's sequences, in its order, into micro-batches: fewest positions in all, then fewest micro-batches.
+
+    Sequence i has `overlaps[i]` first tokens in common with the one before; within a micro-batch they are one position.
+
+    >>> siblings([5, 6, 4, 5], [0, 4, 0, 3], 10)
+    [[0, 1], [2, 3]]
+    """
+    best = [(0, 0, 0)]  # for each number of first sequences: positions, micro-batches, where the last of these begins
+    for end in range(1, len(lengths) + 1):
+        found: list[tuple[int, int, int]] = []
+        size = 0
+        for start in range(end - 1, -1, -1):
+            size += lengths[start] - (overlaps[start + 1] if start + 1 < end else 0)
+            if size > token_budget and found:
+                break
+            found.append((best[start][0] + size, best[start][1] + 1, start))
+        best.append(min(found))
+    micro_batches: list[list[int]] = []
+    end = len(lengths)
+    while end:
+        micro_batches.append(list(range(best[end][2], end)))
+        end = best[end][2]
+    return micro_batches[::-1]
+
+
+def deal(
+    micro_batches: Sequence[Sequence[int]], lengths: Sequence[int], num_ranks: int, overlaps: Sequence[int] = ()
+) -> list[list[list[int]]]:
     """Return the micro-batches of each rank, equally many, because ranks run each forward pass together.
+
+    With `overlaps`, of a trie's order, what sequences of a micro-batch have in common counts once (`siblings`).
 
     The largest micro-batches are halved until their number divides, and any gap is filled with empty ones.
     Micro-batches of neighbouring size run at the same time, and a rank that had the largest of one round has the
@@ -87,12 +117,16 @@ def deal(micro_batches: Sequence[Sequence[int]], lengths: Sequence[int], num_ran
     [[[2], []], [[1], [0]]]
     """
     parts = [list(one) for one in micro_batches]
+
+    def size(part: list[int]) -> int:
+        return sum(lengths[index] for index in part) - sum(overlaps[index] for index in part[1:] if overlaps)
+
     while len(parts) % num_ranks and (halvable := [one for one in parts if len(one) > 1]):
-        largest = max(halvable, key=lambda one: _tokens(one, lengths))
+        largest = max(halvable, key=size)
         parts.remove(largest)
-        parts += _halves(largest, lengths)
+        parts += _halves(largest, lengths, overlaps)
     parts += [[] for _ in range(-len(parts) % num_ranks)]
-    parts.sort(key=lambda one: (-_tokens(one, lengths), one))
+    parts.sort(key=lambda one: (-size(one), one))
     ranks: list[list[list[int]]] = [[] for _ in range(num_ranks)]
     for number, start in enumerate(range(0, len(parts), num_ranks)):
         turn = parts[start : start + num_ranks]
@@ -106,15 +140,12 @@ def _falling(lengths: Sequence[int]) -> list[int]:
     return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
 
 
-def _tokens(indices: Sequence[int], lengths: Sequence[int]) -> int:
-    return sum(lengths[index] for index in indices)
-
-
-def _halves(indices: list[int], lengths: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Cut in two parts with about as many tokens, neither empty."""
-    half = _tokens(indices, lengths) / 2
-    ends = list(accumulate(lengths[index] for index in indices))
-    cut = min(range(1, len(indices)), key=lambda place: abs(ends[place - 1] - half))
+def _halves(indices: list[int], lengths: Sequence[int], overlaps: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Cut in two parts of which the larger one is as small as can be, neither empty."""
+    shared = [overlaps[index] if overlaps else 0 for index in indices]
+    ends = list(accumulate(lengths[index] - once for index, once in zip(indices, shared, strict=True)))
+    rest = [ends[-1] - end for end in ends]
+    cut = min(range(1, len(indices)), key=lambda place: max(ends[place - 1], rest[place - 1] + shared[place]))
     return indices[:cut], indices[cut:]
 
 

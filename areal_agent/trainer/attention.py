@@ -6,7 +6,8 @@ cap, sinks and rule (causal, a sliding window, chunks), which are applied here t
 
     model ── rule ───────────────▶ `mask_rule`: None for plain causal attention, else a `Rule`
           ── q, k, v, the rule ──▶ `segment_attention`
-                                       plain causal on a GPU: one call for all sequences (`OneCall`)
+                                       plain causal on a GPU: one call for all sequences (`OneCall`, `TreeCall`)
+                                       shared prefixes:       blocks of queries (tree_attention.py)
                                        plain causal:          one call of torch's attention for each sequence
                                        else:                  blocks of queries, each with the keys in reach
 """
@@ -21,13 +22,13 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
 
+from areal_agent.algorithms.trees import Tree
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.context import Context
+from areal_agent.trainer.scores import Rule, Scores, mask_rule
+from areal_agent.trainer.tree_attention import TreeCall, tree_attention
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -50,88 +51,6 @@ def use_segment_attention(model: PreTrainedModel) -> None:
     AttentionInterface.register(ATTENTION_NAME, segment_attention)
     AttentionMaskInterface.register(ATTENTION_NAME, mask_rule)
     model.set_attn_implementation(ATTENTION_NAME)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Rule:
-    """Which tokens of a row see which, as a model says it to transformers."""
-
-    reach: int | None  # a token sees itself and less than this many before it; None: not known
-    arguments: dict[str, Any]  # of transformers' mask function, for the whole row
-
-    def narrows(self, length: int) -> bool:
-        """Return whether a sequence of this length is attended to in another way than plainly causal."""
-        return self.reach is None or self.reach < length
-
-    def seen(self, queries: range, keys: range) -> Tensor:
-        """Return which of these keys these queries see, [1 or B, 1, Q, K]."""
-        spans: dict[str, Any] = {
-            "q_offset": queries.start,
-            "kv_offset": keys.start,
-            "q_length": len(queries),
-            "kv_length": len(keys),
-        }
-        seen = sdpa_mask(**(self.arguments | spans), allow_is_causal_skip=False)
-        assert seen is not None, "transformers leaves out only masks that it may skip"
-        return seen
-
-
-def mask_rule(
-    *, local_size: int | None = None, use_vmap: bool = False, allow_is_causal_skip: bool = True, **arguments: Any
-) -> Rule | None:
-    """Return a row's rule, or None for plain causal attention. transformers calls it for each kind of layer.
-
-    `local_size` is the size of a window or a chunk, and `use_vmap` says that the model has added a rule of its own.
-    transformers has added that packed sequences do not see each other, and counts positions within each.
-    """
-    if local_size is None and not use_vmap:
-        return None
-    return Rule(reach=None if use_vmap else local_size, arguments={**arguments, "use_vmap": use_vmap})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Scores:
-    """How scores become weights: s = scaling q k^T, and c tanh(s / c) with a soft cap c (Gemma 2, arXiv 2408.00118).
-
-    A sink takes part in its head's softmax like a key without a value (gpt-oss; arXiv 2309.17453).
-    """
-
-    scaling: float
-    softcap: float | None
-    sinks: Tensor | None  # [H]
-
-    @property
-    def is_plain(self) -> bool:
-        return self.softcap is None and self.sinks is None
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
-        """Return the weighted values. Without `seen`, attention is causal and scores must be plain.
-
-        Shapes: query [B, H, Q, D], key [B, G, K, D], value [B, G, K, E], seen [1 or B, 1, Q, K] -> [B, H, Q, E].
-        """
-        if seen is None or self.is_plain:
-            return scaled_dot_product_attention(
-                query, key, value, attn_mask=seen, is_causal=seen is None, scale=self.scaling, enable_gqa=True
-            )
-        if not torch.is_grad_enabled():
-            return self._explicit(query, key, value, seen)
-        outputs: Any = checkpoint(
-            self._explicit, query, key, value, seen, use_reentrant=False, preserve_rng_state=False
-        )  # without it, every block would keep its scores
-        return outputs
-
-    def _explicit(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-        num_sharing = query.shape[1] // key.shape[1]
-        key, value = (one.repeat_interleave(num_sharing, dim=1) for one in (key, value))
-        scores = (query @ key.transpose(2, 3)).float() * self.scaling  # [B, H, Q, K]
-        if self.softcap is not None:
-            scores = self.softcap * torch.tanh(scores / self.softcap)
-        scores = scores.masked_fill(~seen, float("-inf"))
-        if self.sinks is not None:
-            sinks = self.sinks[None, :, None, None].expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, sinks.to(scores.dtype)], dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., : key.shape[2]]
-        return weights.to(value.dtype) @ value
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
@@ -214,11 +133,12 @@ def segment_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     segments: Sequence[int] | None = None,
-    one_call: OneCall | None = None,
+    tree: Tree | None = None,
+    one_call: OneCall | TreeCall | None = None,
     context: Context | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within each of `segments`, the lengths of the sequences in the one row; None: within each row.
+    """Attention within each of `segments`, the lengths of the sequences in the one row, or in a tree, or in each row.
 
     `one_call` is used for plain causal attention in types and sizes that it takes; what it computes is the same. With
     `context` other ranks have the rest of the row's tokens, and `segments` are those of the whole row.
@@ -235,9 +155,12 @@ def segment_attention(
     lengths = list(segments or (num_tokens,))
     assert sum(lengths) == num_tokens, (lengths, query.shape)
     scores = Scores(scaling=query.shape[3] ** -0.5 if scaling is None else scaling, softcap=softcap, sinks=s_aux)
-    is_causal = scores.is_plain and (attention_mask is None or not attention_mask.narrows(max(lengths)))
-    if one_call is not None and is_causal and one_call.takes(query, value):
+    longest = max(lengths) if tree is None else int(tree.depths.max()) + 1
+    rule = attention_mask if attention_mask is not None and attention_mask.narrows(longest) else None
+    if one_call is not None and scores.is_plain and rule is None and one_call.takes(query, value):
         return one_call.attend(query, key, value, scores.scaling).transpose(1, 2).contiguous(), None
+    if tree is not None:
+        return tree_attention(query, key, value, tree, rule, scores).transpose(1, 2).contiguous(), None
     parts = (one.split(lengths, dim=2) for one in (query, key, value))
     outputs: list[Tensor] = []
     start = 0
@@ -271,7 +194,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, rule: Rule | None, start:
             places = torch.arange(end, device=query.device)
             seen = (places <= places[first:, None])[None, None]
         else:
-            seen = rule.seen(range(start + first, start + end), range(start + begin, start + end))
+            keys = torch.arange(start + begin, start + end, device=query.device)
+            seen = rule.seen(keys[first - begin :], keys)
         block = query[:, :, first:end], key[:, :, begin:end], value[:, :, begin:end]
         outputs.append(scores.attend(*block, seen))
     return outputs

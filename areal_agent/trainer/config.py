@@ -76,10 +76,12 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass: up to a third more time, for a fraction
     of the memory that long sequences take. Gradients do not change."""
-    packing: Literal["balanced", "first_fit", "padded"] = "balanced"
-    """How sequences share a micro-batch; none sees another. `balanced`: one row without padding, by Algorithm 1 of the
-    AReaL paper. `first_fit`: one row, by first-fit decreasing. `padded`: one row for each, of similar lengths; models
-    with a state that runs from token to token need it (docs/models.md)."""
+    packing: Literal["tree", "balanced", "first_fit", "padded"] = "tree"
+    """How sequences share a micro-batch; none sees another. `tree`: one row in which prefixes that several have are
+    there once (docs/trees.md); where that saves little, or the model or `context_parallel` does not permit it, as
+    `balanced`. `balanced`: one row without padding, by Algorithm 1 of the AReaL paper. `first_fit`: one row, by
+    first-fit decreasing. `padded`: one row for each, of similar lengths; models with a state that runs from token to
+    token need it (docs/models.md)."""
     num_ranks: Annotated[int, Field(ge=1, le=1024)] = 1
     """Trainer processes, which share weights and work (FSDP2). On cuda each has its own GPU. On a Ray cluster they may
     be on several machines."""

@@ -25,6 +25,7 @@ from areal_agent.algorithms.batching import Head, MicroBatch, Sample, collate, l
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.attention import ATTENTION_NAME, Kernel, OneCall, use_segment_attention
 from areal_agent.trainer.context import Context
+from areal_agent.trainer.tree_attention import TreeCall
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def hidden_states(
 ) -> Tensor:
     """Return the last hidden states that loss tokens are predicted from, [M, H].
 
-    With `kernel`, plain causal attention within the sequences of a packed row is one call. With `context`, `batch` is
+    With `kernel`, plain causal attention within the sequences of one row is one call. With `context`, `batch` is
     this rank's part of one.
     """
     packed: dict[str, Any] = {}
@@ -68,6 +69,9 @@ def hidden_states(
         one_call = OneCall.of(kernel, batch.segments, batch.inputs.device) if kernel else None
         packed = {"position_ids": batch.positions, "segments": batch.segments, "one_call": one_call}
         packed |= {} if context is None else {"context": context}
+    elif batch.tree is not None:
+        one_call = TreeCall.of(batch.tree) if kernel else None
+        packed = {"position_ids": batch.positions, "tree": batch.tree, "one_call": one_call}
     states = decoder(input_ids=batch.inputs, use_cache=False, **packed).last_hidden_state  # [R, T, H]
     return states.flatten(0, 1)[batch.predicting]
 
@@ -165,6 +169,19 @@ def choose_attention(model: PreTrainedModel, *, is_padded: bool, kernel: Kernel 
     )
 
 
+def tree_fault(model: PreTrainedModel, kernel: Kernel | None) -> str | None:
+    """Say how logits in a tree of sequences that share prefixes differ from the model's own; None if they do not.
+
+    `model` has, and keeps, the attention that `choose_attention` gave it in packed rows; it returned `kernel`.
+    """
+    short, long, other = _probe(vocab_size(model), model.device)
+    half = len(long) // 2
+    rows = [other, long[:2], torch.cat([long[:half], short]), long, torch.cat([long[: half - 1], other])]
+    fault = _difference(model, rows, [_plain_logits(model, row) for row in rows], kernel=kernel, is_tree=True)
+    use_segment_attention(model)
+    return fault
+
+
 def _proved(model: PreTrainedModel, rows: Sequence[Tensor], plain: Sequence[Tensor], kernel: Kernel) -> Kernel | None:
     """Return `kernel` if its logits are as near to `plain`, which are in float32, as those of the loop over sequences.
 
@@ -221,10 +238,16 @@ def _observe(model: PreTrainedModel, compute: Callable[[], Tensor]) -> dict[str,
 
 
 def _difference(
-    model: PreTrainedModel, rows: Sequence[Tensor], plain: Sequence[Tensor], attention: str, *, is_padded: bool
+    model: PreTrainedModel,
+    rows: Sequence[Tensor],
+    plain: Sequence[Tensor],
+    attention: str = ATTENTION_NAME,
+    *,
+    kernel: Kernel | None = None,
+    **layout: bool,
 ) -> str | None:
     """Say how the logits of one batch of all rows differ from `plain`, those of each alone; None if they do not."""
-    batch = collate([_predicting_all(row) for row in rows], model.device, is_padded=is_padded)
+    batch = collate([_predicting_all(row) for row in rows], model.device, **layout)
 
     @torch.no_grad()
     def compute() -> Tensor:
@@ -232,7 +255,7 @@ def _difference(
             use_segment_attention(model)
         else:
             model.set_attn_implementation(attention)
-        return tail_of(model)(hidden_states(decoder_of(model), batch))
+        return tail_of(model)(hidden_states(decoder_of(model), batch, kernel))
 
     try:
         logits = compute()
@@ -251,7 +274,7 @@ def _difference(
     sequence = int(batch.sequences[token])
     return (
         f"they differ by up to {float(distance.max()):.2g} (their standard deviation is {spread:.2g}), first at token "
-        f"{token - sum(LENGTHS[:sequence])} of sequence {sequence}; inside the model, first after "
+        f"{token - sum(map(len, rows[:sequence]))} of sequence {sequence}; inside the model, first after "
         f"{_first_to_differ(*inside, batch)}"
     )
 

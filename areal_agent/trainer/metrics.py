@@ -14,6 +14,7 @@ from torch import Tensor
 
 from areal_agent.algorithms.batching import Sample
 from areal_agent.algorithms.losses import Counts, LossStats, divergence
+from areal_agent.algorithms.trees import in_order
 from areal_agent.trainer.ranks import Group
 from areal_agent.trainer.wire import StepInput
 
@@ -72,8 +73,9 @@ class Tally(Counts):
 
     loss: float = 0.0
     entropy_sum: float = 0.0
-    num_input_tokens: int = 0  # without padding
-    num_padded_tokens: int = 0  # with padding
+    num_input_tokens: int = 0  # of all sequences, without padding
+    num_shared_tokens: int = 0  # those of them that had no position of their own
+    num_positions: int = 0  # computed, with padding
     num_micro_batches: int = 0
     value_loss: float = 0.0
     num_clipped_values: int = 0
@@ -82,13 +84,14 @@ class Tally(Counts):
 
     def metrics(self) -> dict[str, float]:
         """Return means over tokens, by name. Losses are left out: they add up over the micro-batches of an update."""
-        padding = self.num_padded_tokens - self.num_input_tokens
+        padding = self.num_positions - (self.num_input_tokens - self.num_shared_tokens)
         return {
             "entropy": self.entropy_sum / max(self.losses.num_tokens, 1),
             "num_loss_tokens": self.losses.num_tokens,
             "num_input_tokens": self.num_input_tokens,
             "num_micro_batches": self.num_micro_batches,
-            "padding_fraction": padding / max(self.num_padded_tokens, 1),
+            "padding_fraction": padding / max(self.num_positions, 1),
+            "shared_positions": self.num_shared_tokens,
             **self.losses.metrics(),
             **self.mismatch.metrics(),
         }
@@ -113,12 +116,17 @@ class Update:
         return self.gradient_norm == 0.0
 
 
-def update_metrics(updates: Sequence[Update]) -> dict[str, float]:
-    """Return token metrics over all updates, and means over the updates: loss, gradient norm, clip, learning rate."""
+def update_metrics(updates: Sequence[Update], sequences: Sequence[Sequence[Tensor]]) -> dict[str, float]:
+    """Return token metrics over all updates, and means over the updates: loss, gradient norm, clip, learning rate.
+
+    `sequences` are the tokens of each update, [T] each. Positions of which an update computed some twice are repeated.
+    """
     tally = reduce(Tally.merge, [update.tally for update in updates], Tally())
     count = max(len(updates), 1)
+    shareable = sum(sum(in_order(one)[1]) for one in sequences)
     return {
         **tally.metrics(),
+        "repeated_positions": shareable - tally.num_shared_tokens,
         "loss": tally.loss / count,
         "grad_norm": sum(update.gradient_norm for update in updates) / count,
         "grad_clip": sum(update.gradient_clip for update in updates) / count,

@@ -33,7 +33,14 @@ from areal_agent.models.causal import fault_of
 from areal_agent.trainer.attention import Kernel, packed_kernel
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.context import Context
-from areal_agent.trainer.forward import LossTokenForward, choose_attention, decoder_layers, decoder_of, hidden_states
+from areal_agent.trainer.forward import (
+    LossTokenForward,
+    choose_attention,
+    decoder_layers,
+    decoder_of,
+    hidden_states,
+    tree_fault,
+)
 from areal_agent.trainer.optimizer import Optimizer, Schedule
 from areal_agent.trainer.ranks import ALONE, FLOAT32, Group, Precision, fill, set_apart, whole
 from areal_agent.types import TensorEntry
@@ -62,7 +69,7 @@ class Policy:
         saved = model.state_dict().keys()
         self._buffers = {name: one for name, one in model.named_buffers() if name in saved}  # never trained
         self._untrained: dict[str, Path] = {}  # the file of each tensor that this model lacks
-        self.kernel = self._choose_attention(is_padded=is_padded)
+        self.kernel, self.tree_fault = self._choose_attention(is_padded=is_padded)
         self._loss_tokens = LossTokenForward(self.model, self.kernel)
 
     @classmethod
@@ -266,17 +273,21 @@ class Policy:
             return whole(parameters[name].detach().to(dtype))
         return self.adapter.merged(name, parameters, dtype)
 
-    def _choose_attention(self, *, is_padded: bool) -> Kernel | None:
-        """Give the model an attention that is proved with its weights, in float32 whatever it is to compute in."""
+    def _choose_attention(self, *, is_padded: bool) -> tuple[Kernel | None, str | None]:
+        """Give the model an attention that is proved with its weights, in float32 whatever it is to compute in.
+
+        Returns the kernel that it may use, and why sequences that share prefixes cannot be in a tree, None if they can.
+        """
+        trial = self.model
+        if self._rows:
+            trial = copy.deepcopy(self.model)  # of which one layer at a time is gathered
+            self._group.shard(decoder_layers(decoder_of(trial)), None)
+            fill(trial, self._rows)
         kernel = packed_kernel() if self.device.type == "cuda" else None
-        if not self._rows:
-            return choose_attention(self.model, is_padded=is_padded, kernel=kernel)
-        trial = copy.deepcopy(self.model)  # of which one layer at a time is gathered
-        self._group.shard(decoder_layers(decoder_of(trial)), None)
-        fill(trial, self._rows)
-        chosen = choose_attention(trial, is_padded=is_padded, kernel=kernel)
+        kernel = choose_attention(trial, is_padded=is_padded, kernel=kernel)
+        fault = "its rows hold one sequence each" if is_padded else tree_fault(trial, kernel)
         self.model.set_attn_implementation(cast(Any, trial.config)._attn_implementation)
-        return chosen
+        return kernel, fault
 
     @property
     def _decoder(self) -> nn.Module:

@@ -35,7 +35,8 @@ from areal_agent.algorithms.losses import (
     divergence,
     policy_loss,
 )
-from areal_agent.algorithms.packing import alike, balanced, deal, first_fit, token_weights
+from areal_agent.algorithms.packing import alike, balanced, deal, first_fit, siblings, token_weights
+from areal_agent.algorithms.trees import in_order, pays
 from areal_agent.observe.token_records import SeenTokens, TokenRecorder
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.metrics import (
@@ -136,7 +137,7 @@ class Stepper:
         memory = self._end(given.step)
         laps.end("update")
         return {
-            **update_metrics(updates),
+            **update_metrics(updates, [[one.inputs for one in chosen] for chosen in minibatches]),
             **reward_metrics(given),
             **advantage_metrics(samples),
             **critic_metrics(samples, updates),
@@ -389,7 +390,8 @@ class Stepper:
             loss=float(loss.detach()),
             entropy_sum=float(entropy.detach().sum()),
             num_input_tokens=batch.num_input_tokens,
-            num_padded_tokens=batch.inputs.numel(),
+            num_shared_tokens=batch.num_shared_tokens,
+            num_positions=batch.inputs.numel(),
             num_micro_batches=1,
             value_loss=value_loss,
             num_clipped_values=num_clipped,
@@ -429,8 +431,12 @@ class Stepper:
         a loss token.
         """
         present = [index for index, one in enumerate(samples) if one.num_loss_tokens]
+        overlaps: list[int] = []
+        if self._config.packing == "tree" and pays([samples[index].inputs for index in present]):
+            order, overlaps = in_order([samples[index].inputs for index in present])
+            present = [present[place] for place in order]
         lengths = [samples[index].num_tokens for index in present]
-        dealt = deal(self._split(lengths), lengths, self._group.num_data_ranks)
+        dealt = deal(self._split(lengths, overlaps), lengths, self._group.num_data_ranks, overlaps)
         shares: list[Share] = []
         for parts in dealt:
             batches = [[present[place] for place in part] for part in parts]
@@ -438,12 +444,16 @@ class Stepper:
         return shares
 
     def _collate(self, samples: Sequence[Sample]) -> MicroBatch:
-        return collate(samples, self._policy.device, is_padded=self._config.packing == "padded")
+        packing = self._config.packing
+        is_tree = packing == "tree" and pays([one.inputs for one in samples])
+        return collate(samples, self._policy.device, is_padded=packing == "padded", is_tree=is_tree)
 
-    def _split(self, lengths: Sequence[int]) -> list[list[int]]:
+    def _split(self, lengths: Sequence[int], overlaps: Sequence[int]) -> list[list[int]]:
         budget = self._config.tokens_per_micro_batch
         match self._config.packing:
-            case "balanced":
+            case "tree" if any(overlaps):
+                return siblings(lengths, overlaps, budget)
+            case "balanced" | "tree":
                 return balanced(lengths, budget, at_least=self._group.num_data_ranks)
             case "first_fit":
                 return first_fit(lengths, budget)

@@ -3,6 +3,7 @@
 worker.py calls it for every command; it can also be used alone, in one process.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.wire import StepInput, StepReport, TrainerInfo
 from areal_agent.types import DistributedWeights, JsonObject, TokenRecord, Weights
 from areal_agent.weights.channels import DiskChannel, DistributedChannel, SharedMemoryChannel, joined
+
+logger = logging.getLogger(__name__)
 
 NOTHING: JsonObject = {}
 
@@ -63,6 +66,7 @@ class Trainer:
         teacher = None
         if setup.teacher is not None:
             teacher = load_teacher(setup.teacher, policy, is_padded=is_padded, group=group)
+        config = settled(config, group, [one for one in (policy, teacher) if one is not None])
         precision = Precision.of(config, device, policy.hidden_size)
         warn_if_slow("trainer.dtype", config.dtype, is_gpu=device.type == "cuda")
         if group.mesh is None and precision != FLOAT32:
@@ -196,6 +200,17 @@ class Trainer:
         if self._channel is not None:
             self._channel.close()
         self._group.leave()
+
+
+def settled(config: TrainerConfig, group: Group, models: Sequence[Policy]) -> TrainerConfig:
+    """Return the config with `packing` balanced if it asks for trees and they cannot be had; the reason is logged."""
+    faults = [one.tree_fault for one in models if one.tree_fault is not None]
+    if group.context is not None:
+        faults.append("trainer.context_parallel shares out rows of whole sequences")
+    if config.packing != "tree" or not faults:
+        return config
+    logger.info("prefixes that sequences share are computed once for each (trainer.packing balanced): %s", faults[0])
+    return config.model_copy(update={"packing": "balanced"})
 
 
 def load_teacher(folder: Path, policy: Policy, *, is_padded: bool, group: Group) -> Policy:

@@ -20,7 +20,7 @@ from areal_agent.trainer.model import Critic, Policy
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.ranks import ALONE, Group, Precision
 from areal_agent.trainer.step import Stepper
-from areal_agent.trainer.trainer import Trainer
+from areal_agent.trainer.trainer import Trainer, settled
 from areal_agent.trainer.wire import StepInput
 from areal_agent.types import TokenRecord
 
@@ -61,6 +61,7 @@ class Lab:
         group: Group = ALONE,
     ) -> None:
         self.policy = Policy.load(folder, CPU, group=group)
+        config = settled(config, group, [self.policy])
         precision = Precision.of(config, CPU, self.policy.hidden_size)
         more = {"group": group, "precision": precision}
         self.critic = Critic(self.policy, config, algorithm, **more) if algorithm.critic else None

@@ -11,6 +11,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,10 @@ def sample(length: int, seed: int) -> Sample:
 
 
 SAMPLES = [sample(length, seed) for seed, length in enumerate((9, 30, 17))]
+SIBLINGS = [
+    *SAMPLES,
+    *(replace(one, inputs=torch.cat([SAMPLES[1].inputs[:cut], one.inputs[cut:]])) for one in SAMPLES for cut in (1, 7)),
+]
 
 
 def alone(model: PreTrainedModel, one: Sample) -> Tensor:
@@ -73,16 +78,23 @@ def gradients(model: PreTrainedModel, logprobs: Tensor) -> dict[str, Tensor]:
     return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
-@pytest.mark.parametrize(
-    ("model_type", "is_padded"), [*((one, False) for one in PACKED), *((one, True) for one in PADDED)]
-)
-def test_a_batch_is_computed_and_differentiated_as_each_sequence_alone(model_type: str, is_padded: bool) -> None:
-    model = make(model_type, (PADDED if is_padded else PACKED)[model_type])
-    expected = torch.cat([alone(model, one) for one in SAMPLES])
+LAYOUTS = [
+    *((one, "packed") for one in PACKED),
+    *((one, "tree") for one in PACKED),
+    *((one, "padded") for one in PADDED),
+]
+
+
+@pytest.mark.parametrize(("model_type", "layout"), LAYOUTS)
+def test_a_batch_is_computed_and_differentiated_as_each_sequence_alone(model_type: str, layout: str) -> None:
+    model = make(model_type, {**PACKED, **PADDED}[model_type])
+    samples = SIBLINGS if layout == "tree" else SAMPLES
+    expected = torch.cat([alone(model, one) for one in samples])
     gradients_alone = gradients(model, expected)
-    policy = Policy(model, CPU, is_padded=is_padded)
+    policy = Policy(model, CPU, is_padded=layout == "padded")
+    assert policy.tree_fault is None or layout == "padded"
     policy.recompute_layers()
-    found = in_a_batch(policy.model, collate(SAMPLES, CPU, is_padded=is_padded))
+    found = in_a_batch(policy.model, collate(samples, CPU, **({} if layout == "packed" else {f"is_{layout}": True})))
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     for name, one in gradients(policy.model, found).items():
         torch.testing.assert_close(one, gradients_alone[name], atol=1e-3, rtol=1e-3, msg=name)
