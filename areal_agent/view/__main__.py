@@ -26,6 +26,7 @@ from areal_agent.errors import ConfigError
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import Snapshot, ledger_in, reading
 from areal_agent.ledger.questions import STATUS_NOTE, RolloutSummary
+from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, Transcript
 from areal_agent.types import SessionPurpose, Status
 from areal_agent.view.recorded import RecordedRun
@@ -118,6 +119,8 @@ def _show_groups(screen: Screen, snapshot: Snapshot, args: Namespace) -> None:
     counts, status = questions.counts(snapshot), questions.note(snapshot, STATUS_NOTE) or "not begun"
     screen.line((str(args.run_dir), "bold"), f": {STATUS_WORDS.get(status, status)}")
     screen.line(f"rollouts: {counts.fates}, {counts.num_open:,} open; {counts.num_eval:,} for evaluation")
+    if shared := _shared(args.run_dir / "metrics.jsonl"):
+        screen.line(shared)
     num_found, groups = _chosen(snapshot, args)
     for group_id, siblings in groups.items():
         asked = _shown(siblings, args)
@@ -138,6 +141,19 @@ def _show_groups(screen: Screen, snapshot: Snapshot, args: Namespace) -> None:
         screen.line("all rollouts here are of evaluations: --eval shows them")
     else:
         screen.line("nothing is recorded here; the rollouts of an online run are in the ledger of its gateway")
+
+
+def _shared(metrics: Path) -> str | None:
+    """Say what the sequences of the last step had in common, if anything."""
+    steps = step_rows(read_metrics(metrics)) if metrics.exists() else []
+    tokens, shared, repeated = (
+        int(steps[-1].get(f"trainer/{name}", 0) if steps else 0)
+        for name in ("num_input_tokens", "shared_positions", "repeated_positions")
+    )
+    if not shared:
+        return None
+    places = f"{tokens - shared:,} positions, {repeated:,} of them computed twice"
+    return f"step {steps[-1]['step']}: {tokens:,} tokens in {places}"
 
 
 def _chosen(snapshot: Snapshot, args: Namespace) -> tuple[int, Mapping[str, Sequence[RolloutSummary]]]:

@@ -1,6 +1,7 @@
 """Train steps on the same records and model: ours packed and padded, with and without chunks, and TRL's GRPOTrainer.
 
     python benchmarks/trainer [--steps 3] [--vocab 512 8192] [--trl FOLDER]
+    python benchmarks/trainer --tree [--model FOLDER]    ours alone: shared prefixes computed once (tree.py)
 
 TRL's environment is made in FOLDER when it is missing (pip; some minutes). Sides run one after another, each in a
 process of one thread. Tokens are counted without padding, and CPU time is used because it holds on a shared machine.
@@ -19,11 +20,13 @@ from typing import Any
 
 import torch
 from records import GROUP_SIZE, write_material
+from tree import compare
 
 HERE = Path(__file__).parent
 REQUIREMENTS = ("torch==2.13.0", "trl==1.16.0")
-VARIANTS = ("balanced", "first_fit", "padded", "whole")
+VARIANTS = ("tree", "balanced", "first_fit", "padded", "whole")
 TRL_ROWS = 8
+MACHINE = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def main() -> int:
@@ -33,11 +36,15 @@ def main() -> int:
     parser.add_argument("--vocab", type=int, nargs="+", default=[512, 8192], help="sizes of the vocabulary")
     cache = Path.home() / ".cache" / "areal_agent" / "trl-1.16.0"
     parser.add_argument("--trl", type=Path, default=cache, help="folder of TRL's environment")
+    parser.add_argument("--tree", action="store_true", help="measure what shared prefixes save, without TRL")
+    parser.add_argument("--model", type=Path, help="with --tree: a folder of the real model, measured too")
     args = parser.parse_args()
+    if args.tree:
+        print(MACHINE)
+        compare(args.model, args.steps)
+        return 0
     theirs = trl_python(args.trl)
-    print(
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}"
-    )
+    print(MACHINE)
     for vocab_size in args.vocab:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)

@@ -86,7 +86,7 @@ def test_case_03_a_split_step_is_the_whole_step(model_folder, make_batch, as_inp
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("packing", ["balanced", "first_fit", "padded"])
+@pytest.mark.parametrize("packing", ["tree", "balanced", "first_fit", "padded"])
 def test_case_04_gradients_do_not_depend_on_the_packing_and_its_order(
     model_folder, make_batch, as_input, preset, packing
 ):
@@ -99,7 +99,7 @@ def test_case_04_gradients_do_not_depend_on_the_packing_and_its_order(
     torch.testing.assert_close(other, straight, atol=2e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("others", [{}, {"is_padded": True}], ids=["packed", "padded"])
+@pytest.mark.parametrize("others", [{}, {"is_padded": True}, {"is_tree": True}], ids=["packed", "padded", "tree"])
 def test_case_05_sequences_run_together_are_as_each_alone(model_folder, make_batch, others):
     lab = Lab(model_folder)
     records = make_batch(1).records

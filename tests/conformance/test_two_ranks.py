@@ -24,7 +24,7 @@ from tests.trainer.two_ranks import Outcome, Work, flat, run_two_ranks
 pytestmark = pytest.mark.slow
 
 BUDGET = 100
-PACKINGS = ("first_fit", "padded")
+PACKINGS = ("balanced", "first_fit", "padded")
 WITH_ALL = AlgorithmConfig(preset="ppo", reference="initial", kl_coefficient=0.1, kl_in="reward", minibatches=2)
 """Proximal, reference and values are all measured before the updates."""
 WITH_REFERENCE = AlgorithmConfig(reference="initial", kl_coefficient=0.1)

@@ -67,18 +67,28 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def random_record(
-    rng: np.random.Generator, session: str, group: str, reward: float, *, branch: int = 0, version: int = 0
+    rng: np.random.Generator,
+    session: str,
+    group: str,
+    reward: float,
+    *,
+    branch: int = 0,
+    version: int = 0,
+    prompt: Sequence[int] = (),
 ) -> TokenRecord:
-    """Prompt, action, observation, action, trailing observation, of random lengths."""
+    """Prompt, action, observation, action, trailing observation, of random lengths; it begins as `prompt` does."""
     lengths = rng.integers([2, 2, 1, 2, 0], [12, 9, 15, 6, 4])
     is_sampled = np.repeat([False, True, False, True, False], lengths)
     num_tokens = len(is_sampled)
+    token_ids = rng.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32)
+    shared = min(lengths[0], len(prompt))
+    token_ids[:shared] = prompt[:shared]
     return TokenRecord(
         session_id=session,
         group_id=group,
         branch=branch,
         parent_branch=branch - 1 if branch else None,
-        token_ids=rng.integers(0, VOCAB_SIZE, num_tokens).astype(np.int32),
+        token_ids=token_ids,
         loss_mask=is_sampled,
         turn_index=np.repeat([0, 0, 1, 1, 1], lengths).astype(np.int32),
         behavior_logprobs=np.where(is_sampled, rng.uniform(-6, -2, num_tokens), 0).astype(np.float32),
@@ -90,19 +100,22 @@ def random_record(
 
 @pytest.fixture(scope="session")
 def make_batch() -> Callable[..., RolloutBatch]:
-    """A batch of groups of four; every third rollout earns 1. Rollout 1 of each group has forked into two branches."""
+    """A batch of groups of four, which share up to `num_shared` tokens; every third rollout earns 1.
 
-    def make(step: int, *, num_groups: int = 3, seed: int = 0) -> RolloutBatch:
+    Rollout 1 of each group has forked into two branches.
+    """
+
+    def make(step: int, *, num_groups: int = 3, seed: int = 0, num_shared: int = 12) -> RolloutBatch:
         rng = np.random.default_rng([seed, step])
         records: list[TokenRecord] = []
         trajectories: list[Trajectory] = []
         for number in range(num_groups):
+            prompt = rng.integers(0, VOCAB_SIZE, num_shared)
             rewards = {f"s{step}-{number}-{i}": float((number + i) % 3 == 0) for i in range(4)}
             for i, (session, reward) in enumerate(rewards.items()):
                 for branch in range(2 if i == 1 else 1):
-                    records.append(
-                        random_record(rng, session, f"g{step}-{number}", reward, branch=branch, version=step - 1)
-                    )
+                    more = {"branch": branch, "version": step - 1, "prompt": prompt}
+                    records.append(random_record(rng, session, f"g{step}-{number}", reward, **more))
             trajectories += [
                 trajectory(session, [], reward, group_id=f"g{step}-{number}", turns=())
                 for session, reward in rewards.items()

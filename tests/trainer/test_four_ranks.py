@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 WITH_ALL = AlgorithmConfig(preset="ppo", reference="initial", kl_coefficient=0.1, kl_in="reward", minibatches=2)
-NOT_COMPARED = ("seconds", "padding_fraction", "num_micro_batches")
+NOT_COMPARED = ("seconds", "padding_fraction", "num_micro_batches", "shared_positions", "repeated_positions")
 
 
 class Found(NamedTuple):

@@ -183,7 +183,7 @@ def test_the_default_algorithm_gives_the_numbers_it_gave_at_first(
     model_folder, make_batch, as_input, algorithm, loss, grad_norm, moved
 ):
     lab = Lab(model_folder, TrainerConfig(learning_rate=1e-3), algorithm)
-    metrics = lab.stepper.train(as_input(make_batch(1)))
+    metrics = lab.stepper.train(as_input(make_batch(1, num_shared=0)))
     assert metrics["loss"] == pytest.approx(loss, rel=1e-4)
     assert metrics["grad_norm"] == pytest.approx(grad_norm, rel=1e-4)
     assert (lab.weights() - lab.before).abs().sum().item() == pytest.approx(moved, rel=1e-3)

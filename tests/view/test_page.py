@@ -104,7 +104,7 @@ async def test_a_run_has_its_curves_and_its_time_line(run: Path, reader: Reader)
     }
     write_rows(run, evaluation, row(1, 0.25), row(2, 0.5), row(3, 0.75, **{"rollouts/dropped/error": 2}))
     page = await reader.open(run)
-    await expect(page.locator("figure h3")).to_have_count(8)
+    await expect(page.locator("figure h3")).to_have_count(9)
     figures = dict(
         zip(await page.locator("dt").all_inner_texts(), await page.locator("dd").all_inner_texts(), strict=True)
     )
@@ -113,8 +113,8 @@ async def test_a_run_has_its_curves_and_its_time_line(run: Path, reader: Reader)
         "tokens trained": "0", "time": "12.0 s",
     }  # fmt: skip
     assert await page.locator("figure h3").all_inner_texts() == [
-        "Reward", "Tokens per second", "Stalenessversions", "Mismatch of trainer and enginenats", "The engine's time",
-        "The trainer's time", "What happened", await page.locator("h3 select").inner_text(),
+        "Reward", "Tokens per second", "Stalenessversions", "Mismatch of trainer and enginenats",
+        "Shared prefixestokens", "The engine's time", "The trainer's time", "What happened", await page.locator("h3 select").inner_text(),
     ]  # fmt: skip
     ticks = await page.locator(".tick title").evaluate_all("all => all.map((one) => one.textContent)")
     assert ticks == [
@@ -126,8 +126,8 @@ async def test_a_run_has_its_curves_and_its_time_line(run: Path, reader: Reader)
     await page.locator("figure svg").first.hover()
     await expect(page.locator("figcaption").first).to_contain_text("step 2")
     await expect(page.locator("figcaption").first).to_contain_text("mean 0.5")
-    await page.locator("figure svg").nth(4).hover()
-    await expect(page.locator("figcaption").nth(4)).to_contain_text("generating 75% · waiting for agents 25%")
+    await page.locator("figure svg").nth(5).hover()
+    await expect(page.locator("figcaption").nth(5)).to_contain_text("generating 75% · waiting for agents 25%")
     await page.locator("figure svg").first.click()
     await expect(page).to_have_url(f"{reader.address}#/rollouts/0?step=2")
 

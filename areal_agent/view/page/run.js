@@ -8,6 +8,7 @@ const CURVES = [ // title, unit, then the metrics: name, how it is drawn
   ["Tokens per second", "", ["tokens_per_s/generated", "sampled"], ["tokens_per_s/trained", "trained", "dash"]],
   ["Staleness", "versions", ["staleness/mean", "mean"], ["staleness/max", "highest", "dash"]],
   ["Mismatch of trainer and engine", "nats", ["trainer/logp_diff_mean", "mean"], ["trainer/logp_diff_fresh_max", "highest of fresh tokens", "dash"]],
+  ["Shared prefixes", "tokens", ["trainer/shared_positions", "computed once for several sequences"], ["trainer/repeated_positions", "computed again", "dash"]],
 ];
 const SIDES = [["engine", "The engine's time"], ["trainer", "The trainer's time"]];
 const BUSY = ["generating", "training", "evaluating"];
