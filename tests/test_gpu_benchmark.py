@@ -81,7 +81,13 @@ def test_all_parts_pass_on_a_cpu(tmp_path):
         "generate",
     }
     assert "stall" in parts["engine-tiny"]["rows"][-1]
-    assert [row["side"] for row in parts["trainer-tiny"]["rows"]] == ["autocast", "loop", "one call", "float32 head"]
+    assert [row["side"] for row in parts["trainer-tiny"]["rows"]] == [
+        "autocast",
+        "loop",
+        "one call",
+        "float32 head",
+        "tree",
+    ]
     for run in ("quickstart", "run-tiny"):
         found = {row["metric"]: row for row in parts[run]["rows"] if "metric" in row}
         assert float(found["trainer/logp_diff_mean"]["first step"]) < 1e-5

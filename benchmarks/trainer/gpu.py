@@ -10,9 +10,11 @@ sequences whose second halves are in the loss: forward, backward, then AdamW. Si
     loop            bfloat16 by FSDP2, attention sequence by sequence
     one call        the same with one attention call for a row: the trainer's default on a GPU
     float32 head    the trainer with trainer.fp32_lm_head
+    tree            one call (FlexAttention), but the sequences of a row share their first halves, computed once
 
 MFU is the model's own operations, 6 for each weight and token (of the output layer for loss tokens alone) and causal
-attention's, over the GPU's dense bfloat16 rate from its data sheet. Recomputation counts as time, not as work.
+attention's, over the GPU's dense bfloat16 rate from its data sheet. Recomputation counts as time, not as work;
+what is shared counts as if it was computed for each sequence.
 """
 
 import argparse
@@ -39,6 +41,7 @@ SIDES: dict[str, Precision | None] = {
     "loop": Precision(layers=HALF, rest=HALF),
     "one call": Precision(layers=HALF, rest=HALF),
     "float32 head": Precision(layers=HALF, rest=FULL),
+    "tree": Precision(layers=HALF, rest=HALF),
 }
 SHAPES = {  # hidden, intermediate, layers, heads, head size, vocabulary
     "tiny": (64, 192, 2, 4, 16, 512),
@@ -106,7 +109,8 @@ def step_s(
         group.shard(layers, forward, precision)
         casting = contextlib.nullcontext()
     optimizer = Optimizer(policy.model.parameters(), TrainerConfig())
-    batches = [batch_of(lengths, SHAPES[shape][-1], device, seed) for seed in range(MICRO_BATCHES)]
+    is_tree = side == "tree"
+    batches = [batch_of(lengths, SHAPES[shape][-1], device, seed, is_tree=is_tree) for seed in range(MICRO_BATCHES)]
     is_gpu = device.type == "cuda"
     times: list[float] = []
     for number in range(WARM_UP + num_steps):
@@ -150,11 +154,17 @@ def work(shape: str, length: int) -> float:
     return 6.0 * (weights + vocabulary * hidden / 2 + attention)
 
 
-def batch_of(lengths: Sequence[int], vocabulary: int, device: torch.device, seed: int) -> MicroBatch:
+def batch_of(
+    lengths: Sequence[int], vocabulary: int, device: torch.device, seed: int, *, is_tree: bool = False
+) -> MicroBatch:
+    """Return one row of random sequences, in a tree with a common first half."""
     generator = torch.Generator().manual_seed(seed)
+    common = torch.randint(0, vocabulary, (max(lengths),), generator=generator)
     samples: list[Sample] = []
     for length in lengths:
         ids = torch.randint(0, vocabulary, (length + 1,), generator=generator)
+        if is_tree:
+            ids[: length // 2] = common[: length // 2]
         predicting = torch.arange(length // 2, length)
         ones = torch.ones(len(predicting))
         samples.append(
@@ -169,7 +179,7 @@ def batch_of(lengths: Sequence[int], vocabulary: int, device: torch.device, seed
                 incarnations=ones.int(),
             )
         )
-    return collate(samples, device)
+    return collate(samples, device, is_tree=is_tree)
 
 
 if __name__ == "__main__":

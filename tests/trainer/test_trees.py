@@ -145,6 +145,7 @@ def test_a_forest_is_computed_and_differentiated_as_each_sequence_alone(small_bl
         torch.testing.assert_close(ours, alone, atol=1e-9, rtol=1e-9)
 
 
+REFERRED = {"minibatches": 2, "reference": "initial", "kl_coefficient": 0.1}
 CASES = {
     "grpo": ({}, {}),
     "several updates, a reference": (

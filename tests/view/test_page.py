@@ -114,7 +114,8 @@ async def test_a_run_has_its_curves_and_its_time_line(run: Path, reader: Reader)
     }  # fmt: skip
     assert await page.locator("figure h3").all_inner_texts() == [
         "Reward", "Tokens per second", "Stalenessversions", "Mismatch of trainer and enginenats",
-        "Shared prefixestokens", "The engine's time", "The trainer's time", "What happened", await page.locator("h3 select").inner_text(),
+        "Shared prefixestokens", "The engine's time", "The trainer's time", "What happened",
+        await page.locator("h3 select").inner_text(),
     ]  # fmt: skip
     ticks = await page.locator(".tick title").evaluate_all("all => all.map((one) => one.textContent)")
     assert ticks == [
