@@ -75,6 +75,7 @@ class Tree:
     ends: Tensor  # [N] int64
     places: tuple[Tensor, ...]  # the places of each sequence's tokens, [T] int64
     blocks: tuple[Block, ...]
+    longest: int  # of the lengths of the sequences
 
     @classmethod
     def of(cls, sequences: Sequence[Tensor]) -> Self:
@@ -99,6 +100,7 @@ class Tree:
             ends=ends[:size],
             places=tuple(places[index] for index in range(len(sequences))),
             blocks=tuple(_blocks(depths[:size].numpy(), ends[:size].numpy())),
+            longest=len(longest),
         )
 
     def to(self, device: torch.device) -> Self:

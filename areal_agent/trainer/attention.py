@@ -155,7 +155,7 @@ def segment_attention(
     lengths = list(segments or (num_tokens,))
     assert sum(lengths) == num_tokens, (lengths, query.shape)
     scores = Scores(scaling=query.shape[3] ** -0.5 if scaling is None else scaling, softcap=softcap, sinks=s_aux)
-    longest = max(lengths) if tree is None else int(tree.depths.max()) + 1
+    longest = max(lengths) if tree is None else tree.longest
     rule = attention_mask if attention_mask is not None and attention_mask.narrows(longest) else None
     if one_call is not None and scores.is_plain and rule is None and one_call.takes(query, value):
         return one_call.attend(query, key, value, scores.scaling).transpose(1, 2).contiguous(), None

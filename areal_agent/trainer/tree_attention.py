@@ -104,7 +104,9 @@ class TreeCall:
         def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (query < ends[key])
 
-        return cls(mask=create_block_mask(sees, None, None, size, size, device=str(ends.device)))
+        # not compiled, it would hold who sees whom of the whole row
+        mask = create_block_mask(sees, None, None, size, size, device=str(ends.device), _compile=ends.is_cuda)
+        return cls(mask=mask)
 
     def takes(self, query: Tensor, value: Tensor) -> bool:
         """Return whether FlexAttention computes in these sizes."""
