@@ -136,6 +136,10 @@ class TrainerConfig(Section):
             raise ValueError(
                 "trainer.fp32_lm_head is true, but with trainer.dtype float32 every layer is float32; leave one out"
             )
+        if self.fp32_lm_head and self.device == "cpu":
+            raise ValueError(
+                "trainer.fp32_lm_head is true, but with trainer.device cpu the output layer is float32; leave it out"
+            )
         for name in ("transfer_host", "transfer_bucket_mib"):
             if self.transfer != "distributed" and getattr(self, name) != type(self).model_fields[name].default:
                 raise ValueError(f"trainer.{name} only applies to trainer.transfer distributed; leave it out")

@@ -81,6 +81,8 @@ def test_what_a_config_asks_for_on_a_device(values, device, layers, rest) -> Non
 def test_an_output_layer_cannot_be_more_exact_than_float32() -> None:
     with pytest.raises(ValueError, match="every layer is float32; leave one out"):
         TrainerConfig(dtype="float32", fp32_lm_head=True)
+    with pytest.raises(ValueError, match="is float32; leave it out"):
+        TrainerConfig(device="cpu", fp32_lm_head=True)
 
 
 ALL = AlgorithmConfig(preset="ppo", reference="initial", kl_coefficient=0.1, minibatches=2)
