@@ -59,7 +59,7 @@ def tokens(rng: np.random.Generator, number: int) -> NDArray[np.int64]:
     return rng.integers(2, NUM_IDS, number)
 
 
-def random_model(folder: Path, hidden_size: int, num_layers: int = 2) -> Path:
+def random_model(folder: Path, hidden_size: int, num_layers: int) -> Path:
     """Save a Qwen3 of random weights with heads of 64."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -82,13 +82,14 @@ def compare(model: Path | None, rounds: int) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        h512, h1024, h256 = (random_model(folder / str(size), size) for size in (512, 1024, 256))
+        shapes = {512: 2, 1024: 1, 256: 2}  # hidden sizes and layers
+        h512, h1024, h256 = (random_model(folder / str(size), size, layers) for size, layers in shapes.items())
         tiny = folder / "tiny"
         build(tiny, seed=0, is_untrained=True)
         mixtures: dict[str, tuple[Path, Pairs, int]] = {
             "quickstart: 16 x 8, 40 + 4 to 12 tokens": (tiny, groups(16, 8, 40, 4, 12), rounds),
             "16 answers, 2k + 1k tokens, hidden 512": (h512, groups(1, 16, 2000, 1000, 1000), 0),
-            "the same, hidden 1024": (h1024, groups(1, 16, 2000, 1000, 1000), 0),
+            "the same, hidden 1024, one layer": (h1024, groups(1, 16, 2000, 1000, 1000), 0),
             "128 turns without earlier thinking, hidden 256": (h256, stripped(128, 8, 30, 12), 0),
             "nothing shared: 128 x 60 tokens, hidden 512": (h512, groups(128, 1, 40, 20, 20), rounds),
         }
