@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 QUERIES_PER_BLOCK = 512
-"""The most queries of a block: it bounds the memory of its scores."""
+"""The most queries of a block, of which one at a time has scores [H, this, keys that any sees]."""
 JOINED_QUERIES = 64
 """Short runs are joined to blocks of so many: a call costs more than scores of tokens that do not see each other."""
 MIN_SHARED = 0.05

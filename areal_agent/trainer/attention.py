@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from areal_agent.algorithms.trees import Tree
+from areal_agent.algorithms.trees import QUERIES_PER_BLOCK, Tree
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.context import Context
 from areal_agent.trainer.scores import Rule, Scores, mask_rule
@@ -42,8 +42,6 @@ except ImportError:
 logger = logging.getLogger(__name__)
 
 ATTENTION_NAME = "areal_agent_segments"
-QUERIES_PER_BLOCK = 512
-"""Bounds memory: of one block at a time there are scores [B, H, this, keys in reach] or a mask of that size."""
 
 
 def use_segment_attention(model: PreTrainedModel) -> None:

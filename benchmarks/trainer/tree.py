@@ -106,6 +106,7 @@ def row(model: Path, pairs: Pairs, rounds: int) -> str:
     records = [record_of(index, *pair, float(index % 2)) for index, pair in enumerate(pairs)]
     flat, shared = (step_of(model, packing, records) for packing in ("balanced", "tree"))
     taken: dict[str, list[float]] = {"flat": [], "tree": []}
+    metrics: dict[str, float] = {}  # of the tree
     for number in range(rounds + 1):
         for name, step in (("flat", flat), ("tree", shared)):
             metrics = step(number + 1)
