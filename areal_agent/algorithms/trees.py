@@ -27,8 +27,8 @@ QUERIES_PER_BLOCK = 512
 """The most queries of a block, of which one at a time has scores [H, this, keys that any sees]."""
 JOINED_QUERIES = 64
 """Short runs are joined to blocks of so many: a call costs more than scores of tokens that do not see each other."""
-MIN_SHARED = 0.05
-"""The fraction of the tokens from which on it is faster to share them (benchmarks/trainer --tree)."""
+MIN_SHARED = 0.1
+"""The fraction of the tokens from which on it is faster to share them (docs/benchmarks.md, shared prefixes)."""
 
 
 def in_order(sequences: Sequence[Tensor]) -> tuple[list[int], list[int]]:
