@@ -68,7 +68,9 @@ def main() -> int:
         if len(values := [row[name] for row in rows if name in row]) > 1:
             print(f"| {name} | {values[0]:.4g} | {statistics.median(values[1:]):.4g} |")
     shape = ModelShape.read((folder if args.shape else run) / "model")
-    tokens = max(math.ceil(row["trainer/num_input_tokens"] / row["trainer/num_micro_batches"]) for row in rows)
+    positions = [row["trainer/num_input_tokens"] - row["trainer/shared_positions"] for row in rows]
+    batches = [row["trainer/num_micro_batches"] for row in rows]
+    tokens = max(math.ceil(one / number) for one, number in zip(positions, batches, strict=True))
     overrides += [f"trainer.tokens_per_micro_batch={tokens}"]  # those that there were, not those that were allowed
     report_memory(shape, Config.load(QUICKSTART, overrides), rows[-1], peak_bytes)
     if not code:

@@ -74,7 +74,8 @@ def run_ours(trial: Trial) -> Outcome:
     steps_s = [row["seconds/wall"] for row in steps]
     points = [(row["step"], sum(steps_s[: row["step"]]), row["eval/success"]) for row in evaluation_rows(rows)]
     peaks = {name: steps[-1][f"memory/{name}_peak_bytes"] for name in ("main", "engine", "trainer")}
-    tokens = max(ceil(row["trainer/num_input_tokens"] / row["trainer/num_micro_batches"]) for row in steps)
+    positions = [row["trainer/num_input_tokens"] - row["trainer/shared_positions"] for row in steps]
+    tokens = max(ceil(one / row["trainer/num_micro_batches"]) for one, row in zip(positions, steps, strict=True))
     return Outcome(steps_s=steps_s, points=sorted(points), peak_bytes=peaks, micro_batch=tokens)
 
 

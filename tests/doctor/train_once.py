@@ -27,7 +27,7 @@ NUM_RECORDS, LENGTH = 16, 512  # 8,192 tokens
 def long_record(number: int) -> TokenRecord:
     return replace(
         record(f"s{number}", [0] * (LENGTH - 1)),
-        token_ids=np.arange(LENGTH, dtype=np.int32) % RECIPE.vocab_size,
+        token_ids=(number + np.arange(LENGTH, dtype=np.int32)) % RECIPE.vocab_size,  # no prefix is shared
         behavior_logprobs=np.where(np.arange(LENGTH) > 0, -7.0, 0.0).astype(np.float32),
         turn_rewards=np.array([number % 2], dtype=np.float32),
         final_reward=float(number % 2),
