@@ -22,7 +22,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 from areal_agent.command import Parser, run_command
-from areal_agent.errors import ConfigError
+from areal_agent.errors import ArealAgentError, ConfigError
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import Snapshot, ledger_in, reading
 from areal_agent.ledger.questions import STATUS_NOTE, RolloutSummary
@@ -145,7 +145,10 @@ def _show_groups(screen: Screen, snapshot: Snapshot, args: Namespace) -> None:
 
 def _shared(metrics: Path) -> str | None:
     """Say what the sequences of the last step had in common, if anything."""
-    steps = step_rows(read_metrics(metrics)) if metrics.exists() else []
+    try:
+        steps = step_rows(read_metrics(metrics)) if metrics.exists() else []
+    except ArealAgentError:  # a damaged row is no reason not to show rollouts
+        return None
     tokens, shared, repeated = (
         int(steps[-1].get(f"trainer/{name}", 0) if steps else 0)
         for name in ("num_input_tokens", "shared_positions", "repeated_positions")
