@@ -4,6 +4,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers.utils import logging as transformers_logging
+
 from areal_agent.errors import ConfigError
 from areal_agent.replay.comparison import compare, variant_of, write_comparison
 from areal_agent.replay.training import (
@@ -31,6 +33,7 @@ def replay_command(
     """Make the steps again and return the exit code: 1 when they differ from the run's. Raises ArealAgentError."""
     if out is not None and out.exists():
         raise ConfigError(f"--out {str(out)!r} exists; name a folder that does not exist yet")
+    transformers_logging.disable_progress_bar()
     begin = Begin.of(checkpoint)
     with Recording(ledger, sessions) as recording:
         steps = steps_to_make(recording, begin, to)
