@@ -32,14 +32,14 @@ SECTIONS = ("algorithm", "trainer")
 """The sections that a variant may change."""
 
 CURVES = {
-    "loss": "loss",
-    "grad_norm": "gradient norm",
-    "ratio_mean": "mean ratio",
-    "clip_fraction": "share of clipped tokens",
-    "divergence": "divergence from the run (nats a token)",
-    "gain": "rewarded minus unrewarded log-probability",
+    "loss": ("loss",),
+    "gradient norm": ("grad_norm",),
+    "mean ratio": ("ratio_mean",),
+    "share of clipped tokens": ("clip_fraction",),
+    "divergence from the run, nats a token": ("divergence",),
+    "log-probability of successes (others dashed)": ("rewarded", "unrewarded"),
 }
-"""What is drawn, by the field of a `Point`."""
+"""What is drawn, and the fields of a `Point` that it is of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +54,6 @@ class Point:
     rewarded: float  # mean log-probability of the loss tokens of successes, nats
     unrewarded: float  # and of all other rollouts
     divergence: float  # KL(run || this side), estimator k3, nats a token
-
-    @property
-    def gain(self) -> float:
-        """By how much a token of a success is likelier than another one, in nats."""
-        return self.rewarded - self.unrewarded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,10 +180,20 @@ def _table(compared: Mapping[str, Sequence[Point]]) -> list[str]:
 def _draw(compared: Mapping[str, Sequence[Point]], path: Path) -> None:
     figure = Figure(figsize=(10.0, 5.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (name, title) in zip(figure.subplots(2, 3, sharex=True).flat, CURVES.items(), strict=True):
-        for side, points in compared.items():
-            values = [getattr(one, name) for one in points]
-            axes.plot([one.step for one in points], values, marker="o", markersize=3, label=side)
+    for axes, (title, fields) in zip(figure.subplots(2, 3, sharex=True).flat, CURVES.items(), strict=True):
+        for number, (side, points) in enumerate(compared.items()):
+            for name, line in zip(fields, ("-", "--"), strict=False):
+                values = [getattr(one, name) for one in points]
+                label = side if line == "-" else None
+                axes.plot(
+                    [one.step for one in points],
+                    values,
+                    line,
+                    color=f"C{number}",
+                    marker="o",
+                    markersize=3,
+                    label=label,
+                )
         axes.set_title(title, loc="left", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e6e6e6", linewidth=0.7)

@@ -139,7 +139,11 @@ class Trainer:
     def train_step(self, given: StepInput) -> StepReport:
         """Train one step. Raises ValueError unless `given.step` follows the last step."""
         report = self._made(given.step, lambda: self._stepper.train(given))
-        return replace(report, weights=self._digest(self._training.trained()))
+        began_s = time.perf_counter()
+        weights = self._digest(self._training.trained())
+        took_s = time.perf_counter() - began_s
+        metrics = {**report.metrics, "seconds_digest": took_s}
+        return replace(report, metrics=metrics, seconds=report.seconds + took_s, weights=weights)
 
     def fit(self, step: int, records: Sequence[TokenRecord], *, rate: float = 1.0) -> StepReport:
         """Make one supervised step, at `rate` times the schedule's learning rate. Raises ValueError as `train_step`."""

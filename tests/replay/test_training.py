@@ -21,7 +21,7 @@ from areal_agent.errors import ConfigError, LedgerError
 from areal_agent.ledger.__main__ import main
 from areal_agent.run import Run
 from tests.ledger.test_versions import restore
-from tests.run.test_run import config, end, solve, train
+from tests.run.test_run import a_server, config, end, solve, train
 
 NUM_STEPS = 4
 
@@ -191,3 +191,13 @@ def test_runs_of_other_kinds_come_out_bit_for_bit(
     asyncio.run(run())
     assert main(["replay", str(tmp_path / "run")]) == 0, capsys.readouterr().out
     assert capsys.readouterr().out.count("as in the run") == 3
+
+
+@pytest.mark.slow
+async def test_a_run_with_a_teacher_elsewhere_comes_out_without_it(tmp_path: Path, small_model: Path) -> None:
+    async with a_server(small_model) as server:
+        teacher = {"url": server.base_url, "reward_weight": 1.0}
+        async with Run(config(tmp_path, small_model, algorithm={"teacher": teacher}), workflow=solve) as run:
+            await train(run, 2)
+            await end(run)
+    assert await asyncio.to_thread(main, ["replay", str(tmp_path / "run")]) == 0
