@@ -565,6 +565,12 @@ def turns_in(connection: sqlite3.Connection, session: int) -> tuple[Turn, ...]:
     return tuple(decode_turn(TurnRow(*columns), completions.get(number, ())) for number, *columns in turn_rows)
 
 
+def eval_endings(snapshot: Snapshot) -> Mapping[str, str]:
+    """The status of every ended session that is for evaluation, by its id."""
+    query = f"SELECT s.id, e.status {_ENDED} '{SessionPurpose.EVAL}' ORDER BY e.number"
+    return {one: status for connection in snapshot for one, status in connection.execute(query)}
+
+
 def number_in(connection: sqlite3.Connection, query: str) -> int:
     """The single number that `SELECT query` returns."""
     return connection.execute(f"SELECT {query}").fetchone()[0]

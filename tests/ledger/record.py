@@ -19,7 +19,6 @@ from areal_agent.ledger.shard import LedgerShard
 from areal_agent.types import Distribution, Drop, Rewards, SessionPurpose, Status
 from tests.ledger.make import SAMPLING, SPANS, Make
 
-
 STEP = StepRecord(
     step=1,
     process=0,
