@@ -108,7 +108,7 @@ class Scores:
     num_samples: int  # graded
     pass_at_1: Estimate
     pass_at: Mapping[int, float]  # by k, over the tasks with at least k graded samples
-    majority: float | None  # success of the most frequent logged answer; None: answers were not logged
+    majority: float | None  # success of the most frequent logged answer (none is one, too); None: answers are not logged
     reward_mean: float
     tokens: float  # a sample
     turns: float
@@ -175,11 +175,11 @@ def _graded(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 
 def _majority(by_task: Mapping[str, Sequence[Sample]], success_reward: float) -> float | None:
-    """Return the success of each task's most frequent answer, the first of several; None if any was not logged."""
+    """Return the success of each task's most frequent answer, the first of several; None if none was ever logged."""
+    if all(one.answer is None for samples in by_task.values() for one in samples):
+        return None
     found: list[float] = []
     for samples in by_task.values():
-        if any(one.answer is None for one in samples):
-            return None
         (chosen, _), *_ = Counter(one.answer for one in samples).most_common(1)
         found.append(next((one.reward or 0.0) >= success_reward for one in samples if one.answer == chosen))
     return fmean(found)

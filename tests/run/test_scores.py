@@ -72,7 +72,10 @@ def test_the_majority_decides_by_logged_answers() -> None:
     votes += [sample("b", 0.0, answer="1"), sample("b", 1.0, answer="2")]  # a tie goes to the first
     scores = Scores.of(votes, 1.0)
     assert scores is not None and scores.majority == 0.5
-    unlogged = Scores.of([*votes, sample("b", 1.0)], 1.0)
+    undecided = [sample("c", 1.0, answer="2"), sample("c", 0.0), sample("c", 0.0)]  # two gave no answer
+    scores = Scores.of([*votes, *undecided], 1.0)
+    assert scores is not None and scores.majority == pytest.approx(1 / 3)
+    unlogged = Scores.of([sample("b", 1.0), sample("b", 1.0)], 1.0)
     assert unlogged is not None and unlogged.majority is None
 
 
