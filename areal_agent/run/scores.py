@@ -108,7 +108,7 @@ class Scores:
     num_samples: int  # graded
     pass_at_1: Estimate
     pass_at: Mapping[int, float]  # by k, over the tasks with at least k graded samples
-    majority: float | None  # success of the most frequent logged answer (none is one, too); None: answers are not logged
+    majority: float | None  # success of the most frequent logged answer (no answer is one, too); None: none is logged
     reward_mean: float
     tokens: float  # a sample
     turns: float
