@@ -63,7 +63,8 @@ class Block:
 
     start: int
     end: int
-    keys: Tensor  # [K] int64, places
+    keys: Tensor  # [K] int64, places: ancestors of the first query, then the block's own
+    is_chain: bool  # each query is the child of the one before, so that it sees all keys up to itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -118,19 +119,19 @@ class Tree:
 
 
 def _blocks(depths: NDArray[np.int64], ends: NDArray[np.int64]) -> Iterator[Block]:
-    """Cut a row into blocks: pieces of runs that do not branch, of which short neighbours are joined."""
-    branches = (depths[1:] != depths[:-1] + 1) | (ends[1:] != ends[:-1])
-    runs = [0, *(np.flatnonzero(branches) + 1).tolist(), len(depths)]
+    """Cut a row into blocks: pieces of chains, of which short neighbours are joined."""
+    chains = [0, *(np.flatnonzero(np.diff(depths) != 1) + 1).tolist(), len(depths)]
     start = end = 0  # of the block that more may join
-    for first, after in pairwise(runs):
+    for first, after in pairwise(chains):
         for piece_end in (*range(first + QUERIES_PER_BLOCK, after, QUERIES_PER_BLOCK), after):
             if piece_end - start > JOINED_QUERIES and end > start:
-                yield _block(start, end, ends)
+                yield _block(start, end, depths, ends)
                 start = end
             end = piece_end
-    yield _block(start, end, ends)
+    yield _block(start, end, depths, ends)
 
 
-def _block(start: int, end: int, ends: NDArray[np.int64]) -> Block:
-    before = np.flatnonzero(ends[:start] > start)
-    return Block(start=start, end=end, keys=torch.from_numpy(np.concatenate([before, np.arange(start, end)])))
+def _block(start: int, end: int, depths: NDArray[np.int64], ends: NDArray[np.int64]) -> Block:
+    keys = np.concatenate([np.flatnonzero(ends[:start] > start), np.arange(start, end)])
+    is_chain = bool(depths[end - 1] - depths[start] == end - 1 - start)  # a step goes down by one at the most
+    return Block(start=start, end=end, keys=torch.from_numpy(keys), is_chain=is_chain)

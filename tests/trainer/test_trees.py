@@ -27,7 +27,6 @@ from areal_agent.algorithms.batching import Sample, collate
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.packing import deal, siblings
 from areal_agent.algorithms.trees import Tree, in_order
-from areal_agent.trainer import tree_attention as module
 from areal_agent.trainer.attention import segment_attention
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.model import Policy
@@ -192,8 +191,8 @@ def test_flex_attention_sees_what_blocks_of_queries_see(small_blocks):
 
 
 def test_where_no_tree_can_be_had_rows_are_flat_and_a_line_says_why(caplog, monkeypatch):
-    monkeypatch.setattr(module._Blocks, "backward", None)
-    monkeypatch.setattr("areal_agent.algorithms.trees.Tree.seen", lambda _, block, keys: keys <= block.end)
+    everything = "areal_agent.algorithms.trees.Tree.seen"
+    monkeypatch.setattr(everything, lambda _, block, keys: (keys <= block.end).expand(block.end - block.start, -1))
     policy = Policy(make("llama", DENSE), CPU)
     assert policy.tree_fault is not None
     caplog.set_level(logging.INFO)
