@@ -25,8 +25,8 @@ from torch import Tensor
 
 QUERIES_PER_BLOCK = 512
 """The most queries of a block, of which one at a time has scores [H, this, keys that any sees]."""
-JOINED_QUERIES = 64
-"""Short runs are joined to blocks of so many: a call costs more than scores of tokens that do not see each other."""
+JOINED_QUERIES = 128
+"""Short chains are joined to blocks of so many: a call costs more than scores of tokens that do not see each other."""
 MIN_SHARED = 0.1
 """The fraction of the tokens from which on it is faster to share them (docs/benchmarks.md, shared prefixes)."""
 
