@@ -33,7 +33,7 @@ from areal_agent.trainer.model import Policy
 from areal_agent.trainer.ranks import ALONE
 from areal_agent.trainer.trainer import settled
 from areal_agent.trainer.tree_attention import TreeCall
-from tests.trainer.families import DENSE, VOCAB_SIZE, make
+from tests.trainer.families import DENSE, EXACT, VOCAB_SIZE, make
 from tests.trainer.lab import CPU, GRADIENT_DESCENT, Lab
 
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
@@ -99,9 +99,7 @@ def test_cuts_compute_the_fewest_positions_and_stay_within_the_budget(lists, bud
 
 @cache
 def exact_policy() -> Policy:
-    """All in float64: families with rotations or RMS norms compute these in float32."""
-    fields = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
-    return Policy(make("gpt2", fields).double(), CPU)
+    return Policy(make("gpt2", EXACT).double(), CPU)
 
 
 @st.composite
