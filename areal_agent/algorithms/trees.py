@@ -104,6 +104,17 @@ class Tree:
             longest=len(longest),
         )
 
+    @classmethod
+    def apart(cls, lengths: Sequence[int]) -> Self:
+        """Return a row of sequences that share nothing, without tokens, in this order. Its depths are its places."""
+        sizes = torch.tensor(lengths)
+        ends = sizes.cumsum(0).repeat_interleave(sizes)
+        row = torch.arange(len(ends))
+        depths = row - (ends - sizes.repeat_interleave(sizes))
+        blocks = tuple(_blocks(depths.numpy(), ends.numpy()))
+        places = row.split(list(lengths))
+        return cls(inputs=row[:0], depths=row, ends=ends, places=places, blocks=blocks, longest=max(lengths))
+
     def to(self, device: torch.device) -> Self:
         """Return this row on `device`; `places` stay."""
         if device.type == "cpu":

@@ -28,11 +28,12 @@ TOKENS = 2
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tree, rule: Rule | None, scores: Scores) -> Tensor:
     """Return the weighted values, with the gradients of `query`, `key`, `value` and sinks.
 
-    Shapes: query [1, H, N, D], key [1, G, N, D], value [1, G, N, E] -> [1, H, N, E].
+    Shapes, of B rows that are all laid out as `tree`: query [B, H, N, D], key [B, G, N, D], value [B, G, N, E]
+    -> [B, H, N, E].
     """
-    assert query.shape[TOKENS] == len(tree.inputs), (query.shape, len(tree.inputs))
-    has_kernel = scores.is_plain and query.device.type == "cpu" and query.shape[3] == value.shape[3]
-    if has_kernel and query.dtype == key.dtype == value.dtype:
+    assert query.shape[TOKENS] == len(tree.depths), (query.shape, len(tree.depths))
+    is_plain = scores.is_plain and query.dtype == key.dtype == value.dtype and query.shape[3] == value.shape[3]
+    if is_plain and query.device.type == "cpu" and len(query) == 1:
         attended: Any = _Kept.apply(query, key, value, tree, rule, scores.scaling)
     else:
         attended = _Recomputed.apply(query, key, value, scores.sinks, tree, rule, scores)
