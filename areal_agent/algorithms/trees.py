@@ -25,8 +25,8 @@ from torch import Tensor
 
 QUERIES_PER_BLOCK = 512
 """The most queries of a block, of which one at a time has scores [H, this, keys that any sees]."""
-JOINED_QUERIES = 64
-"""Short runs are joined to blocks of so many: a call costs more than scores of tokens that do not see each other."""
+JOINED_QUERIES = 128
+"""Short chains are joined to blocks of so many: a call costs more than scores of tokens that do not see each other."""
 MIN_SHARED = 0.1
 """The fraction of the tokens from which on it is faster to share them (docs/benchmarks.md, shared prefixes)."""
 
@@ -63,7 +63,8 @@ class Block:
 
     start: int
     end: int
-    keys: Tensor  # [K] int64, places
+    keys: Tensor  # [K] int64, places: ancestors of the first query, then the block's own
+    is_chain: bool  # each query is the child of the one before, so that it sees all keys up to itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -103,6 +104,17 @@ class Tree:
             longest=len(longest),
         )
 
+    @classmethod
+    def apart(cls, lengths: Sequence[int]) -> Self:
+        """Return a row of sequences that share nothing, without tokens, in this order. Its depths are its places."""
+        sizes = torch.tensor(lengths)
+        ends = sizes.cumsum(0).repeat_interleave(sizes)
+        row = torch.arange(len(ends))
+        depths = row - (ends - sizes.repeat_interleave(sizes))
+        blocks = tuple(_blocks(depths.numpy(), ends.numpy()))
+        places = row.split(list(lengths))
+        return cls(inputs=row[:0], depths=row, ends=ends, places=places, blocks=blocks, longest=max(lengths))
+
     def to(self, device: torch.device) -> Self:
         """Return this row on `device`; `places` stay."""
         if device.type == "cpu":
@@ -118,19 +130,19 @@ class Tree:
 
 
 def _blocks(depths: NDArray[np.int64], ends: NDArray[np.int64]) -> Iterator[Block]:
-    """Cut a row into blocks: pieces of runs that do not branch, of which short neighbours are joined."""
-    branches = (depths[1:] != depths[:-1] + 1) | (ends[1:] != ends[:-1])
-    runs = [0, *(np.flatnonzero(branches) + 1).tolist(), len(depths)]
+    """Cut a row into blocks: pieces of chains, of which short neighbours are joined."""
+    chains = [0, *(np.flatnonzero(np.diff(depths) != 1) + 1).tolist(), len(depths)]
     start = end = 0  # of the block that more may join
-    for first, after in pairwise(runs):
+    for first, after in pairwise(chains):
         for piece_end in (*range(first + QUERIES_PER_BLOCK, after, QUERIES_PER_BLOCK), after):
             if piece_end - start > JOINED_QUERIES and end > start:
-                yield _block(start, end, ends)
+                yield _block(start, end, depths, ends)
                 start = end
             end = piece_end
-    yield _block(start, end, ends)
+    yield _block(start, end, depths, ends)
 
 
-def _block(start: int, end: int, ends: NDArray[np.int64]) -> Block:
-    before = np.flatnonzero(ends[:start] > start)
-    return Block(start=start, end=end, keys=torch.from_numpy(np.concatenate([before, np.arange(start, end)])))
+def _block(start: int, end: int, depths: NDArray[np.int64], ends: NDArray[np.int64]) -> Block:
+    keys = np.concatenate([np.flatnonzero(ends[:start] > start), np.arange(start, end)])
+    is_chain = bool(depths[end - 1] - depths[start] == end - 1 - start)  # a step goes down by one at the most
+    return Block(start=start, end=end, keys=torch.from_numpy(keys), is_chain=is_chain)

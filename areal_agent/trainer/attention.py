@@ -7,9 +7,8 @@ cap, sinks and rule (causal, a sliding window, chunks), which are applied here t
     model ── rule ───────────────▶ `mask_rule`: None for plain causal attention, else a `Rule`
           ── q, k, v, the rule ──▶ `segment_attention`
                                        plain causal on a GPU: one call for all sequences (`OneCall`, `TreeCall`)
-                                       shared prefixes:       blocks of queries (tree_attention.py)
                                        plain causal:          one call of torch's attention for each sequence
-                                       else:                  blocks of queries, each with the keys in reach
+                                       else, and in trees:    blocks of queries, each with the keys in reach
 """
 
 import inspect
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from areal_agent.algorithms.trees import QUERIES_PER_BLOCK, Tree
+from areal_agent.algorithms.trees import Tree
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.context import Context
 from areal_agent.trainer.scores import Rule, Scores, mask_rule
@@ -157,16 +156,11 @@ def segment_attention(
     rule = attention_mask if attention_mask is not None and attention_mask.narrows(longest) else None
     if one_call is not None and scores.is_plain and rule is None and one_call.takes(query, value):
         return one_call.attend(query, key, value, scores.scaling).transpose(1, 2).contiguous(), None
-    if tree is not None:
-        return tree_attention(query, key, value, tree, rule, scores).transpose(1, 2).contiguous(), None
-    parts = (one.split(lengths, dim=2) for one in (query, key, value))
-    outputs: list[Tensor] = []
-    start = 0
-    for q, k, v in zip(*parts, strict=True):
-        rule = attention_mask if attention_mask is not None and attention_mask.narrows(q.shape[2]) else None
-        outputs += _attend(q, k, v, rule, start, scores)
-        start += q.shape[2]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    if tree is None and rule is None and scores.is_plain:
+        parts = zip(*(one.split(lengths, dim=2) for one in (query, key, value)), strict=True)
+        return torch.cat([scores.attend(*part, None) for part in parts], dim=2).transpose(1, 2).contiguous(), None
+    tree = tree or Tree.apart(lengths).to(query.device)
+    return tree_attention(query, key, value, tree, rule, scores).transpose(1, 2).contiguous(), None
 
 
 def _require_plain(rule: Rule | None, segments: Sequence[int], context: Context) -> None:
@@ -176,24 +170,3 @@ def _require_plain(rule: Rule | None, segments: Sequence[int], context: Context)
             f"trainer.context_parallel is {context.size}, but this model's attention has windows or chunks, of "
             f"{rule.reach or 'an unknown number of'} tokens, and a sequence has {max(segments)}; set it to 1"
         )
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, rule: Rule | None, start: int, scores: Scores) -> list[Tensor]:
-    """Attend within the sequence that begins at token `start` of each row; return the outputs in parts."""
-    length = query.shape[2]
-    if rule is None and scores.is_plain:
-        return [scores.attend(query, key, value, None)]
-    reach = length if rule is None or rule.reach is None else rule.reach
-    outputs: list[Tensor] = []
-    for first in range(0, length, QUERIES_PER_BLOCK):
-        end = min(first + QUERIES_PER_BLOCK, length)
-        begin = max(0, first + 1 - reach)
-        if rule is None:
-            places = torch.arange(end, device=query.device)
-            seen = (places <= places[first:, None])[None, None]
-        else:
-            keys = torch.arange(start + begin, start + end, device=query.device)
-            seen = rule.seen(keys[first - begin :], keys)
-        block = query[:, :, first:end], key[:, :, begin:end], value[:, :, begin:end]
-        outputs.append(scores.attend(*block, seen))
-    return outputs

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import sdpa_mask
 
 
@@ -71,14 +70,6 @@ class Scores:
             return scaled_dot_product_attention(
                 query, key, value, attn_mask=seen, is_causal=seen is None, scale=self.scaling, enable_gqa=True
             )
-        if not torch.is_grad_enabled():
-            return self._explicit(query, key, value, seen)
-        outputs: Any = checkpoint(
-            self._explicit, query, key, value, seen, use_reentrant=False, preserve_rng_state=False
-        )  # without it, every block would keep its scores
-        return outputs
-
-    def _explicit(self, query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
         num_sharing = query.shape[1] // key.shape[1]
         key, value = (one.repeat_interleave(num_sharing, dim=1) for one in (key, value))
         scores = (query @ key.transpose(2, 3)).float() * self.scaling  # [B, H, Q, K]

@@ -1,14 +1,18 @@
 """Attention over a row in which sequences share prefixes (algorithms/trees.py).
 
-    q, k, v [1, H or G, N, D] ── for each block: its queries, the keys that any of them sees, a mask ──▶ [1, H, N, E]
+    q, k, v [1, H or G, N, D] ── for each block: its queries, and the keys that any of them sees ──▶ [1, H, N, E]
 
-Of a block nothing is kept for the backward pass, which computes it again: the keys of a long prefix would be kept once
-for each block that sees them. On a GPU all blocks of plain causal attention are one call of FlexAttention.
+On a CPU plain scores go through the kernel of torch's own attention, which also returns the log-sum-exp of each query's
+scores. With it a chain needs no mask: what its ancestors give and what it gives itself, causally, are merged. It is
+kept for the backward pass, beside the outputs. Of other blocks nothing is kept, and the backward pass computes them
+again: the keys of a long prefix would be kept once for each block that sees them. On a GPU all blocks of plain causal
+attention are one call of FlexAttention.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -24,14 +28,116 @@ TOKENS = 2
 def tree_attention(query: Tensor, key: Tensor, value: Tensor, tree: Tree, rule: Rule | None, scores: Scores) -> Tensor:
     """Return the weighted values, with the gradients of `query`, `key`, `value` and sinks.
 
-    Shapes: query [1, H, N, D], key [1, G, N, D], value [1, G, N, E] -> [1, H, N, E].
+    Shapes, of B rows that are all laid out as `tree`: query [B, H, N, D], key [B, G, N, D], value [B, G, N, E]
+    -> [B, H, N, E].
     """
-    assert query.shape[TOKENS] == len(tree.inputs), (query.shape, len(tree.inputs))
-    attended: Any = _Blocks.apply(query, key, value, scores.sinks, tree, rule, scores)
+    assert query.shape[TOKENS] == len(tree.depths), (query.shape, len(tree.depths))
+    is_plain = scores.is_plain and query.dtype == key.dtype == value.dtype and query.shape[3] == value.shape[3]
+    if is_plain and query.device.type == "cpu" and len(query) == 1:
+        attended: Any = _Kept.apply(query, key, value, tree, rule, scores.scaling)
+    else:
+        attended = _Recomputed.apply(query, key, value, scores.sinks, tree, rule, scores)
     return attended
 
 
-class _Blocks(torch.autograd.Function):
+class _Part(NamedTuple):
+    """Keys, and which of them each query of a block sees: a mask, themselves and those before, or all."""
+
+    keys: Tensor  # [K]
+    seen: Tensor | None = None  # [1, 1, Q, K]
+    is_causal: bool = False
+
+
+class _Kept(torch.autograd.Function):
+    """Attention that keeps outputs and log-sum-exps, by torch's operators without a public name.
+
+    With exp(s - their sum over all parts) for weights, each part has its own share of outputs and gradients.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, tree: Tree, rule: Rule | None, scaling: float
+    ) -> Tensor:
+        outputs, sums = torch.empty_like(query), list[Tensor]()
+        for block in tree.blocks:
+            queries = _by_key_head(query, block, key)
+            found = [
+                torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                    queries,
+                    *_of(part, queries, key, value),
+                    is_causal=part.is_causal,
+                    **_mask(part, query),
+                    scale=scaling,
+                )
+                for part in _parts(tree, block, rule)
+            ]
+            total = torch.stack([one for _, one in found]).logsumexp(0)  # [G, H / G, Q]
+            merged = sum((one * (own - total).exp()[..., None] for one, own in found), torch.zeros(()))
+            outputs[0, :, block.start : block.end] = merged.flatten(0, 1)
+            sums.append(total)
+        ctx.save_for_backward(query, key, value, outputs, *sums)
+        ctx.row = tree, rule, scaling
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        query, key, value, outputs, *sums = ctx.saved_tensors
+        tree, rule, scaling = ctx.row
+        of_query, of_key, of_value = (_sum_like(one) for one in (query, key, value))
+        for block, total in zip(tree.blocks, sums, strict=True):
+            given, queries, found = (_by_key_head(one, block, key) for one in (gradients[0], query, outputs))
+            for part in _parts(tree, block, rule):
+                own = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                    given,
+                    queries,
+                    *_of(part, queries, key, value),
+                    found,
+                    total,
+                    0.0,
+                    part.is_causal,
+                    **_mask(part, query),
+                    scale=scaling,
+                )
+                of_query[0, :, block.start : block.end] += own[0].flatten(0, 1)
+                of_key.index_add_(TOKENS, part.keys, own[1].sum(1, dtype=of_key.dtype)[None])
+                of_value.index_add_(TOKENS, part.keys, own[2].sum(1, dtype=of_key.dtype)[None])
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
+
+
+def _parts(tree: Tree, block: Block, rule: Rule | None) -> Iterator[_Part]:
+    """A chain sees all of its ancestors and, causally, itself; of other blocks a mask says who sees whom."""
+    if rule is not None or not block.is_chain:
+        yield _Part(*_seen(tree, block, rule))
+        return
+    above, own = block.keys.tensor_split((block.start - block.end,))
+    yield _Part(own, is_causal=True)
+    if len(above):
+        yield _Part(above)
+
+
+def _by_key_head(tensor: Tensor, block: Block, key: Tensor) -> Tensor:
+    """Return the queries of a block by the key-value head that they share, [1, H, N, D] -> [G, H / G, Q, D]."""
+    return tensor[0, :, block.start : block.end].unflatten(0, (key.shape[1], -1))
+
+
+def _of(part: _Part, queries: Tensor, *tensors: Tensor) -> Iterator[Tensor]:
+    """Return keys or values of a part, which heads share without a copy, [1, G, N, D] -> [G, H / G, K, D]."""
+    return (one.index_select(TOKENS, part.keys)[0, :, None].expand(-1, queries.shape[1], -1, -1) for one in tensors)
+
+
+def _mask(part: _Part, query: Tensor) -> dict[str, Tensor | None]:
+    """Return what is added to the scores, as the kernel's argument."""
+    if part.seen is None:
+        return {"attn_mask": None}
+    return {"attn_mask": query.new_zeros(part.seen.shape).masked_fill_(~part.seen, float("-inf"))}
+
+
+def _sum_like(tensor: Tensor) -> Tensor:
+    """Return zeros to add gradients to: not in 16 bits, since hundreds of blocks may see one key."""
+    return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+
+
+class _Recomputed(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -57,7 +163,7 @@ class _Blocks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         query, key, value, sinks = ctx.saved_tensors
         tree, rule, scores = ctx.row
-        of_query, of_key, of_value = (torch.zeros_like(one) for one in (query, key, value))
+        of_query, of_key, of_value = (_sum_like(one) for one in (query, key, value))
         of_sinks = None if sinks is None else torch.zeros_like(sinks)
         for block in tree.blocks:
             keys, seen = _seen(tree, block, rule)
@@ -69,11 +175,11 @@ class _Blocks(torch.autograd.Function):
                 found = with_sinks.attend(parts[0], parts[1], parts[2], seen)
             own = torch.autograd.grad(found, parts, gradients[0][:, :, places])
             of_query[:, :, places] = own[0]
-            of_key.index_add_(TOKENS, keys, own[1])
-            of_value.index_add_(TOKENS, keys, own[2])
+            of_key.index_add_(TOKENS, keys, own[1].to(of_key.dtype))
+            of_value.index_add_(TOKENS, keys, own[2].to(of_value.dtype))
             if of_sinks is not None:
                 of_sinks += own[3]
-        return of_query, of_key, of_value, of_sinks, None, None, None
+        return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype), of_sinks, None, None, None
 
 
 def _seen(tree: Tree, block: Block, rule: Rule | None) -> tuple[Tensor, Tensor]:

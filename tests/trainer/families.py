@@ -81,6 +81,8 @@ PADDED: Mapping[str, dict[str, Any]] = {
     **({} if HAS_CHUNKS_OF_SEQUENCES else LLAMA4),
 }
 """Families that pass it only with a row for each sequence."""
+EXACT = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
+"""Of a gpt2, which computes all in float64: others compute rotations and RMS norms in float32."""
 
 
 def make(model_type: str, fields: Mapping[str, Any], *, seed: int = 0) -> PreTrainedModel:

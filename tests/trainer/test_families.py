@@ -3,7 +3,7 @@
 - Packed rows: logits, log-probabilities in chunks and gradients are those of plain forward passes, one sequence each.
 - A family that passes state past a sequence's end is refused with where it differs, and trained in padded rows.
 - Pushes and checkpoints have the names, shapes and values of the model's own files.
-- Two ranks, each of which loads its rows, compute, differentiate and publish what one does.
+- Two ranks, each of which loads its rows, compute, differentiate and publish what one does; random forests in float64.
 - What files hold besides the model is handed on; names that would change, quantised weights, other shapes and
   broken files are refused.
 """

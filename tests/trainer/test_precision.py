@@ -28,10 +28,10 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 
 from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.algorithms.trees import QUERIES_PER_BLOCK
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.attention import (
     ATTENTION_NAME,
-    QUERIES_PER_BLOCK,
     OneCall,
     Rule,
     flash_attn_varlen_func,

@@ -27,14 +27,13 @@ from areal_agent.algorithms.batching import Sample, collate
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.packing import deal, siblings
 from areal_agent.algorithms.trees import Tree, in_order
-from areal_agent.trainer import tree_attention as module
 from areal_agent.trainer.attention import segment_attention
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.model import Policy
 from areal_agent.trainer.ranks import ALONE
 from areal_agent.trainer.trainer import settled
 from areal_agent.trainer.tree_attention import TreeCall
-from tests.trainer.families import DENSE, VOCAB_SIZE, make
+from tests.trainer.families import DENSE, EXACT, VOCAB_SIZE, make
 from tests.trainer.lab import CPU, GRADIENT_DESCENT, Lab
 
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=12)
@@ -100,9 +99,7 @@ def test_cuts_compute_the_fewest_positions_and_stay_within_the_budget(lists, bud
 
 @cache
 def exact_policy() -> Policy:
-    """All in float64: families with rotations or RMS norms compute these in float32."""
-    fields = {"vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.3}
-    return Policy(make("gpt2", fields).double(), CPU)
+    return Policy(make("gpt2", EXACT).double(), CPU)
 
 
 @st.composite
@@ -192,8 +189,8 @@ def test_flex_attention_sees_what_blocks_of_queries_see(small_blocks):
 
 
 def test_where_no_tree_can_be_had_rows_are_flat_and_a_line_says_why(caplog, monkeypatch):
-    monkeypatch.setattr(module._Blocks, "backward", None)
-    monkeypatch.setattr("areal_agent.algorithms.trees.Tree.seen", lambda _, block, keys: keys <= block.end)
+    everything = "areal_agent.algorithms.trees.Tree.seen"
+    monkeypatch.setattr(everything, lambda _, block, keys: (keys <= block.end).expand(block.end - block.start, -1))
     policy = Policy(make("llama", DENSE), CPU)
     assert policy.tree_fault is not None
     caplog.set_level(logging.INFO)

@@ -5,7 +5,8 @@ shown as a conversation, also if its group has its name: text, reasoning, calls,
 versions, what is in the loss and why the rest is not; 3. hostile text reaches a terminal as escapes, and cannot pass
 for a heading; 4. only a terminal gets colours, and NO_COLOR is heeded; 5. a run that goes on is shown as far as it is,
 and no file changes; 6. a name that does not exist gets near ones; what is no readable ledger gets one line; 7. without
-a tokenizer the tokens are counted; 8. an export has the text of answers and whole conversations.
+a tokenizer the tokens are counted; 8. an export has the text of answers and whole conversations; 9. damaged metrics
+hide no rollouts.
 """
 
 import io
@@ -190,6 +191,11 @@ async def test_where_no_group_is_shown_it_says_where_some_are(
             await recorder.session("e", turn, group_id="eval", purpose=SessionPurpose.EVAL)
     assert main([str(tmp_path), "--list", *options]) == 0
     assert said in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_damaged_row_of_metrics_hides_no_rollouts(run: Path, show) -> None:
+    (run / "metrics.jsonl").write_text("{\n")
+    assert "g0-0" in show()
 
 
 def test_reading_changes_nothing(run: Path, show) -> None:
