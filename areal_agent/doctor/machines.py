@@ -83,11 +83,6 @@ def described(
     return replace(machine, num_gpus=num_gpus, gpu_bytes=gpu or 0, num_nodes=num_nodes)
 
 
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 async def _gpu_sizes() -> list[int]:
     """Return the memory of each GPU of the machine; nothing without a driver that answers."""
     try:
