@@ -86,12 +86,7 @@ def _parser() -> Parser:
     help_of_dtype = "what the model computes in (default auto: by processor and size)"
     add("--dtype", choices=("auto", "float32", "bfloat16"), default=fields.dtype, help=help_of_dtype)
     help_of_threads = "CPU threads, or auto: for a large model all cores, else one (default %(default)s)"
-    add(
-        "--threads",
-        type=lambda text: int(text) if text.isdigit() else text,
-        default=fields.threads,
-        help=help_of_threads,
-    )
+    add("--threads", type=_number_or_word, default=fields.threads, help=help_of_threads)
     add(
         "--max-running",
         dest="max_running_requests",
