@@ -35,7 +35,7 @@ def cores_for(model: Path) -> int:
     try:
         fields = json.loads((model / "config.json").read_bytes())
         return num_cores() if fields.get("text_config", fields)["hidden_size"] >= LARGE else 1
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # whoever loads the model reports a damaged file
         return num_cores()
 
 
