@@ -19,9 +19,11 @@ from areal_agent.command import nearest
 from areal_agent.engine.config import EngineConfig, read_arguments
 from areal_agent.engine.vllm import ADAPTER_RANKS
 from areal_agent.errors import ConfigError
+from areal_agent.models.recipe import demonstrations_of
 from areal_agent.observe.trackers import ObserveConfig
 from areal_agent.rollout.config import EvalConfig, RolloutConfig, SandboxConfig, TrainingTasksConfig
 from areal_agent.section import Section, section_of
+from areal_agent.threads import cores_for, is_on_cpu, share_out
 from areal_agent.trainer.config import TrainerConfig
 
 Straggler = Literal["wait", "drop", "mask"]
@@ -176,6 +178,24 @@ class Config(ConfigFile):
                     "needs held-out tasks: set eval.tasks, or eval.num_tasks=0"
                 )
         return self
+
+    def with_threads(self) -> Self:
+        """Return this config with numbers for `engine.threads` and `trainer.threads`, as this machine has cores."""
+        engine, trainer = self.engine, self.trainer
+        if self.cluster.kind == "ray":
+            return self
+        is_engine_here = not (self.is_online or engine.urls)
+        of_engine, of_trainer = share_out(
+            cores_for(Path(self.model)) if demonstrations_of(self.model) is None else 1,
+            engine.threads,
+            engine.num_servers * (is_engine_here and is_on_cpu(engine.device)),
+            trainer.threads,
+            trainer.num_ranks * is_on_cpu(trainer.device),
+        )
+        found: dict[str, Section] = {"trainer": trainer.model_copy(update={"threads": of_trainer})}
+        if is_engine_here:
+            found["engine"] = engine.model_copy(update={"threads": of_engine})
+        return self.model_copy(update=found)
 
     @property
     def is_online(self) -> bool:

@@ -3,11 +3,8 @@
 A GPU computes in bfloat16. A CPU does if it multiplies bfloat16 natively and the model is large enough to gain.
 """
 
-import logging
 from pathlib import Path
 from typing import Literal
-
-logger = logging.getLogger(__name__)
 
 DType = Literal["auto", "float32", "bfloat16"]
 Computed = Literal["float32", "bfloat16"]
@@ -41,17 +38,11 @@ def computed_in(choice: DType, hidden_size: int, *, is_gpu: bool) -> Computed:
     return "bfloat16" if is_gpu or (hidden_size >= LARGE and multiplies_bfloat16()) else "float32"
 
 
-def slowness(dtype: str, *, is_gpu: bool) -> str:
-    """Return a remark on bfloat16 where the processor has to imitate it; nothing elsewhere."""
+def slowness(key: str, dtype: str, *, is_gpu: bool) -> str:
+    """Return a remark on a bfloat16 that `key` asks for and the processor has to imitate; nothing elsewhere."""
     if dtype != "bfloat16" or is_gpu or multiplies_bfloat16():
         return ""
     return (
-        "bfloat16 works on this processor, but slowly: it has no instructions for it (AMX, AVX512-BF16); 'auto' takes "
-        "float32 here"
+        f"{key} is bfloat16, which works on this processor, but slowly: it has no instructions for it (AMX, "
+        "AVX512-BF16); 'auto' takes float32 here"
     )
-
-
-def warn_if_slow(key: str, dtype: str, *, is_gpu: bool) -> None:
-    """Log a warning for a dtype that was asked for under `key` and that this processor has to imitate."""
-    if remark := slowness(dtype, is_gpu=is_gpu):
-        logger.warning("%s is %s: %s", key, dtype, remark)

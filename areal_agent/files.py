@@ -42,6 +42,16 @@ MANIFEST = "manifest.json"
 CLAIM = "incarnation_"
 
 
+def require_no_gguf(model: str, what: str = "model") -> None:
+    """Raise ConfigError for a GGUF file, or a folder that has nothing else."""
+    path = Path(model)
+    if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))):
+        raise ConfigError(
+            f"{what} {model!r} is GGUF, whose weights are quantised; give the model that it was made of, as a Hugging "
+            "Face folder with safetensors or a hub name (org/name)"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileDigest:
     """The size and hash that a file must have."""

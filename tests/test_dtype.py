@@ -30,8 +30,9 @@ def test_auto_is_bfloat16_where_that_is_faster(is_native: bool, monkeypatch: pyt
     assert rules.computed_in("auto", rules.LARGE - 1, is_gpu=False) == "float32"
     assert rules.computed_in("auto", 1, is_gpu=True) == "bfloat16"
     assert rules.computed_in("bfloat16", 1, is_gpu=False) == "bfloat16"
-    assert ("slowly" in rules.slowness("bfloat16", is_gpu=False)) is not is_native
-    assert rules.slowness("auto", is_gpu=False) == rules.slowness("bfloat16", is_gpu=True) == ""
+    assert ("slowly" in rules.slowness("engine.dtype", "bfloat16", is_gpu=False)) is not is_native
+    assert rules.slowness("engine.dtype", "auto", is_gpu=False) == ""
+    assert rules.slowness("engine.dtype", "bfloat16", is_gpu=True) == ""
 
 
 def test_an_engine_in_bfloat16_has_logits_in_float32(small_model: Path) -> None:

@@ -28,6 +28,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from areal_agent.callback import Callback
 from areal_agent.cluster.hosts import LOCAL, Host, Hosts, Process
 from areal_agent.errors import ConfigError
+from areal_agent.files import require_no_gguf
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.models.recipe import RECIPE, demonstrations_of, model_folder
 from areal_agent.observe.progress import Progress
@@ -207,11 +208,7 @@ HUB_FILES = (WEIGHTS, "*.json", "*.jinja", "*.model", "*.txt")  # no pickles, no
 def require_model(model: str, what: str = "model") -> None:
     """Raise ConfigError unless `model` is a Hugging Face folder, `tiny`, or has the form of a hub name."""
     path = Path(model)
-    if path.suffix == ".gguf" or (path.is_dir() and any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))):
-        raise ConfigError(
-            f"{what} {model!r} is GGUF, whose weights are quantised; give the model that it was made of, as a Hugging "
-            "Face folder with safetensors or a hub name (org/name)"
-        )
+    require_no_gguf(model, what)
     if demonstrations_of(model) is not None or (path / "config.json").is_file():
         return
     if path.exists():

@@ -114,9 +114,9 @@ def needs_of(
     needs: list[Need] = []
     if trainer is not None:
         ranks = tuple(map(rank_name, range(trainer.num_ranks)))
-        needs.append(Need(names=ranks, resources=amounts(trainer.threads, 1, trainer.device)))
+        needs.append(Need(names=ranks, resources=amounts(trainer.num_threads, 1, trainer.device)))
     num_gpus = EnginePlan.of(engine).num_gpus
-    of_server = amounts(engine.threads * num_gpus, num_gpus, engine.device)
+    of_server = amounts(engine.num_threads * num_gpus, num_gpus, engine.device)
     for number in range(engine.num_servers):
         name, paths = engine_name(engine, number), programs_of(engine)
         needs.append(Need(names=(name,), resources=of_server, strategy="STRICT_PACK", paths=paths))

@@ -239,7 +239,7 @@ class _EmbeddedPlace:
         self._hosts = hosts
         self._command = command_of(config, model, version)
         gpus = {} if hosts.chooses_gpus else visible_gpus(config, number, os.environ)
-        self._variables = {**thread_variables(config.threads), **gpus, **_key_of(hosts)}
+        self._variables = {**thread_variables(config.num_threads), **gpus, **_key_of(hosts)}
         self._host: Host | None = None
         self._config_port = self._port = config.port
         self._callback: Callback | None = None  # of the process started last
@@ -282,7 +282,7 @@ def command_of(config: EngineConfig, model: Path, version: WeightVersion) -> Seq
         "--model": str(model),
         "--device": config.device,
         "--dtype": config.dtype,
-        "--threads": str(config.threads),
+        "--threads": str(config.num_threads),
         "--weight-version": str(version),
         "--max-running": str(config.max_running_requests),
         "--max-context": str(config.max_context_tokens),
@@ -355,7 +355,7 @@ class _ForeignPlace:
         self._number = number
         self._taken = taken
         self._name, self._log = _name_and_log(config, logs, number)
-        self._variables = {**thread_variables(config.threads), **launch.variables(number), **_key_of(hosts)}
+        self._variables = {**thread_variables(config.num_threads), **launch.variables(number), **_key_of(hosts)}
         self._key = hosts.engine_key or key_of_environment()
         self._host: Host | None = None
         self._port = 0

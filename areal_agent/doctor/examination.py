@@ -15,7 +15,7 @@ from pathlib import Path
 from areal_agent.cluster.local import TOKENIZER
 from areal_agent.config import Config
 from areal_agent.doctor.findings import Finding, Report, State, attempt, examined
-from areal_agent.doctor.machines import Machine, dtype_finding, num_cores, this_machine, uses_gpu
+from areal_agent.doctor.machines import Machine, dtype_finding, this_machine, uses_gpu
 from areal_agent.doctor.memory import memory_findings
 from areal_agent.doctor.model import (
     ModelShape,
@@ -29,6 +29,7 @@ from areal_agent.doctor.model import (
 from areal_agent.doctor.settings import check_settings, sandbox_findings, storage_findings
 from areal_agent.doctor.trial import NO_ENGINE, Trial
 from areal_agent.run.serving import transcript_settings
+from areal_agent.threads import num_cores
 from areal_agent.tokens.renderer import Renderer
 
 
@@ -113,18 +114,17 @@ class Examination:
         if machine.is_elsewhere:
             return Finding("machine", State.OK, f"elsewhere: {machine}")
         config, cores = self.config, num_cores()
+        of_trainer, of_engine = config.trainer, config.engine
         found = f"{machine}, {cores} cores"
         if config.cluster.address is not None:
             return Finding("machine", State.OK, f"{found}; engine and trainer are on machines of the cluster")
-        trainer = 0 if uses_gpu(config.trainer.device, machine) else config.trainer.threads * config.trainer.num_ranks
-        is_engine_here = not (config.is_online or config.engine.urls or uses_gpu(config.engine.device, machine))
-        engine = config.engine.threads * config.engine.num_servers if is_engine_here else 0
+        trainer = 0 if uses_gpu(of_trainer.device, machine) else of_trainer.num_threads * of_trainer.num_ranks
+        is_engine_here = not (config.is_online or of_engine.urls or uses_gpu(of_engine.device, machine))
+        engine = of_engine.num_threads * of_engine.num_servers if is_engine_here else 0
+        found += f"; engine and trainer compute with {engine} and {trainer} threads"
         if engine + trainer > cores:
-            several = "engine.num_servers, " if config.engine.num_servers > 1 else ""
-            found += (
-                f"; engine and trainer compute with {engine} and {trainer} threads: more threads than cores make both "
-                "many times slower"
-            )
+            several = "engine.num_servers, " if of_engine.num_servers > 1 else ""
+            found += ": more threads than cores make both many times slower"
             return Finding("machine", State.WARN, found, f"lower {several}engine.threads or trainer.threads")
         return Finding("machine", State.OK, found)
 
@@ -138,6 +138,8 @@ async def check_up(
 ) -> int:
     """Return 1 when a check failed, else 0. Raises ConfigError when the config cannot be read."""
     config = Config.load(file, overrides)
+    if elsewhere is None:
+        config = config.with_threads()
     report = Report()
     starts_engine = starts_engine and elsewhere is None
     try:

@@ -83,11 +83,6 @@ def described(
     return replace(machine, num_gpus=num_gpus, gpu_bytes=gpu or 0, num_nodes=num_nodes)
 
 
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 async def _gpu_sizes() -> list[int]:
     """Return the memory of each GPU of the machine; nothing without a driver that answers."""
     try:
@@ -202,10 +197,9 @@ def dtype_finding(shape: ModelShape, config: Config, machine: Machine) -> Findin
     if not all(places.values()):
         has = "multiplies bfloat16 natively" if multiplies_bfloat16() else "has no instructions for bfloat16"
         found += f"; this processor {has}, the model's hidden size is {number} ('auto' takes bfloat16 from {LARGE} on)"
-    slow = next((name for name in dtypes if slowness(dtypes[name], is_gpu=places[name])), None)
-    if slow is not None:
-        found += f"; {slowness(dtypes[slow], is_gpu=False)}"
-        return Finding("dtype", State.WARN, found, f"leave out {slow}.dtype")
+    for name, dtype in dtypes.items():
+        if slow := slowness(f"{name}.dtype", dtype, is_gpu=places[name]):
+            return Finding("dtype", State.WARN, f"{found}; {slow}", f"leave out {name}.dtype")
     if len(set(dtypes.values())) > 1:
         found += "; log-probabilities of the two differ by some 0.03 nats"
         return Finding("dtype", State.WARN, found, "leave out engine.dtype and trainer.dtype, or make them equal")

@@ -368,7 +368,7 @@ class Trial:
         """Try an engine and a trainer in a run's order: where they share a GPU, the engine takes its part first."""
         in_memory = self.config.trainer.transfer == "shared_memory"
         shared_memory = stack.enter_context(weights_folder(in_memory=in_memory))
-        gang = await stack.enter_async_context(start_trainer(self.config.trainer.threads, self.logs))
+        gang = await stack.enter_async_context(start_trainer(self.config.trainer.num_threads, self.logs))
         engine, asked, why = None, None, NO_ENGINE
         if with_engine:
             weights = await asyncio.to_thread(engine_weights, self.config.trainer, self.model, None, shared_memory)

@@ -28,6 +28,7 @@ from areal_agent.engine.embedded.server import EngineServer, cannot_listen
 from areal_agent.errors import ConfigError, EngineError
 from areal_agent.gateway.auth import LOOPBACK_NAMES
 from areal_agent.process import allow_many_connections, exit_with_parent
+from areal_agent.threads import cores_for, is_on_cpu, share_out
 from areal_agent.types import WeightVersion
 
 logger = logging.getLogger("areal_agent.engine")  # because `__name__` is __main__ here
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     _check_port(options.host, config.port)
     allow_many_connections()
-    torch.set_num_threads(config.threads)
+    cores = cores_for(Path(options.model)) if is_on_cpu(config.device) else 1
+    torch.set_num_threads(share_out(cores, config.threads, options.sharing, "auto", 0)[0])
     torch.set_num_interop_threads(1)
     disable_progress_bar()  # its output is a log
     runner = ModelRunner(
@@ -83,7 +85,8 @@ def _parser() -> Parser:
     add("--device", choices=("auto", "cpu", "cuda"), default=fields.device)
     help_of_dtype = "what the model computes in (default auto: by processor and size)"
     add("--dtype", choices=("auto", "float32", "bfloat16"), default=fields.dtype, help=help_of_dtype)
-    add("--threads", type=int, default=fields.threads, help="CPU threads (default %(default)s)")
+    help_of_threads = "CPU threads, or auto: for a large model all cores, else one (default %(default)s)"
+    add("--threads", type=_number_or_word, default=fields.threads, help=help_of_threads)
     add(
         "--max-running",
         dest="max_running_requests",
@@ -120,6 +123,10 @@ def _parser() -> Parser:
     add("--connect", metavar="HOST:PORT", help="where the run that starts it expects a call with the base URL")
     add("--announce", type=Path, metavar="FILE", help="file to write the base URL to once it serves")
     return parser
+
+
+def _number_or_word(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
 
 
 def _config(options: Namespace) -> EngineConfig:

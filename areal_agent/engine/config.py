@@ -10,6 +10,7 @@ from areal_agent.dtype import DType
 from areal_agent.engine.address import Backend
 from areal_agent.errors import ConfigError
 from areal_agent.section import Section
+from areal_agent.threads import Threads
 
 
 class EngineConfig(Section):
@@ -46,8 +47,10 @@ class EngineConfig(Section):
     AVX512-BF16, ARM's BF16) with models of a hidden size of 512 or more; else float32. On a CPU the embeddings, the
     last norm and the output layer are float32 in any case. With SGLang and vLLM `auto` is their own choice on a GPU,
     and float32 on a CPU."""
-    threads: Annotated[int, Field(ge=1, le=1024)] = 1
-    """CPU threads of each engine process. Engines and trainer together should not exceed the cores of the machine."""
+    threads: Threads = "auto"
+    """CPU threads of each engine process. `auto` shares out the machine's cores between engine and trainer where both
+    compute on its CPU, for a model of a hidden size of 512 or more; else, and on a Ray cluster, it is 1. Engines and
+    trainer together should not exceed the cores of the machine."""
     max_running_requests: Annotated[int, Field(ge=1, le=4096)] = 64
     """Requests that sample at the same time; further ones queue. On a GPU the embedded engine allocates their whole
     contexts at the start; if half of `kv_tokens` is less than that, fewer sample at the same time."""
@@ -77,6 +80,11 @@ class EngineConfig(Section):
     other servers. Once it answers, it is given the current weights and serves again. A slow server is left alone."""
     wait_s: Annotated[float, Field(gt=0)] = 120.0
     """How long turns and pushes wait while no server serves, before they fail."""
+
+    @property
+    def num_threads(self) -> int:
+        """`threads` as a number; 1 for an `auto` that nobody has resolved (areal_agent/threads.py)."""
+        return 1 if self.threads == "auto" else self.threads
 
     @model_validator(mode="before")
     @classmethod

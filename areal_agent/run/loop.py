@@ -131,7 +131,7 @@ async def _train_and_report(run: Run) -> tuple[int, str]:
     interruption = Interruption(run.progress.note)
     outcome = Outcome(
         num_eval_tasks=len(run.preflight.eval_tasks),
-        engine_threads=run.config.engine.threads,
+        engine_threads=run.config.engine.num_threads,
         is_online=run.config.is_online,
     )
     has_started, is_over = False, False

@@ -90,7 +90,7 @@ class Preflight:
             tasks, eval_tasks = load_all_tasks(config)
             check_sandbox(source, config.sandbox.backend)
         return cls(
-            config=config,
+            config=config.with_threads(),
             folder=choose_folder(config, name, resume),
             is_resumed=resume is not None,
             workflow=None if source is None else load_workflow(source),

@@ -123,7 +123,7 @@ class Run:
         self.preflight = Preflight.check(config, workflow=workflow, name=name, resume=resume)
         require_sampling(config)
         require_installed(config.observe.trackers)
-        self.config = config
+        self.config = config = self.preflight.config
         self.folder = self.preflight.folder
         self.version = WeightVersion()  # the version that serves
         self.step = 0  # train steps done
@@ -422,7 +422,7 @@ class Run:
         )
         begun_with = checkpoint.path if checkpoint else None
         served = await asyncio.to_thread(engine_weights, config.trainer, model, begun_with, shared_memory)
-        self._gang = await self._stack.enter_async_context(start_trainer(of_trainer.threads, folder.logs, hosts))
+        self._gang = await self._stack.enter_async_context(start_trainer(of_trainer.num_threads, folder.logs, hosts))
         self._trainer = self._gang.client
         self.source: Source = await self._stack.enter_async_context(
             open_online_rollouts(config, self.ledger, self.step)

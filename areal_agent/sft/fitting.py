@@ -67,7 +67,7 @@ def loaded(setup: TrainerSetup, logs: Path) -> Generator[Worker]:
         config = setup.trainer
         try:
             for number, call in enumerate(trainer.expect(config.num_ranks), start=1):
-                others.append(runner.run(start_rank(number, call, config.threads, logs)))
+                others.append(runner.run(start_rank(number, call, config.num_threads, logs)))
             trainer.call("init", {"setup": setup.model_dump(mode="json")})
             yield trainer
         finally:

@@ -37,6 +37,7 @@ from areal_agent.section import one_line
 from areal_agent.sft.config import SftConfig
 from areal_agent.sft.data import Data, load_data
 from areal_agent.sft.fitting import Check, Fitted, Fitting, loaded
+from areal_agent.threads import cores_for, is_on_cpu, share_out
 from areal_agent.tokens.renderer import exported_template
 from areal_agent.trainer.checkpoint import FOR_RESUMES, Checkpoint, FailedSaves, latest_checkpoint, newest_step
 from areal_agent.trainer.config import TrainerSetup
@@ -173,11 +174,13 @@ class SftRun:
     # ------------------------------------------------------------------ the parts
 
     def _setup(self, model: Path, num_steps: int) -> TrainerSetup:
-        config = self._config
+        config, trainer = self._config, self._config.trainer
+        cores = cores_for(model) if is_on_cpu(trainer.device) else 1
+        _, threads = share_out(cores, "auto", 0, trainer.threads, trainer.num_ranks)
         return TrainerSetup(
             model=self._saved.path if self._saved else model,
             base=model,
-            trainer=config.trainer,
+            trainer=trainer.model_copy(update={"threads": threads}),
             seed=config.seed,
             shared_memory=self._folder.path,
             publishes=False,

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.dtype import DType
 from areal_agent.section import Section
+from areal_agent.threads import Threads
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -92,8 +93,9 @@ class TrainerConfig(Section):
     """Copies of the model, each sharded over `num_ranks / replicas` neighbouring ranks (HSDP). Weights are gathered
     within a copy, and gradients alone are summed between copies, for machines that are slowly connected. It divides
     `num_ranks`, and a rank holds so many times more."""
-    threads: Annotated[int, Field(ge=1)] = 1
-    """CPU threads of each trainer process."""
+    threads: Threads = "auto"
+    """CPU threads of each trainer process. `auto` is as in `engine.threads`; in supervised fine-tuning the trainer has
+    all cores."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: cuda if there is a GPU."""
     dtype: DType = "auto"
@@ -129,6 +131,11 @@ class TrainerConfig(Section):
     """Checkpoints that are kept, besides the one that the run was resumed from."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """How long the process may take to load the model."""
+
+    @property
+    def num_threads(self) -> int:
+        """`threads` as a number; 1 for an `auto` that nobody has resolved (areal_agent/threads.py)."""
+        return 1 if self.threads == "auto" else self.threads
 
     @model_validator(mode="after")
     def _has_no_idle_options(self) -> Self:

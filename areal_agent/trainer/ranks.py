@@ -230,8 +230,13 @@ class Precision:
 
     @classmethod
     def of(cls, config: TrainerConfig, device: torch.device, hidden_size: int) -> Self:
-        """Return what the config asks for on this device, with a model of this hidden size."""
+        """Return what the config asks for on this device, with a model of this hidden size. Raises ConfigError."""
         is_gpu = device.type == "cuda"
+        if config.fp32_lm_head and not is_gpu:
+            raise ConfigError(
+                "trainer.fp32_lm_head is true, but there is no GPU here, and on a CPU the output layer is float32 "
+                "already; leave it out"
+            )
         layers: torch.dtype = getattr(torch, computed_in(config.dtype, hidden_size, is_gpu=is_gpu))
         return cls(layers=layers, rest=layers if is_gpu and not config.fp32_lm_head else torch.float32)
 

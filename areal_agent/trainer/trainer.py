@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from areal_agent.callback import LOOPBACK
-from areal_agent.dtype import warn_if_slow
+from areal_agent.dtype import slowness
 from areal_agent.errors import ConfigError
 from areal_agent.observe.token_records import TokenRecorder
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
@@ -70,7 +70,8 @@ class Trainer:
             teacher = load_teacher(setup.teacher, policy, is_padded=is_padded, group=group)
         config = settled(config, group, [one for one in (policy, teacher) if one is not None])
         precision = Precision.of(config, device, policy.hidden_size)
-        warn_if_slow("trainer.dtype", config.dtype, is_gpu=device.type == "cuda")
+        if slow := slowness("trainer.dtype", config.dtype, is_gpu=device.type == "cuda"):
+            logger.warning("%s", slow)
         if group.mesh is None and precision != FLOAT32:
             group = Group.of_one(device)
         self._group = group

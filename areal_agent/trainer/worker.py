@@ -167,7 +167,7 @@ class Worker:
     def _init(self, arguments: JsonObject) -> JsonObject:
         setup = TrainerSetup.model_validate(arguments["setup"])
         config = setup.trainer
-        torch.set_num_threads(config.threads)
+        torch.set_num_threads(config.num_threads)
         rank, num_gpus = (0, 1) if setup.has_one_gpu else (self._rank, config.num_ranks)
         device = choose_device(config.device, rank=rank, num_ranks=num_gpus)
         group = ALONE

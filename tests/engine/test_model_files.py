@@ -35,6 +35,12 @@ def test_the_model_of_a_config_is_no_folder():
         load("tiny")
 
 
+def test_a_gguf_folder_is_told_what_to_give_instead(tmp_path):
+    (tmp_path / "model.Q4_1.gguf").touch()
+    with pytest.raises(ConfigError, match=r"is GGUF.*; give the model that it was made of"):
+        load(tmp_path)
+
+
 def cut_short(folder: Path, kept: int) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])

@@ -223,7 +223,8 @@ async def test_a_port_in_use(tiny, served):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--threads", "0"], "threads is 0"),
+        (["--threads", "0"], "threads is 0; give a whole number from 1 to 1024, or 'auto'"),
+        (["--threads", "all"], "threads is 'all'; give a whole number"),
         (["--port", "70000"], "port is 70000"),
         (["--max-running", "0"], "max_running_requests is 0"),
         (["--sharing", "0"], "--sharing is 0; it counts this engine too"),

@@ -83,6 +83,8 @@ def test_an_output_layer_cannot_be_more_exact_than_float32() -> None:
         TrainerConfig(dtype="float32", fp32_lm_head=True)
     with pytest.raises(ValueError, match="is float32; leave it out"):
         TrainerConfig(device="cpu", fp32_lm_head=True)
+    with pytest.raises(ConfigError, match=r"there is no GPU here, .*; leave it out"):
+        Precision.of(TrainerConfig(fp32_lm_head=True), CPU, 64)
 
 
 ALL = AlgorithmConfig(preset="ppo", reference="initial", kl_coefficient=0.1, minibatches=2)
@@ -93,14 +95,14 @@ PENALISED = AlgorithmConfig(reference="initial", kl_coefficient=0.1)
     ("changes", "algorithm"),
     [
         ({}, AlgorithmConfig()),
-        ({"fp32_lm_head": True, "gradient_checkpointing": True}, AlgorithmConfig()),
+        ({"gradient_checkpointing": True}, AlgorithmConfig()),
         ({"learning_rate": 1e4}, ALL),
         ({"lora": LoraConfig(rank=4, alpha=8.0)}, PENALISED),
     ],
-    ids=["plain", "float32 head, recomputed", "critic and reference", "adapters"],
+    ids=["plain", "recomputed", "critic and reference", "adapters"],
 )
 def test_gradients_are_those_of_float32_within_rounding(model_folder, given, group, changes, algorithm) -> None:
-    exact = Lab(model_folder, GRADIENT_DESCENT.model_copy(update={**changes, "fp32_lm_head": False}), algorithm)
+    exact = Lab(model_folder, GRADIENT_DESCENT.model_copy(update=changes), algorithm)
     expected = exact.gradient(given)
     half = Lab(model_folder, HALF.model_copy(update=changes), algorithm, budget=60, group=group)
     assert 0 < off_by(half.gradient(given), expected) < 0.03

@@ -25,12 +25,13 @@ from safetensors.torch import load, load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from areal_agent.dtype import DType, computed_in, warn_if_slow
+from areal_agent.dtype import DType, computed_in, slowness
 from areal_agent.engine.embedded.decoder import Decoder, Piece, ScoringStep, decode_step, prefill_step
 from areal_agent.engine.embedded.kv_cache import KVCache, SlotStore, plan_room
 from areal_agent.engine.embedded.transfer import BLOCK_BYTES, take, tensors_over
 from areal_agent.engine.pushes import DTYPE_BYTES, check_layout, take_folder, take_shared_memory, weight_files
 from areal_agent.errors import ConfigError, EngineRejected, WeightUpdateError
+from areal_agent.files import require_no_gguf
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry, Weights
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 def _check_there(model_path: str) -> None:
     """Check that a path is a folder, or has the form of a name on the hub, which is then asked for it."""
+    require_no_gguf(model_path)
     if Path(model_path).is_dir():
         return
     if model_path == "tiny":
@@ -177,7 +179,8 @@ class ModelRunner:
         Raises ConfigError, also when there is no room for one context.
         """
         place = _place(device)
-        warn_if_slow("engine.dtype", dtype, is_gpu=place.type == "cuda")
+        if slow := slowness("engine.dtype", dtype, is_gpu=place.type == "cuda"):
+            logger.warning("%s", slow)
         model = load_model(model_path, place, dtype, max_context_tokens=max_context_tokens)
         self.model_path = model_path
         self.max_context_tokens = max_context_tokens
