@@ -13,7 +13,6 @@ not exist.
 
 import argparse
 import asyncio
-import contextlib
 import io
 import json
 import logging
@@ -40,6 +39,7 @@ from sandboxes.folder import Entry, entries_in, entries_of, pack
 from sandboxes.pool import Pool, open_pool
 from sandboxes.sandbox import Sandbox
 from sandboxes.spec import ExecResult, Limits, Network, SandboxSpec, Status
+from sandboxes.tasks.handover import RESERVED, Suspicion, TaskFiles, hand_over, is_within
 
 logger = logging.getLogger(__name__)
 
@@ -54,19 +54,12 @@ TESTS_SAID = "/logs/verifier/test-stdout.txt"
 RUN_TESTS = f"/tests/test.sh > {TESTS_SAID} 2>&1"
 MAX_TOLD_BYTES = 2000
 MAX_NAMED = 5
-CLEAR = """
-mkdir -p -- "$(dirname "$1")"
-if [ -d "$1" ] && [ ! -L "$1" ]; then rm -rf -- "$1"/..?* "$1"/.[!.]* "$1"/*; else rm -f -- "$1"; fi
-"""
-"""Removes what is at a path, but keeps the folder itself, which programs may stand in."""
 
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 SIZE = re.compile(r"([\d.]+)\s*([KMG])B?", re.IGNORECASE)
 MIB_OF = {"K": 1 / 1024, "M": 1, "G": 1024}
 OLD_KEYS = {"memory": "memory_mb", "storage": "storage_mb"}
-RESERVED = ("/tests", "/solution", "/logs/verifier", "/proc", "/sys", "/dev")
-"""Folders that no declared path may touch: the verifier's own, and those that are no files of a sandbox's own."""
 
 
 class Section(BaseModel):
@@ -192,10 +185,6 @@ class TaskToml(Section):
         return [path for path in paths if not any(path != other and is_within(path, other) for other in paths)]
 
 
-def is_within(path: str, folder: str) -> bool:
-    return posixpath.commonpath((path, folder)) == folder
-
-
 def read_task_toml(path: Path) -> TaskToml:
     """Read a `task.toml`; ValueError that names the file, the key, the value and the remedy."""
     try:
@@ -240,6 +229,8 @@ class TaskVerdict:
     rewards: Mapping[str, float]  # all that the tests reported, by name
     detail: str  # the reason for a reward of 0, and the end of what the tests printed
     trusted: bool
+    left_out: tuple[str, ...] = ()  # what of the agent's files was not handed over, and why
+    suspicions: tuple[Suspicion, ...] = ()
 
 
 class HarborTask:
@@ -327,24 +318,23 @@ class HarborTask:
         if status in (Status.MEMORY, Status.DISK):
             return self._failed(f"the agent's sandbox has ended, since its programs used up all {status.value}")
         async with pool.acquire(self._spec(self.config.verifier)) as fresh:
-            source, target = await box.archives(), await fresh.archives()
-            await target.load(tar_of_folders("logs", "logs/artifacts"), "/")
-            paths = self.config.declared_paths(self.workdir, self.folder)
-            for path in paths:  # all of them, before anything of the agent's is there that could be run instead
-                await fresh.exec(["/bin/sh", "-c", CLEAR, "sh", path])
-            for path in paths:
-                try:
-                    await self._copy(path, source, target)
-                except OSError as error:
-                    return self._failed(f"{path}, which is judged, cannot be copied: {error}")
-            return await self._judge(fresh)
+            await (await fresh.archives()).load(tar_of_folders("logs", "logs/artifacts"), "/")
+            try:
+                found = await hand_over(self._files(), await box.archives(), fresh, self._storage_bytes)
+            except OSError as error:
+                return self._failed(str(error))
+            verdict = await self._judge(fresh)
+            return replace(verdict, left_out=tuple(found.left_out), suspicions=tuple(found.suspicions))
 
-    async def _copy(self, path: str, source: Archives, target: Archives) -> None:
-        """Copy a path to the fresh sandbox, where it was cleared; what the agent has removed stays away."""
-        with tempfile.TemporaryFile() as tar, contextlib.suppress(FileNotFoundError):
-            await source.save(path, tar, self._storage_bytes)
-            tar.seek(0)
-            await target.load(tar, posixpath.dirname(path))
+    def _files(self) -> TaskFiles:
+        tests = [path for path in (self.folder / "tests").rglob("*") if path.is_file()]
+        said = [self.folder / "instruction.md", *tests, *(self.folder / "solution").rglob("*")]
+        return TaskFiles(
+            declared=self.config.declared_paths(self.workdir, self.folder),
+            text="\n".join(path.read_text(errors="replace") for path in said if path.is_file()),
+            is_python=any(path.suffix == ".py" for path in tests)
+            or re.search("python|pytest", (self.folder / "tests/test.sh").read_text(errors="replace")) is not None,
+        )
 
     async def _judge(self, box: Sandbox) -> TaskVerdict:
         """Run the tests and read their reward."""
