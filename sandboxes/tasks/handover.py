@@ -11,6 +11,7 @@ same place stays: the same link, or a file with the same bytes; of a changed fil
 
 import asyncio
 import hashlib
+import io
 import posixpath
 import re
 import sys
@@ -34,7 +35,8 @@ LOADED_BY_ITSELF = re.compile(
 )
 MODULE_ENDINGS = ("py", "pyc", "so")
 SETTINGS = ("pyproject.toml", "setup.cfg", "tox.ini")
-"""Files that come along, and in which pytest may be told not to look."""
+"""Files that come along, with another name for a section of pytest's."""
+SECTION = re.compile(rb"""pytest(?=["'\s.:]*(ini_options|\]))""")
 MARKS = {**dict.fromkeys(SETTINGS, b"pytest"), "entry_points.txt": b"pytest11"}
 """What in a file, also "import" in one that ends in .pth, lets Python or pytest load something by it."""
 MAX_HOPS = 40
@@ -77,7 +79,7 @@ class Suspicion:
 
 @dataclass(slots=True)
 class Handover:
-    """What was found on the way. `settings` are changed files from which pytest may take nothing."""
+    """What was found on the way. `settings` are changed files whose sections for pytest are renamed."""
 
     left_out: list[str] = field(default_factory=list[str])
     suspicions: list[Suspicion] = field(default_factory=list[Suspicion])
@@ -122,7 +124,7 @@ async def hand_over(task: TaskFiles, source: Archives, fresh: Sandbox, max_bytes
             await fresh.exec(["/bin/sh", "-c", CLEAR, "sh", path])
         for path, tar in tars.items():
             anew = files.enter_context(tempfile.TemporaryFile())
-            await asyncio.to_thread(copy_but, tar, anew, path, left_out)
+            await asyncio.to_thread(copy_but, tar, anew, path, left_out, found.settings)
             await target.load(anew, posixpath.dirname(path))
         for path, tar in kept_of_image.items():
             tar.seek(0)
@@ -165,6 +167,7 @@ class Looked:
                 continue
             if name in SETTINGS:
                 found.settings.append(path)
+                found.left_out.append(f"what {path} says to pytest")
             elif LOADED_BY_ITSELF.fullmatch(name):
                 left_out.add(path)
                 found.left_out.append(f"{path}, which Python or pytest would load by itself")
@@ -219,8 +222,8 @@ def is_own_module(path: str) -> bool:
     return stem in OWN_MODULES and (not ending or ending.endswith(MODULE_ENDINGS))
 
 
-def copy_but(tar: IO[bytes], anew: IO[bytes], declared: str, left_out: set[str]) -> None:
-    """Write a tar anew without what is left out, and without hard links to it."""
+def copy_but(tar: IO[bytes], anew: IO[bytes], declared: str, left_out: set[str], settings: Sequence[str]) -> None:
+    """Write a tar anew without what is left out, hard links to it, and sections for pytest in `settings`."""
     tar.seek(0)
     kept: set[str] = set()
     with opened(tar) as members, tarfile.open(fileobj=anew, mode="w", format=tarfile.PAX_FORMAT) as target:
@@ -231,16 +234,15 @@ def copy_but(tar: IO[bytes], anew: IO[bytes], declared: str, left_out: set[str])
             if member.islnk() and member.linkname not in kept:
                 continue
             kept.add(member.name)
-            target.addfile(member, tar_data(members, member))
+            data = members.extractfile(member) if member.isreg() else None
+            if data is not None and path in settings:
+                data = io.BytesIO(SECTION.sub(b"unused", data.read()))
+            target.addfile(member, data)
     anew.seek(0)
 
 
 def opened(tar: IO[bytes]) -> tarfile.TarFile:
     return tarfile.open(fileobj=tar, mode="r:", encoding="utf-8", errors="surrogateescape")
-
-
-def tar_data(tar: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None:
-    return tar.extractfile(member) if member.isreg() else None
 
 
 def place_of(member: tarfile.TarInfo, declared: str) -> str:

@@ -37,7 +37,7 @@ from sandboxes.cell import Archives
 from sandboxes.containers.engine import Engine, Image
 from sandboxes.containers.images import BuildBounds, build_image
 from sandboxes.folder import Entry, entries_in, entries_of, pack
-from sandboxes.pool import Pool, open_pool
+from sandboxes.pool import OnSuspicion, Pool, open_pool
 from sandboxes.sandbox import Sandbox
 from sandboxes.spec import ExecResult, Limits, Network, SandboxSpec, Status
 from sandboxes.tasks.handover import RESERVED, Handover, Kind, Suspicion, TaskFiles, hand_over, is_within
@@ -54,7 +54,6 @@ REWARD_TEXT, REWARD_JSON = "/logs/verifier/reward.txt", "/logs/verifier/reward.j
 MAX_REWARD_BYTES = 64 * 1024
 REFUSED = (Kind.EARLY_EXIT, Kind.EQUALS_ALL, Kind.WRITES_REWARD)
 """Suspicions with which a reward above 0 is not the tests' word, whatever is to be done about suspicions."""
-OnSuspicion = Literal["keep", "zero", "drop"]
 TESTS_SAID = "/logs/verifier/test-stdout.txt"
 RUN_TESTS = f"/tests/test.sh > {TESTS_SAID} 2>&1"
 MAX_TOLD_BYTES = 2000
@@ -379,7 +378,7 @@ class HarborTask:
         else:
             result, seen = await watched_tests(
                 box, RUN_TESTS, env=self._verifier_env, limits=limits,
-                declared=files.declared, settings=found.settings, is_python=files.is_python,
+                declared=files.declared, is_python=files.is_python,
             )  # fmt: skip
         said = (await box.exec(["tail", "-c", str(MAX_TOLD_BYTES), TESTS_SAID])).stdout.decode(errors="replace")
         verdict = TaskVerdict(

@@ -75,12 +75,11 @@ async def watched_tests(
     env: Mapping[str, str],
     limits: Limits,
     declared: Sequence[str],
-    settings: Sequence[str],
     is_python: bool,
 ) -> tuple[ExecResult, Seen]:
-    """Run the tests' command. From the files `settings`, pytest takes nothing."""
+    """Run the tests' command."""
     if is_python:
-        watch = f"\nwatch({list(declared)!r}, {KEPT!r}, {list(settings)!r})\n"
+        watch = f"\nwatch({list(declared)!r}, {KEPT!r})\n"
         files = {f"{MODULE}.py": WITNESS + watch, "sitecustomize.py": LOAD_FIRST}
         archives = await box.archives()
         entries = [Entry(f"{FOLDER[1:]}/{name}", text.encode()) for name, text in files.items()]

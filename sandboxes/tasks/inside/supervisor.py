@@ -216,7 +216,7 @@ class Supervisor:
                     call(CLOSE, beneath)
             result = call(RESTRICT_SELF, ruleset, 0)
             call(CLOSE, ruleset)
-            call(SECCOMP, 1, 0, put(struct.pack("=HxxxxxxQ", 4 + len(OPENS), data + 16) + reporting_opens()))
+            call(SECCOMP, 1, 0, put(struct.pack("=HxxxxxxQ", 3 + len(OPENS), data + 16) + reporting_opens()))
             os.pwrite(memory.fileno(), code, place)
         set_registers(pid, saved)
         if ruleset < 0 or result < 0:

@@ -24,20 +24,19 @@ LAST_STEPS = {"POP_TOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST", "NOP", "C
 
 
 class Witness:
-    def __init__(self, declared, kept, settings, started_s):
+    def __init__(self, declared, kept, started_s):
         import _socket
 
         self.declared = tuple(f"{path}/" for path in declared) + tuple(declared)
-        self.kept, self.settings, self.started_s = tuple(kept), settings, started_s
+        self.kept, self.started_s = tuple(kept), started_s
         self.secret = os.urandom(16).hex()
         self.pid = os.getpid()
         self.is_running = self.has_agents = False
         self.known, self.told, self.before = {}, set(), {}
-        self.missing = ""
+        self.missing, self.main_code = "", None
         self.patches = [
             (self.watch_unittest, "unittest.runner", "TextTestRunner"),
             (self.watch_pytest, "_pytest.config", "get_config"),
-            (self.watch_settings, "_pytest.config.findpaths", "load_config_dict_from_file"),
             (self.guard, "unittest.case", "SkipTest"),
             (self.guard, "_pytest.outcomes", "OutcomeException"),
         ]
@@ -135,7 +134,7 @@ class Witness:
             kind, error, frames = sys.exc_info()
             while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
                 frames = frames.tb_next
-            sys.excepthook(kind, error.with_traceback(frames), frames)
+            sys.excepthook(kind, error.with_traceback(frames), frames)  # pyright: ignore
             status = 1
         if os.getpid() != self.pid:
             os._exit(finish() or status)
@@ -150,7 +149,7 @@ class Witness:
         if event == "cpython.run_module":
             import runpy
 
-            return runpy._run_module_as_main(arguments[0])
+            return runpy._run_module_as_main(arguments[0])  # pyright: ignore[reportAttributeAccessIssue]
         if event == "cpython.run_command":
             source, name = arguments[0], "<string>"
         elif event == "cpython.run_stdin":
@@ -164,18 +163,17 @@ class Witness:
         exec(self.main_code, main)
 
     def is_early(self, frames):
-        """Return whether the agent's code raised SystemExit while the main program had more to do."""
+        """Return whether the agent's code raised SystemExit as it was loaded, or before the main program's last step."""
         import dis
 
         where = None
         while frames is not None:
-            if frames.tb_frame.f_code is getattr(self, "main_code", None):
-                where = frames
-            last, frames = frames, frames.tb_next
-        if where is None or not self.is_agents(last.tb_frame.f_code.co_filename):
-            return False
+            where = frames if frames.tb_frame.f_code is self.main_code else where
+            last, frames = frames.tb_frame.f_code, frames.tb_next
+        if not self.is_agents(last.co_filename) or where is None or last.co_name == "<module>":
+            return self.is_agents(last.co_filename) and last.co_name == "<module>"
         steps = [step.opname for step in dis.get_instructions(self.main_code) if step.offset > where.tb_lasti]
-        return last.tb_frame.f_code.co_name == "<module>" or not LAST_STEPS.issuperset(steps)
+        return not LAST_STEPS.issuperset(steps)
 
     def look_back(self, status):
         """Tell what was found at the end, of the framework and of the agent's classes."""
@@ -217,11 +215,6 @@ class Witness:
 
         module.get_config = get_config
 
-    def watch_settings(self, module):
-        """Have pytest take nothing from settings that the agent made or changed."""
-        load = module.load_config_dict_from_file
-        module.load_config_dict_from_file = lambda path: None if str(path) in self.settings else load(path)
-
     def guard(self, module):
         """Tell when the agent's code makes an exception with which a framework ends or passes over a test."""
         kind = getattr(module, "SkipTest", None) or module.OutcomeException
@@ -254,7 +247,7 @@ class Report:
 
     def pytest_sessionfinish(self, session, exitstatus):
         num = len(self.collected - self.reported)
-        is_whole = num == 0 or exitstatus != 0 or session.config.option.collectonly
+        is_whole = num == 0 or exitstatus != 0 or any("--co" in word for word in sys.argv)
         self.witness.missing = "" if is_whole else f"{num} of {len(self.collected)} tests did not report"
 
 
@@ -314,13 +307,13 @@ def finish():
                 continue
 
 
-def watch(declared, kept, settings):
+def watch(declared, kept):
     """Begin, unless the process has begun already, or is a program of the agent's, which the socket refuses."""
     if not hasattr(sys, "addaudithook") or hasattr(sys, "_areal_agent_witness"):
         return
-    sys._areal_agent_witness = True
+    setattr(sys, "_areal_agent_witness", True)  # noqa: B010
     try:
-        witness = Witness(declared, kept, settings, posix.stat(__file__).st_ctime)
+        witness = Witness(declared, kept, posix.stat(__file__).st_ctime)
     except OSError:
         return
     sys.addaudithook(witness.audit)
