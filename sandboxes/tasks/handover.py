@@ -88,10 +88,11 @@ class Handover:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskFiles:
-    """What a task says about the agent's files. `text` is its instruction, tests and solution."""
+    """What a task says about the agent's files. `text` is its instruction, tests and solution, `scripts` its shell."""
 
     declared: Sequence[str]
     text: str
+    scripts: str
     is_python: bool
 
     def names(self, path: str) -> bool:

@@ -41,7 +41,7 @@ from sandboxes.pool import OnSuspicion, Pool, open_pool
 from sandboxes.sandbox import Sandbox
 from sandboxes.spec import ExecResult, Limits, Network, SandboxSpec, Status
 from sandboxes.tasks.handover import RESERVED, Handover, Kind, Suspicion, TaskFiles, hand_over, is_within
-from sandboxes.tasks.watch import Seen, Trust, watched_tests
+from sandboxes.tasks.watch import READS_IN, Seen, Trust, watched_tests
 
 logger = logging.getLogger(__name__)
 
@@ -360,6 +360,7 @@ class HarborTask:
         tests = [path for path in (self.folder / "tests").rglob("*") if path.is_file()]
         said = [self.folder / "instruction.md", *tests, *(self.folder / "solution").rglob("*")]
         return TaskFiles(
+            scripts="\n".join(path.read_text(errors="replace") for path in tests if path.suffix == ".sh"),
             declared=self.config.declared_paths(self.workdir, self.folder),
             text="\n".join(path.read_text(errors="replace") for path in said if path.is_file()),
             is_python=any(path.suffix == ".py" for path in tests)
@@ -380,6 +381,7 @@ class HarborTask:
                 box, RUN_TESTS, env=self._verifier_env, limits=limits,
                 declared=files.declared, is_python=files.is_python,
             )  # fmt: skip
+            seen.reasons += [f"the tests' shell runs {path}" for path in READS_IN.findall(files.scripts)]
         said = (await box.exec(["tail", "-c", str(MAX_TOLD_BYTES), TESTS_SAID])).stdout.decode(errors="replace")
         verdict = TaskVerdict(
             reward=0.0, rewards={}, detail=said, trust=Trust.OWN_SANDBOX if files is None else seen.trust,

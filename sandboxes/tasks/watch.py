@@ -12,6 +12,7 @@
                                                          as it starts; neither /tests nor the reward's folder opens
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,10 +29,10 @@ NOT_FROM_HERE = "import sys\nsys.path.remove('')\n"
 """Keeps the supervisor from loading modules that lie in the working directory."""
 FOLDER, MODULE = "/.areal-agent", "areal_agent_witness"
 KEPT = ("/tests", "/logs/verifier")
-LOAD = f"import sys; sys.path.append({FOLDER!r}); import {MODULE}; sys.path.remove({FOLDER!r})\n"
+LOAD = f"import sys; sys.path.append({FOLDER!r}); import {MODULE}; sys.path.remove({FOLDER!r}); del sys.modules[{MODULE!r}]\n"
 LOAD_FIRST = f"""import {MODULE}, sys
 sys.path.remove({FOLDER!r})
-del sys.modules["sitecustomize"]
+del sys.modules["sitecustomize"], sys.modules[{MODULE!r}]
 try: import sitecustomize
 except ImportError: pass
 """
@@ -44,6 +45,8 @@ for root in sorted({*roots, *glob.glob("/opt/*"), *glob.glob("/opt/*/envs/*")}):
         for folder in glob.glob(f"{root}/lib/{kind}"): print(os.path.realpath(folder))
 """
 MAX_REASONS = 10
+READS_IN = re.compile(r"(?m)(?:^|[;&|]\s*)(?:source|\.)\s+(\S+)")
+"""A file that a shell reads in, and runs."""
 
 
 class Trust(StrEnum):
@@ -88,17 +91,17 @@ async def watched_tests(
             await archives.load(pack([Entry(f"{MODULE}.pth", LOAD.encode())]), site)
     call = f"supervise({command!r}, {dict(env)!r}, {list(declared)!r}, {KEPT!r}, {FOLDER if is_python else ''!r})\n"
     result = await box.exec_python(f"{NOT_FROM_HERE}{SUPERVISOR}\n{call}", limits=limits)
-    return result, seen_in(result.stdout.decode(errors="replace"), is_python=is_python)
+    return result, seen_in(result.stdout.decode(errors="replace"))
 
 
-def seen_in(said: str, *, is_python: bool) -> Seen:
+def seen_in(said: str) -> Seen:
     r"""Understand what the supervisor said.
 
-    >>> seen_in("7 started S\n7 agent /app/f.py\n7 exited 0\ndone 0\n", is_python=True).early_ends[0].kind
+    >>> seen_in("7 started S\n7 agent /app/f.py\n7 exited 0\ndone 0\n").early_ends[0].kind
     <Kind.EARLY_EXIT: 'early_exit'>
     """
     seen, secrets, agents = Seen(), dict[str, str](), dict[str, str]()
-    ends, exits = dict[str, str](), dict[str, str]()
+    loaders, ends, exits = dict[str, str](), dict[str, str](), dict[str, str]()
     for line in said.splitlines():
         match line.split(" ", 3):
             case ["done", how, *_]:
@@ -107,8 +110,8 @@ def seen_in(said: str, *, is_python: bool) -> Seen:
                 seen.reasons.append(f"the agent's programs had the tests' rights: {' '.join(why)}")
             case ["given", *what]:
                 seen.reasons.append(f"the tests hand what is theirs to a program of the agent's: {' '.join(what)}")
-            case ["loads", name, *_]:
-                seen.reasons.append(f"{name} ran for the tests, and may have loaded the agent's files")
+            case [pid, "loads", name, *_]:
+                loaders[pid] = name
             case [pid, "started", secret, *_]:
                 secrets.setdefault(pid, secret)
             case [pid, "agent", *path]:
@@ -122,8 +125,8 @@ def seen_in(said: str, *, is_python: bool) -> Seen:
                 exits[pid] = status
             case _:
                 pass
-    if is_python and not secrets:
-        seen.reasons.append("Python is among the tests, and was not watched")
+    for name in (name for pid, name in loaders.items() if pid not in secrets):
+        seen.reasons.append(f"{name} ran for the tests unwatched, and may have loaded the agent's files")
     for pid, path in agents.items():
         if exits.get(pid) == "0" and ends.get(pid) != "0":
             why = f"a process of the tests that ran {path} ended, as if it had passed, before its end"

@@ -9,7 +9,7 @@ Processes of Python report to a socket as `witness.py` says; the kernel names th
     unconfined WHY          once, where the kernel cannot trace or confine
     confined                of each program that was
     given WHAT              of each that was not, since the tests name the reward's folder to it
-    loads PROGRAM           an interpreter of the tests that nobody watches
+    PID loads PROGRAM       an interpreter of the tests
     PID started|agent|ended|saw ...  from witnesses
     PID exited STATUS       of processes with a witness
     done STATUS             of the tests' script; negative: killed by this signal
@@ -45,13 +45,14 @@ READ, FILES = 1 | 1 << 2, 1 | 1 << 1 | 1 << 2 | 1 << 14  # rights: execute and r
 ALL = FILES | 0x1FF << 4 | 1 << 13  # and remove, make and link; folders may be listed anywhere
 O_PATH = 0o10000000
 O_DIRECTORY = os.O_DIRECTORY
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/opt", "/etc", "/.")
 SHELLS = "sh|bash|dash|zsh|ksh|fish|busybox"
 INTERPRETERS = re.compile(
     rf"(({SHELLS}|python|pypy|perl|ruby|node|nodejs|deno|bun|php|lua|luajit|tclsh|Rscript|julia|gawk|mawk|awk|guile"
     r"|racket|ocaml|runghc|elixir|escript|octave|swipl|java|dotnet|mono)[-\d.]*)"
 )
 RUNNERS = re.compile(r"make|gmake|npm|npx|yarn|pnpm|go|cargo|java|gradle|mvn|dotnet|node|deno|bun|bundle|rake|tox|nox")
-OURS = re.compile(rf"({SHELLS}|python|pypy|gawk|mawk|awk)[-\d.]*")
+TOOLS = re.compile(rf"({SHELLS}|gawk|mawk|awk)[-\d.]*")
 INLINE = {True: re.compile("-[A-Za-z]*c"), False: re.compile("-[A-Za-z]*[eEp]|--eval|--print")}
 FRAMEWORKS = ("unittest", "pytest", "py.test")
 
@@ -129,14 +130,14 @@ class Supervisor:
             argv = [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
         if not self.is_agents(exe, cwd, argv):
             name = os.path.basename(exe)
-            if (INTERPRETERS.fullmatch(name) or RUNNERS.fullmatch(name)) and not OURS.fullmatch(name):
-                tell("loads", name)
+            if (INTERPRETERS.fullmatch(name) or RUNNERS.fullmatch(name)) and not TOOLS.fullmatch(name):
+                tell(pid, "loads", name)
             return
         given = list(self.given(cwd, argv))
         if any(os.path.isdir(path) or within(path, self.kept[1]) for path in given):
             tell("given", " ".join(argv)[:200])
             return
-        self.confine(pid, given)
+        self.confine(pid, given, () if RUNNERS.fullmatch(os.path.basename(exe)) else SYSTEM)
         self.confined.add(pid)
         tell("confined", " ".join(argv)[:200])
 
@@ -150,21 +151,30 @@ class Supervisor:
         rest = argv[1:]
         if "-m" in rest[:-1]:
             module = rest[rest.index("-m") + 1].split(".")[0]
-            if module in FRAMEWORKS:
-                return False
-            rest = [module, f"{module}.py", *rest]
+            rest = [] if module in FRAMEWORKS else [module, f"{module}.py"]
         for word in rest:
             if INLINE[re.match(f"{SHELLS}|python|pypy", name) is not None].fullmatch(word):
                 return False
             place = os.path.realpath(os.path.join(cwd, word))
-            if os.path.basename(place) in FRAMEWORKS:
-                return False
-            if any(within(place, kept) for kept in self.kept):
-                return False
-            if self.is_declared(place) and os.path.exists(place):
-                return os.path.isdir(place) or os.stat(place).st_ctime <= self.started_s
+            if os.path.exists(place):
+                return self.is_declared(place) and os.path.basename(place) not in FRAMEWORKS and self.is_left(place)
         is_named = any(place in word for word in argv for place in self.kept)
         return RUNNERS.fullmatch(name) is not None and self.is_declared(cwd) and not is_named
+
+    def is_left(self, path):
+        """Return whether a file is the agent's: left by it, or not of the tests, made since a program of its ran."""
+        if os.path.isdir(path) or os.stat(path).st_ctime <= self.started_s:
+            return True
+        if not self.confined:
+            return False
+        with open(path, "rb") as file:
+            data = file.read()
+        for folder, _, names in os.walk(self.kept[0]):
+            if os.path.basename(path) in names:
+                with open(os.path.join(folder, os.path.basename(path)), "rb") as file:
+                    if file.read() == data:
+                        return False
+        return True
 
     def given(self, cwd, argv):
         """Yield the paths among what is kept that a program's arguments name."""
@@ -178,8 +188,11 @@ class Supervisor:
     def is_declared(self, path):
         return any(within(path, declared) for declared in self.declared)
 
-    def confine(self, pid, given):
-        """Make a process that is about to start give up what is kept, for itself and its children."""
+    def confine(self, pid, given, read_only):
+        """Make a process that is about to start give up what is kept, for itself and its children.
+
+        What the tests run later is `read_only`, unless the program is one that builds and installs.
+        """
         step(pid)  # to the end of its call to exec
         saved = registers(pid)
         place, data = saved[PLACE], (saved[STACK] - 4096) & -16
@@ -208,7 +221,8 @@ class Supervisor:
             handled = ALL if self.version >= 3 else ALL & ~(1 << 14)
             handled = handled if self.version >= 2 else handled & ~(1 << 13)
             ruleset = call(CREATE_RULESET, put(struct.pack("=QQQ", handled, 0, scopes)), 24 if scopes else 8, 0)
-            for path, rights in [*((path, ALL) for path in self.free("/")), *((path, READ) for path in given)]:
+            rules = [(path, READ if path.startswith(read_only or "\0") else ALL) for path in self.free("/")]
+            for path, rights in [*rules, *((path, ALL) for path in self.declared), *((path, READ) for path in given)]:
                 rights &= handled if os.path.isdir(path) else handled & FILES
                 beneath = call(OPENAT, -100, put(os.fsencode(path) + b"\0"), O_PATH, 0)
                 if beneath >= 0:

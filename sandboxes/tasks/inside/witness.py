@@ -33,7 +33,7 @@ class Witness:
         self.pid = os.getpid()
         self.is_running = self.has_agents = False
         self.known, self.told, self.before = {}, set(), {}
-        self.missing, self.main_code = "", None
+        self.missing, self.main_code, self.has_opened = "", None, None
         self.patches = [
             (self.watch_unittest, "unittest.runner", "TextTestRunner"),
             (self.watch_pytest, "_pytest.config", "get_config"),
@@ -50,15 +50,26 @@ class Witness:
             self.socket.sendto(text.encode(errors="replace"), NAME)
 
     def is_agents(self, path):
-        """Return whether the agent left a file: it is declared, and was there before the tests began."""
+        """Return whether a file is the agent's: it is declared, and the tests have not brought it."""
         if not isinstance(path, str) or not path.startswith(self.declared):
             return False
         if path not in self.known:
             try:
-                self.known[path] = posix.stat(path).st_ctime <= self.started_s
+                is_old = posix.stat(path).st_ctime <= self.started_s
             except OSError:
-                self.known[path] = not path.endswith(".py")
+                is_old = not path.endswith(".py")
+            self.known[path] = True  # also while it is compared
+            self.known[path] = is_old or not self.is_copied(path)
         return self.known[path]
+
+    def is_copied(self, path):
+        """Return whether the tests have brought a file: it is one of theirs."""
+        for folder, _, names in os.walk(self.kept[0]):
+            if os.path.basename(path) in names:
+                with open(os.path.join(folder, os.path.basename(path)), "rb") as one, open(path, "rb") as other:
+                    if one.read() == other.read():
+                        return True
+        return False
 
     def audit(self, event, arguments):
         if event in MAIN and not self.is_running and os.getpid() == self.pid:
@@ -70,8 +81,18 @@ class Witness:
                     self.patches.remove((patch, module, name))
                     patch(sys.modules[module])
             self.meet(getattr(arguments[0], "co_filename", None))
+        elif event == "pickle.find_class" and self.has_opened:
+            self.meet(self.has_opened)
+        elif event.startswith("gc.get_") and self.outermost() is not None:
+            self.tell("saw early_exit the agent's code searches the memory of the tests")
+            raise PermissionError("the tests' memory is their own")
         elif event in ("import", "ctypes.dlopen"):
             self.meet(arguments[event == "import"])
+        elif event == "open" and not self.has_agents and isinstance(arguments[0], str):
+            path = os.path.abspath(arguments[0])
+            if self.is_agents(path):
+                self.has_opened = path
+                self.meet(path if path.endswith(".py") else None)
         elif self.has_agents and event.startswith(ACTS) and event not in LOOKS:
             if event in ("os.kill", "os.killpg"):
                 if arguments[0] in (0, -1, 1, os.getppid()) and self.outermost() is not None:
@@ -163,16 +184,18 @@ class Witness:
         exec(self.main_code, main)
 
     def is_early(self, frames):
-        """Return whether the agent's code raised SystemExit as it was loaded, or before the main program's last step."""
+        """Return whether the agent's code raised SystemExit while it was loaded, or before the main program's end."""
         import dis
 
         where = None
         while frames is not None:
             where = frames if frames.tb_frame.f_code is self.main_code else where
             last, frames = frames.tb_frame.f_code, frames.tb_next
+        if last is self.main_code:
+            return False
         if not self.is_agents(last.co_filename) or where is None or last.co_name == "<module>":
             return self.is_agents(last.co_filename) and last.co_name == "<module>"
-        steps = [step.opname for step in dis.get_instructions(self.main_code) if step.offset > where.tb_lasti]
+        steps = [step.opname for step in dis.get_instructions(where.tb_frame.f_code) if step.offset > where.tb_lasti]
         return not LAST_STEPS.issuperset(steps)
 
     def look_back(self, status):
@@ -187,8 +210,9 @@ class Witness:
         for kind in all_classes():
             equals = kind.__eq__
             code = getattr(equals, "__code__", None)
-            if code is not None and self.is_agents(code.co_filename) and equals_all(kind, equals):
-                self.tell(f"saw equals_all {kind.__qualname__} of {code.co_filename}")
+            made_in = getattr(code, "co_filename", __file__)
+            if (self.is_agents(made_in) or not os.path.exists(made_in)) and equals_all(kind, equals):
+                self.tell(f"saw equals_all {kind.__qualname__} of {made_in}")
 
     def watch_unittest(self, module):
         """Have a run of unittest's say how many of its tests ran."""
