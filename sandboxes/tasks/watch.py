@@ -29,10 +29,10 @@ NOT_FROM_HERE = "import sys\nsys.path.remove('')\n"
 """Keeps the supervisor from loading modules that lie in the working directory."""
 FOLDER, MODULE = "/.areal-agent", "areal_agent_witness"
 KEPT = ("/tests", "/logs/verifier")
-LOAD = f"import sys; sys.path.append({FOLDER!r}); import {MODULE}; sys.path.remove({FOLDER!r}); del sys.modules[{MODULE!r}]\n"
+FORGET = f"sys.path.remove({FOLDER!r}); del sys.modules[{MODULE!r}]"
+LOAD = f"import sys; sys.path.append({FOLDER!r}); import {MODULE}; {FORGET}\n"
 LOAD_FIRST = f"""import {MODULE}, sys
-sys.path.remove({FOLDER!r})
-del sys.modules["sitecustomize"], sys.modules[{MODULE!r}]
+{FORGET}; del sys.modules["sitecustomize"]
 try: import sitecustomize
 except ImportError: pass
 """
@@ -45,7 +45,7 @@ for root in sorted({*roots, *glob.glob("/opt/*"), *glob.glob("/opt/*/envs/*")}):
         for folder in glob.glob(f"{root}/lib/{kind}"): print(os.path.realpath(folder))
 """
 MAX_REASONS = 10
-READS_IN = re.compile(r"(?m)(?:^|[;&|]\s*)(?:source|\.)\s+(\S+)")
+READS_IN = re.compile(r"(?m)(?:^|[;&|]\s*)(?:source|\.)\s+([^\s;&|]+)")
 """A file that a shell reads in, and runs."""
 
 

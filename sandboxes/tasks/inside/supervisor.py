@@ -61,7 +61,7 @@ class Supervisor:
     def __init__(self, declared, kept):
         self.declared, self.kept = declared, kept
         self.started_s = time.time()
-        self.confined, self.watched = set(), set()
+        self.confined, self.watched, self.handed = set(), set(), set()
         self.version = syscall(CREATE_RULESET, None, 0, 1)
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -134,6 +134,10 @@ class Supervisor:
                 tell(pid, "loads", name)
             return
         given = list(self.given(cwd, argv))
+        self.handed.update(given)
+        if not self.confined:
+            self.ran = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self.ran.bind(f"{NAME}-ran")
         if any(os.path.isdir(path) or within(path, self.kept[1]) for path in given):
             tell("given", " ".join(argv)[:200])
             return
@@ -255,7 +259,7 @@ class Supervisor:
             text = os.pread(memory.fileno(), 4096, start)
         path = os.path.normpath(os.path.join(os.readlink(f"/proc/{pid}/cwd"), os.fsdecode(text.split(b"\0")[0])))
         for kept, kind in zip(self.kept, ("reads_tests", "writes_reward")):  # noqa: B905
-            if within(path, kept) and not flags & O_DIRECTORY:
+            if within(path, kept) and path not in self.handed and not flags & O_DIRECTORY:
                 tell(pid, "saw", kind, f"a program of the agent's opens {path}")
 
     def receive(self):

@@ -50,7 +50,7 @@ class Witness:
             self.socket.sendto(text.encode(errors="replace"), NAME)
 
     def is_agents(self, path):
-        """Return whether a file is the agent's: it is declared, and the tests have not brought it."""
+        """Return whether a file is the agent's: left, or made by other than tests since its programs ran."""
         if not isinstance(path, str) or not path.startswith(self.declared):
             return False
         if path not in self.known:
@@ -58,9 +58,17 @@ class Witness:
                 is_old = posix.stat(path).st_ctime <= self.started_s
             except OSError:
                 is_old = not path.endswith(".py")
-            self.known[path] = True  # also while it is compared
-            self.known[path] = is_old or not self.is_copied(path)
+            self.known[path] = False  # while it is compared
+            self.known[path] = is_old or (self.have_programs_run() and not self.is_copied(path))
         return self.known[path]
+
+    def have_programs_run(self):
+        """Return whether a program of the agent's has run: there is a second socket since."""
+        try:
+            type(self.socket)(self.socket.family, self.socket.type).connect(f"{NAME}-ran")
+        except OSError:
+            return False
+        return True
 
     def is_copied(self, path):
         """Return whether the tests have brought a file: it is one of theirs."""
@@ -112,6 +120,10 @@ class Witness:
             self.has_agents = True
             self.tell("agent", path)
             self.before = dict(self.functions())
+        name = os.path.basename(path or "").partition(".")[0]
+        if name in sys.stdlib_module_names and posix.stat(path).st_ctime > self.started_s and self.is_agents(path):
+            self.tell("saw shadow", f"{path}, made by a program of the agent's")
+            raise ImportError(f"{path} is in place of a module of Python's own")
 
     def outermost(self):
         """Return the first frame of the agent's, which the tests called; None when there is none."""
