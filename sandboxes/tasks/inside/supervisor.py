@@ -128,7 +128,8 @@ class Supervisor:
         exe, cwd = os.readlink(f"/proc/{pid}/exe"), os.readlink(f"/proc/{pid}/cwd")
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             argv = [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
-        if not self.is_agents(exe, cwd, argv):
+        script = os.path.realpath(os.path.join(cwd, asked_for(pid)))
+        if not (self.is_program(script) or self.is_agents(exe, cwd, argv)):
             name = os.path.basename(exe)
             if (INTERPRETERS.fullmatch(name) or RUNNERS.fullmatch(name)) and not TOOLS.fullmatch(name):
                 tell(pid, "loads", name)
@@ -161,9 +162,12 @@ class Supervisor:
                 return False
             place = os.path.realpath(os.path.join(cwd, word))
             if os.path.exists(place):
-                return self.is_declared(place) and os.path.basename(place) not in FRAMEWORKS and self.is_left(place)
+                return self.is_program(place)
         is_named = any(place in word for word in argv for place in self.kept)
         return RUNNERS.fullmatch(name) is not None and self.is_declared(cwd) and not is_named
+
+    def is_program(self, path):
+        return self.is_declared(path) and os.path.basename(path) not in FRAMEWORKS and self.is_left(path)
 
     def is_left(self, path):
         """Return whether a file is the agent's: left by it, or not of the tests, made since a program of its ran."""
@@ -283,6 +287,13 @@ def reporting_opens():
     steps += [(0x15, last - index, 0, number) for index, number in enumerate(OPENS, 1)]
     steps += [(0x06, 0, 0, 0x7FFF_0000), (0x06, 0, 0, 0x7FF0_0000)]  # allow; stop
     return b"".join(struct.pack("=HBBI", *step) for step in steps)
+
+
+def asked_for(pid):
+    """Return the path that a process gave to exec: of a script, where `exe` is its interpreter."""
+    with open(f"/proc/{pid}/auxv", "rb") as file, open(f"/proc/{pid}/mem", "rb", 0) as memory:
+        place = dict(struct.iter_unpack("=QQ", file.read()))[31]  # AT_EXECFN
+        return os.fsdecode(os.pread(memory.fileno(), 4096, place).split(b"\0")[0])
 
 
 def leader(pid):
