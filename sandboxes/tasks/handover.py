@@ -194,9 +194,12 @@ def look_through(task: TaskFiles, tars: Mapping[str, IO[bytes]]) -> Looked:
                 folder, name = posixpath.split(path)
                 if name.startswith("__init__."):
                     looked.packages.add(folder)
-                if member.issym():
-                    looked.links[path] = member.linkname
-                    looked.facts[path] = f"link {encoded(member.linkname).hex()}"
+                target = member.linkname if member.issym() else None
+                if member.islnk():  # perhaps to a link
+                    target = looked.links.get(posixpath.join(posixpath.dirname(declared), member.linkname))
+                if target is not None:
+                    looked.links[path] = target
+                    looked.facts[path] = f"link {encoded(target).hex()}"
                 elif task.is_python and (member.isreg() or member.islnk()) and (file := members.extractfile(member)):
                     mark = MARKS.get(name, b"import" if name.endswith(".pth") else None)
                     if is_own_module(path) or LOADED_BY_ITSELF.fullmatch(name) or mark:
