@@ -1,8 +1,8 @@
 """A task folder in Harbor's format: its settings, its sandbox, and its verdict.
 
 The agent's sandbox is not trusted. The tests run in a fresh one of the same image, to which only the declared paths are
-copied (`TaskToml.declared_paths`). A task that says `environment_mode = "shared"` is judged where the agent was, and
-counted as not trusted.
+copied (`TaskToml.declared_paths`, `handover.py`), and are watched (`watch.py`), so a verdict says how far it can be
+trusted. A task that says `environment_mode = "shared"` is judged where the agent was.
 
 The keys of `task.toml` and their defaults are those of Harbor 0.25 (its `models/task/config.py`). A key that asks for
 more than is done here (several steps, GPUs, further services, a verifier's own image) is an error, as is one that does
