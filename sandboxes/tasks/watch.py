@@ -102,7 +102,7 @@ def seen_in(said: str) -> Seen:
     """
     seen, secrets, agents = Seen(), dict[str, str](), dict[str, str]()
     loaders, ends, exits = dict[str, str](), dict[str, str](), dict[str, str]()
-    for line in said.splitlines():
+    for line in said.split("\n"):  # not other ends of lines, which a process may have sent
         match line.split(" ", 3):
             case ["done", how, *_]:
                 seen.end = how
@@ -117,7 +117,7 @@ def seen_in(said: str) -> Seen:
             case [pid, "agent", *path]:
                 agents[pid] = " ".join(path)
                 seen.reasons.append(f"{agents[pid]} ran inside the tests")
-            case [_, "saw", kind, what]:
+            case [_, "saw", kind, what] if kind in set(Kind):
                 seen.suspicions.append(Suspicion(Kind(kind), what))
             case [pid, "ended", secret, status] if secret == secrets.get(pid):
                 ends[pid] = status

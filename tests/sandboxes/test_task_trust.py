@@ -124,6 +124,7 @@ def test_what_is_loaded_without_being_asked_for_stays_away_and_is_no_suspicion()
         ("7 started S\n7 started X\n7 agent /app/f.py\n7 ended X 0\n7 exited 0\n", Trust.IN_PROCESS, 1),
         ("7 started S\n7 agent /app/f.py\n7 ended S 1\n7 exited 0\n", Trust.IN_PROCESS, 1),
         ("7 started S\n7 agent /app/f.py\n7 exited -9\n", Trust.IN_PROCESS, 0),
+        ("7 started S\n7 agent /app/f.py\r7 ended S 0\n7 saw nonsense x\n7 exited 0\n", Trust.IN_PROCESS, 1),
         ("7 loads node\n", Trust.IN_PROCESS, 0),
         ("7 loads python3\n7 started S\n7 ended S 0\n7 exited 0\n", Trust.PROVED, 0),
         ("unconfined there is no Landlock\n", Trust.IN_PROCESS, 0),
