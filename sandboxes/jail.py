@@ -85,7 +85,7 @@ class JailProvider:
         )
 
     def check(self, spec: CellSpec) -> None:
-        spec.refuse("jail", "image", "user", "runtime", "is_writable")
+        spec.refuse("jail", "image", "user", "runtime", "is_writable", "may_trace")
         check_workdir(spec.workdir)
         if spec.limits.cpus is not None and self._groups is None:
             raise SandboxError("Limits.cpus needs control groups, and there are none here; leave it out")

@@ -29,6 +29,7 @@ from sandboxes.subprocess import SubprocessProvider
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
+OnSuspicion = Literal["keep", "zero", "drop"]
 Backend = Literal["auto", "embedded", "docker", "jail", "subprocess", "bubblewrap", "namespaces"]
 """`auto` is the strongest backend that works, `embedded` the strongest that needs no separate engine. `bubblewrap` and
 `namespaces` are old names of `jail`.
@@ -57,17 +58,20 @@ async def open_pool(
     output_bytes: int = DEFAULTS.output_bytes,
     max_concurrent: int = 16,
     max_idle: int = 8,
+    on_suspicion: OnSuspicion = "zero",
 ) -> AsyncGenerator["Pool", None]:
     """Open a pool; leaving it kills every program and removes every file.
 
     `auto` takes the strongest backend that works here and logs which. SandboxError if the backend isolates less than
     `min_isolation` or does not work here; with None, `auto` and `embedded` never fall back on plain processes.
-    `max_concurrent` bounds the programs that run at once, `max_idle` the sandboxes that stand ready.
+    `max_concurrent` bounds the programs that run at once, `max_idle` the sandboxes that stand ready. `on_suspicion` is
+    kept for the workflow: a task folder's verdict takes it (`TaskVerdict.reward_for`).
     """
     check_max_concurrent(max_concurrent)
     limits = Limits(wall_s=wall_s, memory_bytes=memory_bytes, output_bytes=output_bytes)
     least = None if min_isolation is None else Isolation(min_isolation)
     pool = Pool(await start_provider(backend, least), limits, max_concurrent, max_idle)
+    pool.on_suspicion = on_suspicion
     try:
         yield pool
     finally:
@@ -110,6 +114,7 @@ class Pool:
         self._slots = asyncio.Semaphore(max_concurrent)  # wakes its waiters in order
         self._stock = Stock(provider, max_idle=max_idle)
         self.counts: Counter[str] = Counter()
+        self.on_suspicion: OnSuspicion = "zero"
 
     def capabilities(self) -> Capabilities:
         return self._provider.capabilities()

@@ -121,7 +121,7 @@ ATTRIBUTE_BAD_ARCHITECTURE = 2
 
 
 @functools.cache
-def allowing_filter(machine: str) -> bytes:
+def allowing_filter(machine: str, *, with_tracing: bool = False) -> bytes:
     """Return the filter as an array of struct sock_filter; SandboxError where it cannot be made."""
     if machine not in MACHINES:
         raise SandboxError(f"there is no system-call filter for {machine!r}, only for {', '.join(MACHINES)}")
@@ -132,19 +132,19 @@ def allowing_filter(machine: str) -> bytes:
     library.seccomp_init.restype = ctypes.c_void_p
     state = ctypes.c_void_p(library.seccomp_init(ctypes.c_uint32(ACT_REFUSE)))
     try:
-        return _exported(library, state, machine)
+        return _exported(library, state, machine, f"{ALLOWED} ptrace" if with_tracing else ALLOWED)
     finally:
         library.seccomp_release(state)
 
 
-def _exported(library: Any, state: ctypes.c_void_p, machine: str) -> bytes:
+def _exported(library: Any, state: ctypes.c_void_p, machine: str, names: str) -> bytes:
     """Fill libseccomp's state, whose default is to refuse, and return the instructions."""
     architecture, native = library.seccomp_arch_resolve_name(machine.encode()), library.seccomp_arch_native()
     if architecture != native:
         _check(library.seccomp_arch_add(state, architecture))
         _check(library.seccomp_arch_remove(state, native))
     _check(library.seccomp_attr_set(state, ATTRIBUTE_BAD_ARCHITECTURE, ctypes.c_uint32(ACT_REFUSE)))
-    allowed = dict.fromkeys(ALLOWED.split(), ((),)) | ALLOWED_IF
+    allowed = dict.fromkeys(names.split(), ((),)) | ALLOWED_IF
     for action, calls in ((ACT_ALLOW, allowed), (ACT_PRETEND, PRETENDED_IF)):
         for name, rows in calls.items():
             number = library.seccomp_syscall_resolve_name(name.encode())

@@ -153,6 +153,7 @@ class SandboxSpec:
     user: str | None = None  # None: the backend's own user, which is not root
     workdir: str | None = None  # an absolute path; None: the backend's own working directory
     is_writable: bool = False  # of containers: all of the image can be changed, if the user may; the user may be root
+    may_trace: bool = False  # of containers: programs may trace each other, as debuggers do
     startup: Sequence[str] = ()  # a service, started after the set-up, that lives as long as the sandbox
     ready: str | None = None  # a shell command, tried until it succeeds; then the sandbox is handed out
     ready_wall_s: float = 60.0  # of all tries together
@@ -186,6 +187,7 @@ class CellSpec:
     user: str | None = None
     workdir: str | None = None
     is_writable: bool = False
+    may_trace: bool = False
     network: Network | None = None
     runtime: str | None = None
 

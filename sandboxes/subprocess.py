@@ -114,7 +114,7 @@ class SubprocessProvider:
         )
 
     def check(self, spec: CellSpec) -> None:
-        spec.refuse("subprocess", "image", "user", "workdir", "runtime", "is_writable")
+        spec.refuse("subprocess", "image", "user", "workdir", "runtime", "is_writable", "may_trace")
         if spec.network is not None and spec.network.access is not Access.FULL:
             spec.refuse("subprocess", "network")
         refuse_what_is_not_enforced(spec.limits)

@@ -271,6 +271,10 @@ class SandboxConfig(Section):
     """Bytes that one program may print."""
     max_concurrent: Annotated[int, Field(ge=1)] = 16
     """Programs at once."""
+    on_suspicion: Literal["keep", "zero", "drop"] = "zero"
+    """What becomes of a rollout whose verdict is suspicious (a task folder's, see sandboxes/judge/README.md): its
+    reward stays, counts as 0, or the rollout is not trained.
+    """
 
 
 class EvalConfig(Section):

@@ -52,5 +52,5 @@ async def solve(task: dict[str, Any], rollout: Rollout) -> float:
         if not message.tool_calls:
             break
     verdict = await harbor.verify(box, bench.pool)
-    rollout.log(untrusted=not verdict.trusted)
-    return verdict.reward
+    rollout.log(**verdict.logged)
+    return verdict.reward_for(bench.pool.on_suspicion)

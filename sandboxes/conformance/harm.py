@@ -1,4 +1,4 @@
-"""Rows 1 to 20 and from 25: programs that use up resources, leave hostile files, get out, or fake how they ended.
+"""Rows 1 to 20 and 25 to 32: programs that use up resources, leave hostile files, get out, or fake how they ended.
 
 A `Row` is one kind of harm, with the way to do it; most run one program by `ends_with` or `prints`.
 """

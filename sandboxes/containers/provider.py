@@ -54,12 +54,12 @@ class DockerProvider:
     """The provider of containers. Make it with `start`, end it with `close`."""
 
     def __init__(
-        self, engine: Engine, keeper: asyncio.subprocess.Process, ownership: Ownership, call_filter: bytes
+        self, engine: Engine, keeper: asyncio.subprocess.Process, ownership: Ownership, filters: Mapping[bool, bytes]
     ) -> None:
         self._engine = engine
         self._keeper = keeper
         self.ownership = ownership
-        self._boot_data = boot_data(call_filter)
+        self._boot_data = {may_trace: boot_data(one) for may_trace, one in filters.items()}
         self._cells = Cells(self._release)
         self._without_python: set[str] = set()  # image ids
         self._python = ""  # a volume with Python for these
@@ -76,13 +76,13 @@ class DockerProvider:
         try:
             if needs_default_image:
                 await engine.image(DEFAULT_IMAGE)
-            call_filter = allowing_filter(engine.machine)
+            filters = {traces: allowing_filter(engine.machine, with_tracing=traces) for traces in (False, True)}
             keeper = await start_keeper(engine.socket_path, ownership.filter)
         except BaseException:
             await engine.aclose()
             raise
         logger.info("sandboxes are containers of Docker %s", engine.version)
-        return cls(engine, keeper, ownership, call_filter)
+        return cls(engine, keeper, ownership, filters)
 
     def capabilities(self) -> Capabilities:
         together = "memory and processes of all programs of a sandbox together"
@@ -182,7 +182,7 @@ class DockerProvider:
         try:
             await self._engine.start(container)
             try:
-                await link.boot(self._boot_data)
+                await link.boot(self._boot_data[spec.may_trace])
             except SandboxError as error:  # Python is older than 3.10, for example, or lacks ctypes
                 raise NoSuchProgram(str(error)) from error
             cell = ContainerCell(

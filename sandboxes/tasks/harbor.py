@@ -1,8 +1,8 @@
 """A task folder in Harbor's format: its settings, its sandbox, and its verdict.
 
 The agent's sandbox is not trusted. The tests run in a fresh one of the same image, to which only the declared paths are
-copied (`TaskToml.declared_paths`). A task that says `environment_mode = "shared"` is judged where the agent was, and
-counted as not trusted.
+copied (`TaskToml.declared_paths`, `handover.py`), and are watched (`watch.py`), so a verdict says how far it can be
+trusted. A task that says `environment_mode = "shared"` is judged where the agent was.
 
 The keys of `task.toml` and their defaults are those of Harbor 0.25 (its `models/task/config.py`). A key that asks for
 more than is done here (several steps, GPUs, further services, a verifier's own image) is an error, as is one that does
@@ -13,7 +13,6 @@ not exist.
 
 import argparse
 import asyncio
-import contextlib
 import io
 import json
 import logging
@@ -24,6 +23,7 @@ import sys
 import tarfile
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -32,14 +32,16 @@ from typing import Any, Literal, Self
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from areal_agent.errors import SandboxError
+from areal_agent.errors import Reject, SandboxError
 from sandboxes.cell import Archives
 from sandboxes.containers.engine import Engine, Image
 from sandboxes.containers.images import BuildBounds, build_image
 from sandboxes.folder import Entry, entries_in, entries_of, pack
-from sandboxes.pool import Pool, open_pool
+from sandboxes.pool import OnSuspicion, Pool, open_pool
 from sandboxes.sandbox import Sandbox
 from sandboxes.spec import ExecResult, Limits, Network, SandboxSpec, Status
+from sandboxes.tasks.handover import RESERVED, Handover, Kind, Suspicion, TaskFiles, hand_over, is_within
+from sandboxes.tasks.watch import READS_IN, Seen, Trust, watched_tests
 
 logger = logging.getLogger(__name__)
 
@@ -50,23 +52,18 @@ STORAGE_MB = 10 * 1024
 PROCESSES, OPEN_FILES, OUTPUT_BYTES = 1024, 2048, MIB
 REWARD_TEXT, REWARD_JSON = "/logs/verifier/reward.txt", "/logs/verifier/reward.json"
 MAX_REWARD_BYTES = 64 * 1024
+REFUSED = (Kind.EARLY_EXIT, Kind.EQUALS_ALL, Kind.WRITES_REWARD)
+"""Suspicions with which a reward above 0 is not the tests' word, whatever is to be done about suspicions."""
 TESTS_SAID = "/logs/verifier/test-stdout.txt"
 RUN_TESTS = f"/tests/test.sh > {TESTS_SAID} 2>&1"
 MAX_TOLD_BYTES = 2000
 MAX_NAMED = 5
-CLEAR = """
-mkdir -p -- "$(dirname "$1")"
-if [ -d "$1" ] && [ ! -L "$1" ]; then rm -rf -- "$1"/..?* "$1"/.[!.]* "$1"/*; else rm -f -- "$1"; fi
-"""
-"""Removes what is at a path, but keeps the folder itself, which programs may stand in."""
 
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 SIZE = re.compile(r"([\d.]+)\s*([KMG])B?", re.IGNORECASE)
 MIB_OF = {"K": 1 / 1024, "M": 1, "G": 1024}
 OLD_KEYS = {"memory": "memory_mb", "storage": "storage_mb"}
-RESERVED = ("/tests", "/solution", "/logs/verifier", "/proc", "/sys", "/dev")
-"""Folders that no declared path may touch: the verifier's own, and those that are no files of a sandbox's own."""
 
 
 class Section(BaseModel):
@@ -192,10 +189,6 @@ class TaskToml(Section):
         return [path for path in paths if not any(path != other and is_within(path, other) for other in paths)]
 
 
-def is_within(path: str, folder: str) -> bool:
-    return posixpath.commonpath((path, folder)) == folder
-
-
 def read_task_toml(path: Path) -> TaskToml:
     """Read a `task.toml`; ValueError that names the file, the key, the value and the remedy."""
     try:
@@ -234,12 +227,40 @@ def filled(env: Mapping[str, str], variables: Mapping[str, str], where: str) -> 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskVerdict:
-    """The verdict on an agent's work. `trusted`: it rests on nothing that the agent could have prepared elsewhere."""
+    """The verdict on an agent's work."""
 
     reward: float  # from 0 to 1
     rewards: Mapping[str, float]  # all that the tests reported, by name
     detail: str  # the reason for a reward of 0, and the end of what the tests printed
-    trusted: bool
+    trust: Trust
+    reasons: Sequence[str] = ()  # why it is not proved
+    left_out: Sequence[str] = ()  # what of the agent's files was not handed over, and why
+    suspicions: Sequence[Suspicion] = ()
+
+    def failed(self, reason: str) -> Self:
+        return replace(self, reward=0.0, detail=f"{reason}\n{self.detail}".rstrip())
+
+    def reward_for(self, on_suspicion: OnSuspicion) -> float:
+        """Return the reward that counts in training; Reject for a suspicious verdict that is to be dropped."""
+        if self.suspicions and on_suspicion == "drop":
+            raise Reject(f"the verdict is suspicious: {self.suspicions[0]}")
+        return 0.0 if self.suspicions and on_suspicion == "zero" else self.reward
+
+    @property
+    def logged(self) -> dict[str, Any]:
+        """What `rollout.log` is to keep: numbers are metrics, and the page shows all of it."""
+        counts = Counter(one.kind for one in self.suspicions)
+        return {
+            "trust": self.trust.value,
+            "proved": self.trust is Trust.PROVED,
+            "suspicious": bool(self.suspicions),
+            **{f"suspicious_{kind}": counts[kind] for kind in Kind},
+            **{
+                name: "; ".join(map(str, values))
+                for name in ("reasons", "left_out", "suspicions")
+                if (values := getattr(self, name))
+            },
+        }
 
 
 class HarborTask:
@@ -250,7 +271,7 @@ class HarborTask:
         self.folder = folder
         self.config = config
         self.instruction = instruction
-        self.trusted = config.verifier.environment_mode != "shared"
+        self.is_shared = config.verifier.environment_mode == "shared"
         self.agent_wall_s = config.agent.timeout_sec or AGENT_WALL_S
         self._env, self._verifier_env, self._solution_env = (
             filled(section.env, variables, where) for section in (config.environment, config.verifier, config.solution)
@@ -320,50 +341,68 @@ class HarborTask:
 
     async def verify(self, box: Sandbox, pool: Pool) -> TaskVerdict:
         """Judge what the agent left in `box`: in a fresh sandbox, unless the task asks for the agent's own."""
-        if not self.trusted:
+        if self.is_shared:
             await box.exec(["rm", "-rf", "/tests", "/logs/verifier"])
-            return await self._judge(box)
+            return await self._judge(box, None, Handover())
         status = (await box.exec(["true"])).status  # or it is gone for another reason: SandboxError
         if status in (Status.MEMORY, Status.DISK):
             return self._failed(f"the agent's sandbox has ended, since its programs used up all {status.value}")
-        async with pool.acquire(self._spec(self.config.verifier)) as fresh:
-            source, target = await box.archives(), await fresh.archives()
-            await target.load(tar_of_folders("logs", "logs/artifacts"), "/")
-            paths = self.config.declared_paths(self.workdir, self.folder)
-            for path in paths:  # all of them, before anything of the agent's is there that could be run instead
-                await fresh.exec(["/bin/sh", "-c", CLEAR, "sh", path])
-            for path in paths:
-                try:
-                    await self._copy(path, source, target)
-                except OSError as error:
-                    return self._failed(f"{path}, which is judged, cannot be copied: {error}")
-            return await self._judge(fresh)
+        async with pool.acquire(replace(self._spec(self.config.verifier), may_trace=True)) as fresh:
+            await (await fresh.archives()).load(tar_of_folders("logs", "logs/artifacts"), "/")
+            files = self._files()
+            try:
+                found = await hand_over(files, await box.archives(), fresh, self._storage_bytes)
+            except OSError as error:
+                return self._failed(str(error))
+            return await self._judge(fresh, files, found)
 
-    async def _copy(self, path: str, source: Archives, target: Archives) -> None:
-        """Copy a path to the fresh sandbox, where it was cleared; what the agent has removed stays away."""
-        with tempfile.TemporaryFile() as tar, contextlib.suppress(FileNotFoundError):
-            await source.save(path, tar, self._storage_bytes)
-            tar.seek(0)
-            await target.load(tar, posixpath.dirname(path))
+    def _files(self) -> TaskFiles:
+        tests = [path for path in (self.folder / "tests").rglob("*") if path.is_file()]
+        said = [self.folder / "instruction.md", *tests, *(self.folder / "solution").rglob("*")]
+        return TaskFiles(
+            scripts="\n".join(path.read_text(errors="replace") for path in tests if path.suffix == ".sh"),
+            declared=self.config.declared_paths(self.workdir, self.folder),
+            text="\n".join(path.read_text(errors="replace") for path in said if path.is_file()),
+            is_python=any(path.suffix == ".py" for path in tests)
+            or re.search("python|pytest", (self.folder / "tests/test.sh").read_text(errors="replace")) is not None,
+        )
 
-    async def _judge(self, box: Sandbox) -> TaskVerdict:
-        """Run the tests and read their reward."""
+    async def _judge(self, box: Sandbox, files: TaskFiles | None, found: Handover) -> TaskVerdict:
+        """Run the tests and read their reward; with the agent's `files` handed over to `box`, under watch."""
         archives = await box.archives()
         await archives.load(tar_of_folders("logs", "logs/verifier"), "/")
         await archives.load(tar_of(self.folder / "tests", "tests"), "/")
         limits = replace(box.limits, wall_s=self.config.verifier.timeout_sec or AGENT_WALL_S)
-        result = await box.exec(["/bin/sh", "-c", RUN_TESTS], env=self._verifier_env, limits=limits)
+        seen = Seen(reasons=["the tests ran where the agent had worked"], end="0")
+        if files is None:
+            result = await box.exec(["/bin/sh", "-c", RUN_TESTS], env=self._verifier_env, limits=limits)
+        else:
+            result, seen = await watched_tests(
+                box, RUN_TESTS, env=self._verifier_env, limits=limits,
+                declared=files.declared, is_python=files.is_python,
+            )  # fmt: skip
+            seen.reasons += [f"the tests' shell runs {path}" for path in READS_IN.findall(files.scripts)]
         said = (await box.exec(["tail", "-c", str(MAX_TOLD_BYTES), TESTS_SAID])).stdout.decode(errors="replace")
+        verdict = TaskVerdict(
+            reward=0.0, rewards={}, detail=said, trust=Trust.OWN_SANDBOX if files is None else seen.trust,
+            reasons=seen.reasons, left_out=found.left_out, suspicions=[*found.suspicions, *seen.suspicions],
+        )  # fmt: skip
         if result.status is Status.TIMEOUT:
-            return self._failed(f"the tests did not end within {limits.wall_s:g} s", said)
+            return verdict.failed(f"the tests did not end within {limits.wall_s:g} s")
+        if not seen.end or int(seen.end) < 0:
+            return verdict.failed(f"the tests were killed: {seen.end or result.stderr[-500:].decode(errors='replace')}")
         try:
             rewards = await reported(archives)
         except ValueError as error:
-            return self._failed(str(error), said)
-        return TaskVerdict(reward=rewards["reward"], rewards=rewards, detail=said, trusted=self.trusted)
+            return verdict.failed(str(error))
+        if rewards["reward"] > 0:
+            verdict = replace(verdict, suspicions=[*verdict.suspicions, *seen.early_ends])
+        if refused := [one for one in verdict.suspicions if one.kind in REFUSED]:
+            return verdict.failed(f"a pass that proves nothing: {'; '.join(map(str, refused))}")
+        return replace(verdict, reward=rewards["reward"], rewards=rewards)
 
-    def _failed(self, reason: str, said: str = "") -> TaskVerdict:
-        return TaskVerdict(reward=0.0, rewards={}, detail=f"{reason}\n{said}".rstrip(), trusted=self.trusted)
+    def _failed(self, reason: str) -> TaskVerdict:
+        return TaskVerdict(reward=0.0, rewards={}, detail=reason, trust=Trust.PROVED)
 
     def _spec(self, phase: Phase) -> SandboxSpec:
         environment = self.config.environment
@@ -405,7 +444,7 @@ def load_tasks(folder: Path | str, *, variables: Mapping[str, str] | None = None
     if not paths:
         raise ValueError(f"there is no task.toml below {str(folder)!r}; give a task folder, or one that holds some")
     tasks = [HarborTask.load(path, variables=variables) for path in paths]
-    if untrusted := [task.folder.name for task in tasks if not task.trusted]:
+    if untrusted := [task.folder.name for task in tasks if task.is_shared]:
         logger.warning(
             "%d of %d tasks are judged in the agent's own sandbox (environment_mode = 'shared'): their rewards can be "
             "forged, and training on them teaches to; set 'separate', or leave them out: %s",
@@ -522,7 +561,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (SandboxError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{verdict.reward:g}" + ("" if verdict.trusted else " (not trusted)"))
+    print(f"{verdict.reward:g}")
+    for name in ("trust", "reasons", "left_out", "suspicions"):
+        if value := verdict.logged.get(name):
+            print(f"{name}: {value}", file=sys.stderr)
     print(verdict.detail.rstrip(), end="\n" * bool(verdict.detail), file=sys.stderr)
     return int(verdict.reward > 0 if options.empty else verdict.reward < 1)
 

@@ -100,7 +100,7 @@ def test_untrusted_tasks_are_warned_of_once(tmp_path: Path, caplog: pytest.LogCa
         write_task(tmp_path / name, f"[verifier]\nenvironment_mode = '{mode}'")
     with caplog.at_level(logging.WARNING):
         tasks = load_tasks(tmp_path)
-    assert [task.trusted for task in tasks] == [False, True, False]
+    assert [task.is_shared for task in tasks] == [True, False, True]
     assert len(caplog.records) == 1 and caplog.messages[0].startswith("2 of 3 tasks")
 
 

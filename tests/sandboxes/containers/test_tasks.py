@@ -19,6 +19,7 @@ from envs.terminal.tasks import FOLDERS
 from sandboxes import Pool, Sandbox, SandboxSpec, Status, open_pool
 from sandboxes.containers.engine import Engine
 from sandboxes.tasks.harbor import HarborTask, TaskVerdict, judge_solution, main
+from sandboxes.tasks.watch import Trust
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +87,7 @@ CHEATS = {
 @pytest.mark.parametrize("cheat", CHEATS)
 async def test_cheat_earns_nothing(pool: Pool, cheat: str) -> None:
     verdict = await verdict_on(HarborTask.load(FOLDERS / "write_number"), pool, CHEATS[cheat])
-    assert (verdict.reward, verdict.trusted) == (0.0, True), verdict
+    assert verdict.reward == 0.0, verdict
 
 
 async def test_our_commands_are_not_found_where_the_agent_worked(tmp_path: Path, pool: Pool) -> None:
@@ -95,7 +96,7 @@ async def test_our_commands_are_not_found_where_the_agent_worked(tmp_path: Path,
     (tmp_path / "tests/test.sh").write_text(f"#!/bin/sh\n{test}")
     planted = "mkdir bin; cd bin; for name in cat sh tail mkdir rm; do printf '#!/bin/bash\necho 1\n' > $name; done"
     verdict = await verdict_on(task, pool, f"{planted}; chmod +x *")
-    assert (verdict.reward, verdict.trusted) == (0.0, True), verdict
+    assert verdict.reward == 0.0, verdict
 
 
 async def test_what_was_removed_is_gone_and_links_and_owners_stay(tmp_path: Path, pool: Pool) -> None:
@@ -129,7 +130,7 @@ async def test_shared_task_is_marked(tmp_path: Path, pool: Pool) -> None:
     task = copy_of("write_number", tmp_path, shared)
     honest = await verdict_on(task, pool, "true")
     cheat = await verdict_on(task, pool, CHEATS["tools of its own"])
-    assert (honest.reward, cheat.reward, cheat.trusted) == (0.0, 1.0, False)
+    assert (honest.reward, cheat.reward, cheat.trust) == (0.0, 1.0, Trust.OWN_SANDBOX)
 
 
 async def test_limits_users_and_variables(tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:

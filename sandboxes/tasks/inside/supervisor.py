@@ -1,0 +1,369 @@
+"""Runs a task's tests in the verifier's sandbox, and tells what it saw. Sent there as text: it stands alone.
+
+It traces the tests' processes. One that starts the agent's files as a program (by its path, or handed to an
+interpreter) is confined before its first instruction: `confine` makes it call Landlock, so that neither it nor its
+children can open what the tests alone may read, or signal and trace the tests. They keep their user and all else.
+
+Processes of Python report to a socket as `witness.py` says; the kernel names the sender. Lines on stdout:
+
+    unconfined WHY          once, where the kernel cannot trace or confine
+    confined                of each program that was
+    given WHAT              of each that was not, since the tests name the reward's folder to it
+    PID loads PROGRAM       an interpreter of the tests
+    PID started|agent|ended|saw ...  from witnesses
+    PID exited STATUS       of processes with a witness
+    done STATUS             of the tests' script; negative: killed by this signal
+"""
+# pyright: basic
+
+import ctypes
+import os
+import re
+import select
+import signal
+import socket
+import struct
+import time
+
+NAME = "\0areal-agent-witness"
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.syscall.restype = ctypes.c_long
+WALL = 0x4000_0000  # __WALL: also threads and other children
+SEIZE, CONT, SYSCALL, LISTEN, GETREGSET, SETREGSET = 0x4206, 7, 24, 0x4208, 0x4204, 0x4205
+OPTIONS = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 7 | 1 << 20  # forks, exec, seccomp; they die with us
+ON_EXEC, ON_SECCOMP, ON_STOP = 4, 7, 128
+PRSTATUS = 1
+X86 = os.uname().machine == "x86_64"
+PTRACE, PRCTL, OPENAT, CLOSE, SECCOMP = (101, 157, 257, 3, 317) if X86 else (117, 167, 56, 57, 277)
+OPENS = (2, 257, 437) if X86 else (56, 437)
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+NUM_REGISTERS = 27 if X86 else 34
+NUMBER, RESULT, PLACE, STACK = (10, 10, 16, 19) if X86 else (8, 0, 32, 31)
+ARGUMENTS = (14, 13, 12, 7, 9, 8) if X86 else (0, 1, 2, 3, 4, 5)
+TRAP = b"\x0f\x05" if X86 else b"\x01\x00\x00\xd4"  # the instruction that calls the kernel
+READ, FILES = 1 | 1 << 2, 1 | 1 << 1 | 1 << 2 | 1 << 14  # rights: execute and read; and write and truncate
+ALL = FILES | 0x1FF << 4 | 1 << 13  # and remove, make and link; folders may be listed anywhere
+O_PATH = 0o10000000
+O_DIRECTORY = os.O_DIRECTORY
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/opt", "/etc", "/.")
+SHELLS = "sh|bash|dash|zsh|ksh|fish|busybox"
+INTERPRETERS = re.compile(
+    rf"(({SHELLS}|python|pypy|perl|ruby|node|nodejs|deno|bun|php|lua|luajit|tclsh|Rscript|julia|gawk|mawk|awk|guile"
+    r"|racket|ocaml|runghc|elixir|escript|octave|swipl|java|dotnet|mono)[-\d.]*)"
+)
+RUNNERS = re.compile(r"make|gmake|npm|npx|yarn|pnpm|go|cargo|java|gradle|mvn|dotnet|node|deno|bun|bundle|rake|tox|nox")
+TOOLS = re.compile(rf"({SHELLS}|gawk|mawk|awk)[-\d.]*")
+INLINE = {True: re.compile("-[A-Za-z]*c"), False: re.compile("-[A-Za-z]*[eEp]|--eval|--print")}
+FRAMEWORKS = ("unittest", "pytest", "py.test")
+
+
+class Supervisor:
+    def __init__(self, declared, kept):
+        self.declared, self.kept = declared, kept
+        self.started_s = time.time()
+        self.confined, self.watched, self.handed = set(), set(), set()
+        self.version = syscall(CREATE_RULESET, None, 0, 1)
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self.socket.bind(NAME)
+        self.socket.setblocking(False)
+        self.woken, waker = os.pipe()
+        for end in (self.woken, waker):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def run(self, argv, env):
+        """Run a program to its end, with all that it starts."""
+        ready, go = os.pipe()
+        first = os.fork()
+        if first == 0:
+            for descriptor in range(3):  # what is said on stdout is the supervisor's alone
+                os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
+            os.read(ready, 1)
+            os.execve(argv[0], argv, env)
+        is_traced = self.version > 0 and ptrace(SEIZE, first, 0, OPTIONS) == 0
+        if not is_traced:
+            tell("unconfined", "there is no Landlock" if self.version <= 0 else "tracing is not allowed")
+        LIBC.prctl(4, 0, 0, 0, 0)  # nobody may look into this process, or use what it has open
+        os.write(go, b"x")
+        while True:
+            select.select([self.socket, self.woken], [], [])
+            self.receive()
+            drain(self.woken)
+            while True:
+                try:
+                    pid, status = os.waitpid(-1, os.WNOHANG | WALL)
+                except ChildProcessError:
+                    pid, status = first, 0
+                if pid == 0:
+                    break
+                if os.WIFSTOPPED(status):
+                    self.attend(pid, status)
+                    continue
+                self.receive()
+                if pid in self.watched:
+                    tell(pid, "exited", os.waitstatus_to_exitcode(status))
+                if pid == first:
+                    tell("done", os.waitstatus_to_exitcode(status))
+                    return
+
+    def attend(self, pid, status):
+        """Let a stopped process go on; one that has become a program of the agent's is confined first."""
+        number, event = os.WSTOPSIG(status), status >> 16
+        try:
+            if event == ON_EXEC:
+                self.judge(pid)
+            elif event == ON_SECCOMP:
+                self.look(pid)
+        except OSError:  # it was killed, or cannot be looked into
+            pass
+        is_group_stop = event == ON_STOP and number in (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+        ptrace(LISTEN if is_group_stop else CONT, pid, 0, 0 if event else number)
+
+    def judge(self, pid):
+        if leader(pid) in self.confined or is_confined(pid, self.confined):
+            self.confined.add(pid)
+            return
+        exe, cwd = os.readlink(f"/proc/{pid}/exe"), os.readlink(f"/proc/{pid}/cwd")
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            argv = [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
+        script = os.path.realpath(os.path.join(cwd, asked_for(pid)))
+        if not (self.is_program(script) or self.is_agents(exe, cwd, argv)):
+            name = os.path.basename(exe)
+            if (INTERPRETERS.fullmatch(name) or RUNNERS.fullmatch(name)) and not TOOLS.fullmatch(name):
+                tell(pid, "loads", name)
+            return
+        given = list(self.given(cwd, argv))
+        self.handed.update(given)
+        if not self.confined:
+            self.ran = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self.ran.bind(f"{NAME}-ran")
+        if any(os.path.isdir(path) or within(path, self.kept[1]) for path in given):
+            tell("given", " ".join(argv)[:200])
+            return
+        self.confine(pid, given, () if RUNNERS.fullmatch(os.path.basename(exe)) else SYSTEM)
+        self.confined.add(pid)
+        tell("confined", " ".join(argv)[:200])
+
+    def is_agents(self, exe, cwd, argv):
+        """Return whether a process has become a program that consists of the agent's files."""
+        if self.is_declared(exe):
+            return True
+        name = os.path.basename(exe)
+        if not (INTERPRETERS.fullmatch(name) or RUNNERS.fullmatch(name)):
+            return False
+        rest = argv[1:]
+        if "-m" in rest[:-1]:
+            module = rest[rest.index("-m") + 1].split(".")[0]
+            rest = [] if module in FRAMEWORKS else [module, f"{module}.py"]
+        for word in rest:
+            if INLINE[re.match(f"{SHELLS}|python|pypy", name) is not None].fullmatch(word):
+                return False
+            place = os.path.realpath(os.path.join(cwd, word))
+            if os.path.exists(place):
+                return self.is_program(place)
+        is_named = any(place in word for word in argv for place in self.kept)
+        return RUNNERS.fullmatch(name) is not None and self.is_declared(cwd) and not is_named
+
+    def is_program(self, path):
+        return self.is_declared(path) and os.path.basename(path) not in FRAMEWORKS and self.is_left(path)
+
+    def is_left(self, path):
+        """Return whether a file is the agent's: left by it, or not of the tests, made since a program of its ran."""
+        if os.path.isdir(path) or os.stat(path).st_ctime <= self.started_s:
+            return True
+        if not self.confined:
+            return False
+        with open(path, "rb") as file:
+            data = file.read()
+        for folder, _, names in os.walk(self.kept[0]):
+            if os.path.basename(path) in names:
+                with open(os.path.join(folder, os.path.basename(path)), "rb") as file:
+                    if file.read() == data:
+                        return False
+        return True
+
+    def given(self, cwd, argv):
+        """Yield the paths among what is kept that a program's arguments name."""
+        for word in argv[1:]:
+            for path in (os.path.join(cwd, word), *re.findall(r"/[^\s'\",;:=]*", word)):
+                if any(within(os.path.normpath(path), kept) for kept in self.kept) and (
+                    os.path.exists(path) or within(path, self.kept[1])
+                ):
+                    yield os.path.normpath(path)
+
+    def is_declared(self, path):
+        return any(within(path, declared) for declared in self.declared)
+
+    def confine(self, pid, given, read_only):
+        """Make a process that is about to start give up what is kept, for itself and its children.
+
+        What the tests run later is `read_only`, unless the program is one that builds and installs.
+        """
+        step(pid)  # to the end of its call to exec
+        saved = registers(pid)
+        place, data = saved[PLACE], (saved[STACK] - 4096) & -16
+        with open(f"/proc/{pid}/mem", "r+b", 0) as memory:
+            code = os.pread(memory.fileno(), 8, place)
+            os.pwrite(memory.fileno(), TRAP, place)
+
+            def call(number, *arguments):
+                state = list(saved)
+                if X86:
+                    state[15] = 2**64 - 1  # no call to restart
+                state[NUMBER], state[PLACE] = number, place
+                for index, value in zip(ARGUMENTS, arguments):  # noqa: B905  # also for Python 3.9
+                    state[index] = value & (2**64 - 1)
+                set_registers(pid, state)
+                step(pid)
+                step(pid)
+                result = registers(pid)[RESULT]
+                return result - 2**64 if result >> 63 else result
+
+            def put(content):
+                os.pwrite(memory.fileno(), content, data)
+                return data
+
+            scopes = 3 if self.version >= 6 else 0
+            handled = ALL if self.version >= 3 else ALL & ~(1 << 14)
+            handled = handled if self.version >= 2 else handled & ~(1 << 13)
+            ruleset = call(CREATE_RULESET, put(struct.pack("=QQQ", handled, 0, scopes)), 24 if scopes else 8, 0)
+            rules = [(path, READ if path.startswith(read_only or "\0") else ALL) for path in self.free("/")]
+            for path, rights in [*rules, *((path, ALL) for path in self.declared), *((path, READ) for path in given)]:
+                rights &= handled if os.path.isdir(path) else handled & FILES
+                beneath = call(OPENAT, -100, put(os.fsencode(path) + b"\0"), O_PATH, 0)
+                if beneath >= 0:
+                    call(ADD_RULE, ruleset, 1, put(struct.pack("=Qi", rights, beneath)), 0)
+                    call(CLOSE, beneath)
+            result = call(RESTRICT_SELF, ruleset, 0)
+            call(CLOSE, ruleset)
+            call(SECCOMP, 1, 0, put(struct.pack("=HxxxxxxQ", 3 + len(OPENS), data + 16) + reporting_opens()))
+            os.pwrite(memory.fileno(), code, place)
+        set_registers(pid, saved)
+        if ruleset < 0 or result < 0:
+            tell("unconfined", f"Landlock: {os.strerror(-min(ruleset, result))}")
+
+    def free(self, folder):
+        """Yield the paths that are not kept and hold nothing that is."""
+        for name in os.listdir(folder):
+            path = os.path.join(folder, name)
+            if any(within(kept, path) for kept in self.kept):
+                if path not in self.kept:
+                    yield from self.free(path)
+            elif not os.path.islink(path):
+                yield path
+
+    def look(self, pid):
+        """Tell of a confined program that tries to open what is kept; that it cannot is not decided here."""
+        state = registers(pid)
+        is_old = X86 and state[15] == 2  # open, without a folder
+        start, flags = (state[ARGUMENTS[not is_old]], state[ARGUMENTS[2 - is_old]])
+        with open(f"/proc/{pid}/mem", "rb", 0) as memory:
+            text = os.pread(memory.fileno(), 4096, start)
+        path = os.path.normpath(os.path.join(os.readlink(f"/proc/{pid}/cwd"), os.fsdecode(text.split(b"\0")[0])))
+        for kept, kind in zip(self.kept, ("reads_tests", "writes_reward")):  # noqa: B905
+            if within(path, kept) and path not in self.handed and not flags & O_DIRECTORY:
+                tell(pid, "saw", kind, f"a program of the agent's opens {path}")
+
+    def receive(self):
+        while True:
+            try:
+                data, ancillary, _, _ = self.socket.recvmsg(65536, socket.CMSG_SPACE(12))
+            except BlockingIOError:
+                return
+            for _, kind, credentials in ancillary:
+                if kind == 2:  # SCM_CREDENTIALS
+                    pid = struct.unpack("=iII", credentials)[0]
+                    if pid not in self.confined:
+                        self.watched.add(pid)
+                        tell(pid, data.decode(errors="replace"))
+
+
+def reporting_opens():
+    """Return a filter of system calls under which those that open files stop for the tracer."""
+    last = 1 + len(OPENS)
+    steps = [(0x20, 0, 0, 0)]  # load the number of the call
+    steps += [(0x15, last - index, 0, number) for index, number in enumerate(OPENS, 1)]
+    steps += [(0x06, 0, 0, 0x7FFF_0000), (0x06, 0, 0, 0x7FF0_0000)]  # allow; stop
+    return b"".join(struct.pack("=HBBI", *step) for step in steps)
+
+
+def asked_for(pid):
+    """Return the path that a process gave to exec: of a script, where `exe` is its interpreter."""
+    with open(f"/proc/{pid}/auxv", "rb") as file, open(f"/proc/{pid}/mem", "rb", 0) as memory:
+        place = dict(struct.iter_unpack("=QQ", file.read()))[31]  # AT_EXECFN
+        return os.fsdecode(os.pread(memory.fileno(), 4096, place).split(b"\0")[0])
+
+
+def leader(pid):
+    with open(f"/proc/{pid}/status") as file:
+        return int(next(line for line in file if line.startswith("Tgid")).split()[1])
+
+
+def is_confined(pid, confined):
+    """Return whether one of the process's ancestors was confined."""
+    while pid > 1:
+        if pid in confined:
+            return True
+        with open(f"/proc/{pid}/status") as file:
+            pid = int(next(line for line in file if line.startswith("PPid")).split()[1])
+    return False
+
+
+def within(path, folder):
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def registers(pid):
+    buffer = ctypes.create_string_buffer(NUM_REGISTERS * 8)
+    vector = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), len(buffer))
+    if ptrace(GETREGSET, pid, PRSTATUS, ctypes.addressof(vector)) < 0:
+        raise OSError("gone")
+    return struct.unpack(f"={NUM_REGISTERS}Q", buffer.raw)
+
+
+def set_registers(pid, values):
+    buffer = ctypes.create_string_buffer(struct.pack(f"={NUM_REGISTERS}Q", *values), NUM_REGISTERS * 8)
+    vector = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), len(buffer))
+    if ptrace(SETREGSET, pid, PRSTATUS, ctypes.addressof(vector)) < 0:
+        raise OSError("gone")
+
+
+def step(pid):
+    """Let a process go on to the next beginning or end of a system call."""
+    number = 0
+    while number != signal.SIGTRAP | 0x80:
+        ptrace(SYSCALL, pid, 0, number)
+        _, status = os.waitpid(pid, WALL)
+        if not os.WIFSTOPPED(status):
+            raise OSError("gone")
+        number = os.WSTOPSIG(status)
+
+
+def ptrace(request, pid, address, data):
+    return syscall(PTRACE, request, pid, address, data)
+
+
+def syscall(number, *arguments):
+    return LIBC.syscall(number, *(ctypes.c_void_p(value) for value in arguments))
+
+
+def drain(descriptor):
+    try:
+        while os.read(descriptor, 512):
+            pass
+    except BlockingIOError:
+        pass
+
+
+def tell(*words):
+    line = " ".join(map(str, words)).encode(errors="replace").replace(b"\n", b" ")
+    os.write(1, line[:2000] + b"\n")
+
+
+def supervise(command, env, declared, kept, modules):
+    env = {**os.environ, **env}
+    if modules:
+        env["PYTHONPATH"] = ":".join(filter(None, (modules, env.get("PYTHONPATH"))))
+    Supervisor(declared, kept).run(["/bin/sh", "-c", command], env)
