@@ -157,10 +157,17 @@ def segment_attention(
     if one_call is not None and scores.is_plain and rule is None and one_call.takes(query, value):
         return one_call.attend(query, key, value, scores.scaling).transpose(1, 2).contiguous(), None
     if tree is None and rule is None and scores.is_plain:
-        parts = zip(*(one.split(lengths, dim=2) for one in (query, key, value)), strict=True)
-        return torch.cat([scores.attend(*part, None) for part in parts], dim=2).transpose(1, 2).contiguous(), None
-    tree = tree or Tree.apart(lengths).to(query.device)
+        parts = zip(query.split(lengths, dim=2), key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True)
+        outputs = [scores.attend(q, k, v, None) for q, k, v in parts]
+        return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    tree = tree or _apart(tuple(lengths), query.device)
     return tree_attention(query, key, value, tree, rule, scores).transpose(1, 2).contiguous(), None
+
+
+@lru_cache(maxsize=1)
+def _apart(lengths: tuple[int, ...], device: torch.device) -> Tree:
+    """Return a row of sequences that share nothing, which is the same in every layer."""
+    return Tree.apart(lengths).to(device)
 
 
 def _require_plain(rule: Rule | None, segments: Sequence[int], context: Context) -> None:

@@ -1,8 +1,8 @@
 """The figures of an evaluation, by numbers worked out by hand.
 
 1. pass@1 is the mean over tasks of the mean over their samples, with an interval clustered by task that has a width at
-0 and 1; 2. pass@k is unbiased; 3. the majority decides by logged answers, and says nothing without them; 4. failures are
-counted and in no figure; 5. two evaluations are compared task by task.
+0 and 1; 2. pass@k is unbiased; 3. the majority decides by logged answers, and says nothing without them; 4. failures
+are counted and in no figure; 5. two evaluations are compared task by task.
 """
 
 import math
