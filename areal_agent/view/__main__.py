@@ -11,7 +11,6 @@ ledger cannot be read; 2 there is no such run, session or group; 130 the page wa
 """
 
 import asyncio
-import difflib
 import io
 import os
 import sys
@@ -34,8 +33,6 @@ from areal_agent.view.server import serve
 from areal_agent.view.session import MAX_SIBLINGS, SessionView, fate_of, reward_of
 from areal_agent.view.terminal import Screen, in_line
 
-NUM_NEAR = 20_000
-"""A misspelt name is compared with so many of the newest sessions of each file."""
 NUM_RANKED = 500
 """Of so many of the newest groups, those with trained rollouts come first: the newest of all never came that far."""
 STATUS_WORDS = {"running": "running, or ended without a word"}
@@ -226,8 +223,7 @@ def _show_named(screen: Screen, snapshot: Snapshot, name: str, run_dir: Path, to
         _show_group(screen, name, siblings, siblings)
         return
     if group_id is None:
-        ids = questions.session_ids(snapshot, NUM_NEAR)
-        near = difflib.get_close_matches(name, ids, n=3) or [one for one in ids if name in one][:3]
+        near = questions.near_sessions(snapshot, name)
         remedy = f"did you mean {', '.join(map(in_line, near))}?" if near else "without a name the groups are listed"
         raise ConfigError(f"the ledger has no session or group {name!r}; {remedy}")
     siblings = questions.siblings_of(snapshot, name)

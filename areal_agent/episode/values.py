@@ -1,0 +1,201 @@
+"""The value of a turn: the mean reward of fresh samples that go on after it.
+
+Value k is the mean reward once the answers of the first k turns stand; value 0 is that of the task. The turn with the
+largest drop from value k - 1 to value k is the one that lost the episode. The last value is the recorded reward.
+"""
+
+import asyncio
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import orjson
+
+from areal_agent.episode.engine import FreshEngine
+from areal_agent.errors import ConfigError, unwritable
+from areal_agent.replay.saved import Episode
+from areal_agent.replay.stage import Played, Stage
+from areal_agent.rollout.producer import rollout_seed
+from areal_agent.types import Status, Task
+
+Z = 1.96
+"""Standard errors on each side of a mean in a 95% interval."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TurnValue:
+    """The rewards of fresh samples after a turn; 0: from the beginning."""
+
+    turn: int
+    rewards: tuple[float, ...]
+    num_failed: int = 0  # samples that did not complete: they have no reward
+    num_unrepeated: int = 0  # samples that did not come to the turn, since a call before it was not as recorded
+    why: str = ""  # how the first of those differed
+
+    @classmethod
+    def of(cls, turn: int, played: Sequence[Played]) -> Self:
+        came = [one for one in played if one.num_fresh or one.is_as_recorded]
+        lost = [one for one in played if one not in came]
+        rewards = tuple(one.reward for one in came if one.reward is not None)
+        return cls(
+            turn=turn,
+            rewards=rewards,
+            num_failed=len(came) - len(rewards),
+            num_unrepeated=len(lost),
+            why=_why(lost[0]) if lost else "",
+        )
+
+    @property
+    def mean(self) -> float | None:
+        return statistics.fmean(self.rewards) if self.rewards else None
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95% confidence interval of the mean."""
+        return interval_of(self.rewards) if self.rewards else None
+
+
+def interval_of(rewards: Sequence[float]) -> tuple[float, float]:
+    """Return the 95% confidence interval of a mean: Wilson's where every reward is 0 or 1, else the normal one.
+
+    Wilson's (1927) has a width also where all samples agree, as few samples do.
+
+    >>> [round(bound, 3) for bound in interval_of([1.0, 1.0, 1.0, 0.0])]
+    [0.301, 0.954]
+    >>> interval_of([0.5, 1.5, 0.5, 1.5])[0] < 1.0 < interval_of([0.5, 1.5, 0.5, 1.5])[1]
+    True
+    """
+    number, mean = len(rewards), statistics.fmean(rewards)
+    if set(rewards) <= {0.0, 1.0}:
+        middle, spread = mean + Z**2 / (2 * number), math.sqrt(mean * (1 - mean) / number + Z**2 / (4 * number**2))
+        return (middle - Z * spread) / (1 + Z**2 / number), (middle + Z * spread) / (1 + Z**2 / number)
+    if number == 1:
+        return -math.inf, math.inf
+    half = Z * statistics.stdev(rewards) / math.sqrt(number)
+    return mean - half, mean + half
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Values:
+    """The values of an episode's turns, in their order, and the engine that they are of."""
+
+    session_id: str
+    engine: str
+    values: tuple[TurnValue, ...]
+    recorded: float | None  # the reward of the session as it was recorded, after its last turn
+    num_turns: int
+
+    @property
+    def drops(self) -> dict[int, float]:
+        """By turn: how much value its answer lost; only where the values before and after it are known."""
+        means = {one.turn: one.mean for one in self.values}
+        if self.recorded is not None:
+            means[self.num_turns] = self.recorded
+        pairs = {turn: (means.get(turn - 1), means.get(turn)) for turn in range(1, self.num_turns + 1)}
+        return {turn: a - b for turn, (a, b) in pairs.items() if a is not None and b is not None}
+
+    @property
+    def lost_at(self) -> int | None:
+        """The turn with the largest drop of value; None where no answer lost any."""
+        drops = self.drops
+        turn = max(drops, key=drops.__getitem__, default=None)
+        return turn if turn is not None and drops[turn] > 0 else None
+
+    def write(self, folder: Path) -> Path:
+        """Write them as JSON into `folder`, whole or not at all."""
+        rows = [
+            {name: value for name, value in asdict(one).items()} | {"mean": one.mean, "interval": one.interval}
+            for one in self.values
+        ]
+        fields: dict[str, Any] = {
+            "session_id": self.session_id,
+            "engine": self.engine,
+            "num_turns": self.num_turns,
+            "recorded": self.recorded,
+            "lost_at": self.lost_at,
+            "values": rows,
+        }
+        path = folder / f"{self.session_id}.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            part = path.with_name(f".{path.name}.part")
+            part.write_bytes(orjson.dumps(fields, option=orjson.OPT_INDENT_2))
+            part.replace(path)
+        except OSError as error:
+            raise unwritable(path, error) from error
+        return path
+
+    def table(self) -> str:
+        """Return the table for a terminal."""
+        lines = [f"{'after turn':>10}  {'value':>6}  {'95% interval':>16}  samples"]
+        for one in self.values:
+            mean = "-" if one.mean is None else f"{one.mean:.3f}"
+            bounds = "-" if one.interval is None else "{:.3f} .. {:.3f}".format(*one.interval)
+            failed = f", {one.num_failed} failed" if one.num_failed else ""
+            unrepeated = f", {one.num_unrepeated} did not come to it" if one.num_unrepeated else ""
+            lost = "   <- lost here" if one.turn == self.lost_at else ""
+            lines.append(f"{one.turn:>10}  {mean:>6}  {bounds:>16}  {len(one.rewards)}{failed}{unrepeated}{lost}")
+        if self.recorded is not None and len(self.values) > 1:
+            lost = "   <- lost here" if self.lost_at == self.num_turns else ""
+            lines.append(f"{self.num_turns:>10}  {self.recorded:>6.3f}  {'as recorded':>16}{lost}")
+        whys = dict.fromkeys(f"turn {one.turn}: not repeated: {one.why}" for one in self.values if one.why)
+        return "\n".join([*lines, *whys])
+
+
+async def values_of(
+    stage: Stage,
+    episode: Episode,
+    task: Task,
+    engine: FreshEngine,
+    *,
+    turns: Sequence[int],
+    num_samples: int,
+    max_concurrent: int,
+    on_sample: Callable[[int], None],
+) -> Values:
+    """Sample `num_samples` times after each of these turns. `on_sample` gets how many are done."""
+    slots, num_done = asyncio.Semaphore(max_concurrent), 0
+
+    async def sample(turn: int, number: int) -> Played:
+        nonlocal num_done
+        async with slots:
+            seed = rollout_seed(episode.session.seed, str(turn), str(number))
+            played = await stage.play(episode, task, upto=turn, then=engine.client, seed=seed)
+        num_done += 1
+        on_sample(num_done)
+        return played
+
+    async with asyncio.TaskGroup() as group:
+        plays = {
+            turn: [group.create_task(sample(turn, number)) for number in range(num_samples)] for turn in turns
+        }
+    ended = episode.trajectory
+    return Values(
+        session_id=episode.session.id,
+        engine=engine.name,
+        values=tuple(TurnValue.of(turn, [one.result() for one in plays[turn]]) for turn in turns),
+        recorded=ended.rewards.total if ended is not None and ended.status is Status.COMPLETED else None,
+        num_turns=len(episode.turns),
+    )
+
+
+def turns_of(episode: Episode, given: int | None) -> Sequence[int]:
+    """Return the turns to sample after: the given one, or all but the last. Raises ConfigError."""
+    last = len(episode.turns)
+    if given is None:
+        return range(last)
+    if not 0 <= given <= last:
+        raise ConfigError(
+            f"--from is {given}, and session {episode.session.id!r} has {last} turns; give the number of answers to "
+            f"keep, from 0 to {last}"
+        )
+    return (given,)
+
+
+def _why(played: Played) -> str:
+    if played.differences:
+        return str(played.differences[0])
+    return f"the workflow ended before it ({played.trajectory.status}: {played.trajectory.error})"

@@ -1,0 +1,7 @@
+"""Runs played again from their records.
+
+saved.py     a run's folder: its config, its sessions, their tasks and workflow
+answers.py   recorded answers in the place of an engine, and fresh ones after a turn
+stage.py     the workflow behind a gateway whose engine is a record
+turns.py     recorded turns as tasks of a new run: `tasks: areal_agent.replay:turns`
+"""
