@@ -5,3 +5,7 @@ answers.py   recorded answers in the place of an engine, and fresh ones after a 
 stage.py     the workflow behind a gateway whose engine is a record
 turns.py     recorded turns as tasks of a new run: `tasks: areal_agent.replay:turns`
 """
+
+from areal_agent.replay.turns import go_on, turns
+
+__all__ = ["go_on", "turns"]

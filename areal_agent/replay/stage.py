@@ -60,7 +60,7 @@ class Stage:
         bridges_tools: bool,
         info: EngineInfo | None,
     ) -> None:
-        self._run = run
+        self.run = run
         self._clients = clients
         self._shared = shared
         self._sandbox = sandbox
@@ -75,7 +75,7 @@ class Stage:
 
         Its seed is the recorded one unless another is given. What the workflow raises is the trajectory's status.
         """
-        config, renderer, session = self._run.config, self._run.renderer, episode.session
+        config, renderer, session = self.run.config, self.run.renderer, episode.session
         answers = RecordedAnswers(
             episode.turns,
             renderer,
@@ -98,7 +98,7 @@ class Stage:
         served = await gateway.serve()
         try:
             runner = RolloutRunner(
-                self._run.workflow,
+                self.run.workflow,
                 gateway_url=served.base_url,
                 admin_key=admin_key,
                 model=config.model,
