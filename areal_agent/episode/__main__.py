@@ -35,7 +35,7 @@ NO_LIMIT_S = 1e9
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="python -m areal_agent.episode",
-        description="Play recorded episodes again: the workflow runs in this process, and the record answers its calls.",
+        description="Play recorded episodes again: the workflow runs here, and the record answers its calls.",
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder of a run; it is only read")
     parser.add_argument("session", metavar="SESSION", nargs="?", help="the session to play (view --list has them)")
@@ -48,14 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--workflow", metavar="PATH", help="package.module:name, in place of the run's own")
     parser.add_argument("--tokenizer", metavar="FOLDER", type=Path, help="the tokenizer (default: the run's)")
-    parser.add_argument("--from", metavar="TURN", type=int, dest="turn", help="answers after this turn are fresh; 0: all")
+    parser.add_argument("--from", metavar="TURN", type=int, dest="turn", help="answers after this turn are fresh")
     parser.add_argument("--values", action="store_true", help="fresh answers after every turn: the value of each")
     parser.add_argument("--samples", metavar="N", type=int, help="with --from or --values: samples a turn (default 8)")
     parser.add_argument("--engine", metavar="URL", help="the engine of fresh answers, which runs")
     parser.add_argument(
         "--model", metavar="FOLDER", type=Path, help="the model of fresh answers (default: the run's last checkpoint)"
     )
-    parser.add_argument("--out", metavar="FOLDER", type=Path, help="write values as JSON here; view --values shows them")
+    parser.add_argument("--out", metavar="FOLDER", type=Path, help="write values as JSON, for view --values")
     parser.add_argument("--regrade", action="store_true", help="compute rewards anew; without SESSION, of all sessions")
     parser.add_argument("--step", metavar="N", type=int, help="regrade: only groups trained or leased for this step")
     parser.add_argument("--failed", action="store_true", help="regrade: only rollouts that did not complete")
@@ -66,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if str(Path.cwd()) not in sys.path:  # workflows are imported from the folder in which the command is started
         sys.path.insert(0, str(Path.cwd()))
     run = SavedRun.open(args.run_dir, workflow=args.workflow, tokenizer=args.tokenizer)
-    with closing(Progress(total_steps=0, stream=sys.stderr, mode="auto" if sys.stderr.isatty() else "none")) as progress:
+    with closing(
+        Progress(total_steps=0, stream=sys.stderr, mode="auto" if sys.stderr.isatty() else "none")
+    ) as progress:
         if args.regrade:
             return asyncio.run(_regrade(run, args, progress))
         with reading(ledger_in(args.run_dir)) as snapshot:
@@ -158,7 +160,7 @@ async def _sample(run: SavedRun, episode: Episode, args: Namespace, progress: Pr
 
 def _lost(values: Values) -> str:
     turn = values.lost_at
-    return "no answer lost value" if turn is None else f"turn {turn} lost {values.drops[turn]:.3f} of value, the most of all"
+    return "no answer lost value" if turn is None else f"turn {turn} lost {values.drops[turn]:.3f} of value"
 
 
 # ------------------------------------------------------------------------------------------------------ rewards
@@ -187,7 +189,9 @@ async def _regrade(run: SavedRun, args: Namespace, progress: Progress) -> int:
         print("\n".join(_grades(regraded, num_left)))
         if args.write is not None:
             number = write_copy(run, snapshot, args.write, regraded)
-            print(f"{number} sessions have new rewards in {args.write}; python -m areal_agent.ledger verify {args.write}")
+            print(
+                f"{number} sessions have new rewards in {args.write}; python -m areal_agent.ledger verify {args.write}"
+            )
     return 1 if any(one.is_changed or one.fault for one in regraded) else 0
 
 

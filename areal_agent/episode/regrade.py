@@ -42,9 +42,9 @@ class Regraded:
         return self.is_changed and self.before.status is self.status is Status.COMPLETED
 
     def __str__(self) -> str:
-        if self.fault:
-            return f"{self.before.session_id}: cannot be graded anew: {self.fault}"
-        return f"{self.before.session_id}: {_told(self.before.status, self.before.rewards)} -> {_told(self.status, self.rewards)}"
+        before, now = _told(self.before.status, self.before.rewards), _told(self.status, self.rewards)
+        change = f"cannot be graded anew: {self.fault}" if self.fault else f"{before} -> {now}"
+        return f"{self.before.session_id}: {change}"
 
 
 def _told(status: Status, rewards: Rewards) -> str:

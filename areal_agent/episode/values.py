@@ -169,9 +169,7 @@ async def values_of(
         return played
 
     async with asyncio.TaskGroup() as group:
-        plays = {
-            turn: [group.create_task(sample(turn, number)) for number in range(num_samples)] for turn in turns
-        }
+        plays = {turn: [group.create_task(sample(turn, number)) for number in range(num_samples)] for turn in turns}
     ended = episode.trajectory
     return Values(
         session_id=episode.session.id,

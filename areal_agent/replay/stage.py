@@ -69,7 +69,13 @@ class Stage:
         self._info = info
 
     async def play(
-        self, episode: Episode, task: Task, *, upto: int | None = None, then: Sampler | None = None, seed: int | None = None
+        self,
+        episode: Episode,
+        task: Task,
+        *,
+        upto: int | None = None,
+        then: Sampler | None = None,
+        seed: int | None = None,
     ) -> Played:
         """Play a session: its first `upto` turns (or all) from the record, later ones from `then`.
 

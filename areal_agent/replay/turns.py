@@ -99,7 +99,8 @@ def _task(run: SavedRun, episode: Episode, turn: int | str | None, append: str |
             kept = roots[1] if len(roots) > 1 else 0
         case int():
             kept = turn if turn >= 0 else last + turn
-    if not 0 < kept <= last:
+    has_more = append is not None or episode.trajectory is None or episode.trajectory.status is not Status.COMPLETED
+    if not 0 < kept < last + has_more:  # after the last turn of a whole episode there is no call
         return None
     task, session_id = run.task(episode.session), episode.session.id
     data = {**task.data, PLACE: {"run": str(run.folder.path.absolute()), "session": session_id, "turn": kept}}
@@ -197,10 +198,15 @@ class _RunsGateway:
     async def generate(
         self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
     ) -> GenerateResult:
-        body = {"model": self._rollout.model, "prompt": list(request.input_ids), "return_token_ids": True, "logprobs": 0}
+        body = {
+            "model": self._rollout.model,
+            "prompt": list(request.input_ids),
+            "return_token_ids": True,
+            "logprobs": 0,
+        }
         reply = await self._rollout.http_client.post(
             f"{self._rollout.base_url}/completions",
-            content=orjson.dumps(body | self._asked(request.sampling)),
+            content=orjson.dumps(body),
             headers={"Authorization": f"Bearer {self._rollout.api_key}", "Content-Type": "application/json"},
         )
         answer = orjson.loads(reply.content)

@@ -96,7 +96,9 @@ def _refuse_idle_options(args: Namespace, is_terminal: bool) -> None:
     if not is_terminal and (chooses or args.limit is not None or args.full):
         raise ConfigError("--step, --failed, --lowest, --eval, --limit and --full are for --list or --text; add one")
     if args.values is not None and (is_terminal or not args.values.is_dir()):
-        raise ConfigError(f"--values {str(args.values)!r} is a folder for the page; name an existing one, or leave it out")
+        raise ConfigError(
+            f"--values {str(args.values)!r} is a folder for the page; name an existing one, or leave it out"
+        )
     if is_terminal and (args.port is not None or len(args.run_dirs) > 1):
         raise ConfigError("--port and several runs are for the page; leave them out with --list or --text")
 
@@ -104,7 +106,9 @@ def _refuse_idle_options(args: Namespace, is_terminal: bool) -> None:
 def _open_page(args: Namespace) -> int:
     """Serve the page of the runs, and open it where there is a browser; it ends with Ctrl-C."""
     with ExitStack() as stack:
-        runs = [stack.enter_context(closing(RecordedRun.open(path, args.tokenizer, args.values))) for path in args.run_dirs]
+        runs = [
+            stack.enter_context(closing(RecordedRun.open(path, args.tokenizer, args.values))) for path in args.run_dirs
+        ]
         asyncio.run(serve(runs, args.port or 0, _announce))
     return 0
 

@@ -1,4 +1,4 @@
-"""One small recorded run: `lost` asks for a hint twice and answers wrongly, `won` at once rightly, `cut` was cut off."""
+"""One small recorded run: `lost` asks for a hint twice and is wrong, `won` is right at once, `cut` was cut off."""
 
 from collections.abc import Iterable
 from contextlib import aclosing
