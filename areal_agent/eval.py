@@ -1,25 +1,51 @@
-"""The command line of `python -m areal_agent.eval`. The work is in run/evaluation.py."""
+"""The command line of `python -m areal_agent.eval`. The work is in run/grading.py."""
 
 import argparse
+from pathlib import Path
 
 from areal_agent.command import Parser, run_command
+
+SHORT = {"tasks": "eval.num_tasks", "temperature": "rollout.temperature", "concurrency": "rollout.max_concurrent"}
+"""Options that stand for a key of the config."""
 
 
 def main() -> int:
     args = _parse()
     # imported here: it loads the project, and --help or a misspelt option need not wait for that
-    from areal_agent.run.evaluation import evaluate
+    from areal_agent.run.grading import compare, evaluate, resume
 
-    return evaluate(args.config, args.overrides)
+    overrides = [f"{key}={getattr(args, name)}" for name, key in SHORT.items() if getattr(args, name) is not None]
+    if args.compare:
+        print(compare(*args.compare))
+        return 0
+    if args.resume:
+        return resume(args.resume, [*overrides, *args.overrides])
+    return evaluate(args.config, [*overrides, *args.overrides], args.samples)
 
 
 def _parse() -> argparse.Namespace:
     parser = Parser(
-        prog="python -m areal_agent.eval", description="Grade a model on the held-out tasks of a config, as train does."
+        prog="python -m areal_agent.eval",
+        description="Grade a model on the held-out tasks of a config, as train does; go on with that; or compare two.",
     )
-    parser.add_argument("--config", metavar="FILE", required=True, help="the YAML config of a run")
+    parser.add_argument("--config", metavar="FILE", help="the YAML config of a run")
+    parser.add_argument("--samples", metavar="N", type=int, default=1, help="answers to each task (default: 1)")
+    parser.add_argument("--tasks", metavar="N", type=int, help="the first N held-out tasks (eval.num_tasks)")
+    parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (rollout.temperature)")
+    parser.add_argument("--concurrency", metavar="N", type=int, help="rollouts at once (rollout.max_concurrent)")
+    parser.add_argument("--resume", metavar="FOLDER", type=Path, help="go on with an interrupted evaluation")
+    parser.add_argument(
+        "--compare", metavar=("A", "B"), nargs=2, type=Path, help="compare two evaluations of the same tasks"
+    )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model=runs/x/checkpoints/step_N")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if sum(bool(one) for one in (args.config, args.resume, args.compare)) != 1:
+        parser.error("give one of --config FILE, --resume FOLDER and --compare A B")
+    if args.samples < 1:
+        parser.error(f"--samples is {args.samples}; give 1 or more")
+    if args.samples > 1 and not args.config:
+        parser.error("--samples belongs to --config; a resumed evaluation has as many as it began with")
+    return args
 
 
 if __name__ == "__main__":

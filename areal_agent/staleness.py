@@ -10,9 +10,9 @@ A batch for train step s is trained on top of version s - 1: the staleness of a 
 version of its oldest sampled token.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from areal_agent.types import Trajectory
+from areal_agent.types import TokenRecord, Trajectory
 
 
 def oldest_step(trajectory: Trajectory) -> int:
@@ -27,6 +27,11 @@ def is_stale(oldest: int, step: int, max_staleness: int) -> bool:
     (False, True)
     """
     return step - 1 - oldest > max_staleness
+
+
+def without_stale_tokens(record: TokenRecord, step: int, max_staleness: int) -> TokenRecord:
+    """Return a record without the tokens in its loss that are beyond the bound in train step `step`."""
+    return replace(record, loss_mask=record.loss_mask & (step - 1 - record.versions <= max_staleness))
 
 
 def room(*, step: int, max_staleness: int, batch_answers: int, consumed: int, under_way: int) -> int:

@@ -23,6 +23,7 @@ LAYERS = [
     ["cluster"],
     ["config", "testing"],
     ["run", "sft", "config_reference"],
+    ["replay"],
     ["__main__", "new", "train", "eval", "view", "doctor", "conformance"],
     ["plan"],
 ]

@@ -10,7 +10,7 @@
     encoding.py     records to rows and back, and the digests that prove rows unchanged
     verify.py       checks the invariants of a ledger, even while its run is live
     export.py       one row per completion, written to a Parquet file
-    __main__.py     `python -m areal_agent.ledger verify RUN_DIR`, `... export RUN_DIR --parquet FILE`
+    __main__.py     `python -m areal_agent.ledger verify RUN_DIR`, `export`, `replay`
 
 The life of a session, and the tables that hold it::
 

@@ -1,10 +1,11 @@
-"""The command line of the ledger: verify the invariants of a run's ledger, or export its data.
+"""The command line of the ledger: verify its invariants, export its data, or make its train steps again.
 
     python -m areal_agent.ledger verify RUN_DIR                     see verify.py
     python -m areal_agent.ledger export RUN_DIR --parquet FILE      see export.py
+    python -m areal_agent.ledger replay RUN_DIR                     see areal_agent/replay/
 
-Exit codes: 0 done, and all invariants hold; 1 an invariant is violated, or the work failed; 2 there is no such ledger,
-or the export cannot be written there.
+Exit codes: 0 done, all invariants hold, all weights are equal; 1 an invariant is violated, weights differ, or the work
+failed; 2 there is no such ledger, or the result cannot be written there.
 """
 
 import sys
@@ -20,6 +21,12 @@ from areal_agent.ledger.verify import Invariant, VerifyReport, verify
 from areal_agent.observe.progress import Progress
 from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, Transcript
 
+OPTIONS = {
+    "export": ("parquet", "force", "tokenizer"),
+    "replay": ("to", "begin", "variants", "out", "sessions"),
+}
+"""The options that belong to one command."""
+
 MAX_SHOWN = 10  # violations printed per invariant
 UNPROVED = "cannot be proved for {:,} sessions of ledger version 2, which kept no digest of rewards"
 
@@ -29,21 +36,61 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m areal_agent.ledger",
         description="verify: prove what a run's ledger promises: every token, every trajectory, exactly once. "
         "export: hand out every completion with its tokens, log-probabilities, versions and rewards. "
-        "Both only read, also while the run is live.",
+        "replay: make the train steps again from their batches, without engine or sandbox, and compare the weights "
+        "with the run's, bit for bit; or train on the same batches with other settings. "
+        "All only read, also while the run is live.",
     )
-    parser.add_argument("command", choices=["verify", "export"], help="what to do")
+    parser.add_argument("command", choices=["verify", "export", "replay"], help="what to do")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder of a run, or its ledger.sqlite")
     parser.add_argument("--parquet", metavar="FILE", type=Path, help="export: the file to write, a row a completion")
     parser.add_argument("--force", action="store_true", help="export: replace FILE when it is there")
     parser.add_argument(
         "--tokenizer", metavar="FOLDER", type=Path, help="export: the tokenizer (default: the one that the run used)"
     )
+    parser.add_argument("--to", metavar="STEP", type=int, help="replay: the last step (default: that of the run)")
+    parser.add_argument(
+        "--from",
+        metavar="CHECKPOINT",
+        dest="begin",
+        type=Path,
+        help="replay: the checkpoint to begin with (default: the model that the run began with)",
+    )
+    parser.add_argument(
+        "--with",
+        metavar="KEY=VALUE",
+        dest="variants",
+        nargs="+",
+        action="append",
+        help="replay: settings of a variant, for example algorithm=gspo trainer.learning_rate=1e-5",
+    )
+    parser.add_argument(
+        "--out",
+        metavar="FOLDER",
+        type=Path,
+        help="replay: a new folder, for the last checkpoint, or for the table and the picture of --with",
+    )
+    parser.add_argument(
+        "--sessions", metavar="LEDGER", type=Path, help="replay: the gateway's ledger, where a run was trained online"
+    )
     args = parser.parse_args(None if argv is None else list(argv))
+    for command, names in OPTIONS.items():
+        given = [name for name in names if getattr(args, name)]
+        if given and command != args.command:
+            option = {"begin": "from", "variants": "with"}.get(given[0], given[0])
+            raise ConfigError(f"--{option} belongs to `{command}`, not to `{args.command}`; leave it out")
     path = ledger_in(args.run_dir)
-    if args.command == "export":
-        return _export(path, args.parquet, args.tokenizer, is_forced=args.force)
-    if args.parquet or args.force or args.tokenizer:
-        raise ConfigError("--parquet, --force and --tokenizer belong to `export`; verify writes nothing")
+    match args.command:
+        case "export":
+            return _export(path, args.parquet, args.tokenizer, is_forced=args.force)
+        case "replay":
+            from areal_agent.replay.command import replay_command  # imported here because it loads torch
+
+            return replay_command(path, args.sessions, args.begin, args.to, args.variants or (), args.out)
+        case _:
+            return _verify_and_print(path)
+
+
+def _verify_and_print(path: Path) -> int:
     report = _verify(path)
     print("\n".join(_lines(path, report)))
     return 0 if report.is_ok else 1

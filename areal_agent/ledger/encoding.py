@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from areal_agent.errors import LedgerError
 from areal_agent.types import (
@@ -146,6 +147,53 @@ class EndingRow(NamedTuple):
     logged: str
     undelivered: str
     ended_s: float
+
+
+class StepRow(NamedTuple):
+    step: int
+    process: int
+    incarnation: int
+    sessions: str
+    teacher: bytes | None
+    inputs: str
+    weights: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """How a train step was made: with its batch and how its process was set up, it can be made again."""
+
+    step: int
+    process: int  # the number of the run's process (`Incarnation`) that made it
+    incarnation: int  # of the weights that it began with
+    sessions: tuple[str, ...]  # in the order of the batch
+    inputs: Mapping[str, str]  # digests of what the trainer was given, by field
+    weights: str  # the digest of the weights that it made
+    teacher: NDArray[np.float32] | None = None  # a server's log-probabilities of the loss tokens, [M] of all records
+
+
+def encode_step(record: StepRecord) -> StepRow:
+    return StepRow(
+        step=record.step,
+        process=record.process,
+        incarnation=record.incarnation,
+        sessions=_encode_json("sessions", record.sessions),
+        teacher=None if record.teacher is None else record.teacher.astype("<f4").tobytes(),
+        inputs=_encode_json("inputs", record.inputs),
+        weights=record.weights,
+    )
+
+
+def decode_step(row: StepRow) -> StepRecord:
+    return StepRecord(
+        step=row.step,
+        process=row.process,
+        incarnation=row.incarnation,
+        sessions=decode_strings(row.sessions),
+        teacher=None if row.teacher is None else np.frombuffer(row.teacher, dtype="<f4").astype(np.float32),
+        inputs=decode_object(row.inputs),
+        weights=row.weights,
+    )
 
 
 def encode_turn(turn: Turn) -> TurnRow:

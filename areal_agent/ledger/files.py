@@ -30,7 +30,7 @@ from typing import Self
 from areal_agent.errors import ConfigError, LedgerDamaged, LedgerError
 
 FILE_NAME = "ledger.sqlite"
-VERSION = 3
+VERSION = 4
 """The version of the tables, kept by SQLite as `user_version`. Raise it with every change and add to UPGRADES."""
 
 NO_ROOM_BYTES = 2**16
@@ -124,7 +124,8 @@ CREATE TABLE incarnations (
     checkpoint_step INTEGER NOT NULL,
     started_s REAL NOT NULL,
     num_orphans INTEGER NOT NULL,
-    num_returned INTEGER NOT NULL
+    num_returned INTEGER NOT NULL,
+    trainer TEXT                     -- JSON: how its trainer was set up; NULL: it trained nothing, or was older
 );
 CREATE TABLE notes (
     key TEXT PRIMARY KEY,
@@ -132,7 +133,19 @@ CREATE TABLE notes (
 );
 """
 
-TABLES = {FileKind.COORDINATOR: SESSION_TABLES + BOOKKEEPING_TABLES, FileKind.SHARD: SESSION_TABLES}
+STEP_TABLE = """
+CREATE TABLE steps (
+    step INTEGER PRIMARY KEY,
+    process INTEGER NOT NULL REFERENCES incarnations (number),
+    incarnation INTEGER NOT NULL,    -- of the weights that the step began with; a gateway elsewhere may count otherwise
+    sessions TEXT NOT NULL,          -- JSON: their ids, in the order of the batch
+    teacher BLOB,                    -- float32, little-endian: what a teacher's server says of the loss tokens
+    inputs TEXT NOT NULL,            -- JSON: digests of what the trainer was given, by field
+    weights TEXT NOT NULL            -- digest of the weights that the step made
+);
+"""
+
+TABLES = {FileKind.COORDINATOR: SESSION_TABLES + BOOKKEEPING_TABLES + STEP_TABLE, FileKind.SHARD: SESSION_TABLES}
 
 _SESSIONS_FROM_2 = f"""
 ALTER TABLE endings ADD COLUMN digest TEXT NOT NULL DEFAULT '{NO_DIGEST}';
@@ -141,7 +154,8 @@ CREATE INDEX IF NOT EXISTS session_of_key ON sessions (key_hash);
 _LEASES_FROM_2 = f"UPDATE leases SET digest = '{TOKENS_ONLY}' || digest;"
 
 UPGRADES: Mapping[int, Mapping[FileKind, str]] = {
-    2: {FileKind.COORDINATOR: _SESSIONS_FROM_2 + _LEASES_FROM_2, FileKind.SHARD: _SESSIONS_FROM_2}
+    2: {FileKind.COORDINATOR: _SESSIONS_FROM_2 + _LEASES_FROM_2, FileKind.SHARD: _SESSIONS_FROM_2},
+    3: {FileKind.COORDINATOR: f"ALTER TABLE incarnations ADD COLUMN trainer TEXT; {STEP_TABLE}", FileKind.SHARD: ""},
 }
 """SQL that brings a file from the given version to the next. It claims nothing that the older version did not record.
 """

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import questions, writes
-from areal_agent.ledger.encoding import Lease, encode_note, encode_rewards
+from areal_agent.ledger.encoding import Lease, StepRecord, encode_note, encode_rewards, encode_step
 from areal_agent.ledger.files import FileKind, LedgerFiles, Snapshot, require_intact, shard_path, shard_paths
 from areal_agent.ledger.shard import LedgerShard, end_orphans_of, fold, upgrade_shards
 from areal_agent.ledger.writes import Incarnation
@@ -171,6 +171,14 @@ class Ledger:
         await self.own.writer.run(
             writes.set_rewards, session_id=session_id, rewards=encode_rewards(rewards), is_missing=rewards.is_missing
         )
+
+    async def set_trainer(self, process: int, trainer: Mapping[str, Any]) -> None:
+        """Record how the trainer of a process of the run was set up."""
+        await self.own.writer.run(writes.set_trainer, number=process, trainer=encode_note("trainer", trainer))
+
+    async def record_step(self, step: StepRecord) -> None:
+        """Record how a train step was made."""
+        await self.own.writer.run(writes.record_step, row=encode_step(step))
 
     async def set_note(self, key: str, value: Any) -> None:
         """Keep a JSON value about the run.

@@ -19,12 +19,15 @@ from areal_agent.errors import LedgerError
 from areal_agent.ledger.encoding import (
     CompletionRow,
     EndingRow,
+    StepRecord,
+    StepRow,
     TurnRow,
     decode_fate,
     decode_note,
     decode_object,
     decode_rewards,
     decode_status,
+    decode_step,
     decode_strings,
     decode_turn,
     row_digest,
@@ -197,6 +200,31 @@ def newest_incarnation(snapshot: Snapshot) -> int:
     begun = number_in(snapshot[0], "coalesce(max(number), -1) FROM incarnations")
     claimed: int | None = note(snapshot, CLAIM_NOTE)
     return begun if claimed is None else max(begun, claimed)
+
+
+def trainers(snapshot: Snapshot) -> Mapping[int, Mapping[str, Any]]:
+    """How the trainer of each process of the run was set up, by the process's number."""
+    rows = snapshot[0].execute("SELECT number, trainer FROM incarnations WHERE trainer IS NOT NULL ORDER BY number")
+    return {number: decode_object(trainer) for number, trainer in rows}
+
+
+def step_numbers(snapshot: Snapshot) -> Sequence[int]:
+    """The steps of the living lineage whose making is recorded, in order."""
+    return [step for (step,) in snapshot[0].execute("SELECT step FROM steps ORDER BY step")]
+
+
+def step_record(snapshot: Snapshot, step: int) -> StepRecord:
+    """How a step was made. Raises LedgerError when that is not recorded."""
+    row = snapshot[0].execute(f"SELECT {', '.join(StepRow._fields)} FROM steps WHERE step = ?", (step,)).fetchone()
+    if row is None:
+        raise LedgerError(f"the ledger does not say how step {step} was made")
+    return decode_step(StepRow(*row))
+
+
+def lease_of(snapshot: Snapshot, session_id: str) -> tuple[str, int] | None:
+    """The digest of a session's lease and its number of loss tokens; None when it has none in this ledger."""
+    query = "SELECT digest, num_loss_tokens FROM leases WHERE session = ?"
+    return snapshot[0].execute(query, (session_id,)).fetchone()
 
 
 def num_ended(snapshot: Snapshot) -> int:
@@ -569,6 +597,12 @@ def turns_in(connection: sqlite3.Connection, session: int) -> tuple[Turn, ...]:
         f"SELECT number, {', '.join(TurnRow._fields)} FROM turns WHERE session = ? ORDER BY number", (session,)
     )
     return tuple(decode_turn(TurnRow(*columns), completions.get(number, ())) for number, *columns in turn_rows)
+
+
+def eval_endings(snapshot: Snapshot) -> Mapping[str, str]:
+    """The status of every ended session that is for evaluation, by its id."""
+    query = f"SELECT s.id, e.status {_ENDED} '{SessionPurpose.EVAL}' ORDER BY e.number"
+    return {one: status for connection in snapshot for one, status in connection.execute(query)}
 
 
 def number_in(connection: sqlite3.Connection, query: str) -> int:

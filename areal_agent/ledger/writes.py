@@ -16,6 +16,7 @@ from areal_agent.ledger.encoding import (
     EndingRow,
     Lease,
     RewardRow,
+    StepRow,
     TurnRow,
     decode_fate,
     encode_note,
@@ -218,7 +219,19 @@ def return_leases(connection: sqlite3.Connection, after_step: int) -> int:
         commit_checkpoint(connection, after_step, path=None)
     connection.execute("DELETE FROM checkpoints WHERE step > ?", (after_step,))
     connection.execute("DELETE FROM fates WHERE trained_step > ?", (after_step,))
+    connection.execute("DELETE FROM steps WHERE step > ?", (after_step,))
     return connection.execute("DELETE FROM leases WHERE step > ?", (after_step,)).rowcount
+
+
+def set_trainer(connection: sqlite3.Connection, number: int, trainer: str) -> None:
+    """Record how the trainer of an incarnation was set up."""
+    connection.execute("UPDATE incarnations SET trainer = ? WHERE number = ?", (trainer, number))
+
+
+def record_step(connection: sqlite3.Connection, row: StepRow) -> None:
+    """Record how a step was made. A step that failed after this, and is made again, replaces it."""
+    marks = ", ".join("?" * len(row))
+    connection.execute(f"INSERT OR REPLACE INTO steps ({', '.join(row._fields)}) VALUES ({marks})", row)
 
 
 def set_note(connection: sqlite3.Connection, key: str, text: str) -> None:

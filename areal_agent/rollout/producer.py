@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from areal_agent.algorithms.config import AlgorithmConfig
@@ -29,7 +29,7 @@ from areal_agent.ledger.writes import FATE_OF_STATUS
 from areal_agent.rollout.config import ALTERED
 from areal_agent.rollout.draws import Draw, Draws
 from areal_agent.rollout.runner import RolloutSpec
-from areal_agent.staleness import Admission, is_stale, oldest_step
+from areal_agent.staleness import Admission, is_stale, oldest_step, without_stale_tokens
 from areal_agent.tokens.loss_rule import LossRule
 from areal_agent.tokens.records import token_records
 from areal_agent.types import Drop, RolloutBatch, SessionPurpose, Status, Task, TokenRecord, Trajectory, TrajectoryGroup
@@ -292,7 +292,7 @@ class Producer:
                 drops[trajectory.session_id] = Drop.STALE
                 continue
             records_of = token_records(trajectory, self._rule)
-            own = [self._without_stale_tokens(record, step) for record in records_of]
+            own = self._without_stale_tokens(records_of, step)
             num_tokens = sum(int(record.loss_mask.sum()) for record in own)
             if num_tokens == 0:
                 drops[trajectory.session_id] = Drop.STALE if has_stale else self._rule.drop_of(trajectory)
@@ -379,12 +379,11 @@ class Producer:
             self._changed.set()
             await self._drop({one.session_id: Drop.STALE for one in ready.trainable})
 
-    def _without_stale_tokens(self, record: TokenRecord, step: int) -> TokenRecord:
+    def _without_stale_tokens(self, records: Sequence[TokenRecord], step: int) -> Sequence[TokenRecord]:
         """Take tokens beyond the bound out of the loss, with `straggler: mask`."""
         if self._straggler != "mask":
-            return record
-        fresh = step - 1 - record.versions <= self.admission.max_staleness
-        return replace(record, loss_mask=record.loss_mask & fresh)
+            return records
+        return [without_stale_tokens(record, step, self.admission.max_staleness) for record in records]
 
     async def _drop(self, drops: Mapping[str, Drop]) -> None:
         if drops:

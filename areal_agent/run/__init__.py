@@ -5,7 +5,10 @@ run.py         `Run`: builds every part; the asynchronous trainer as a Python AP
 preflight.py   everything that is checked before a run starts
 serving.py     an engine and what rolls out against it
 sources.py     where batches come from (its own rollouts, or a gateway elsewhere), and where a run goes on
-evaluation.py  evaluations during training, and `python -m areal_agent.eval`
+evaluation.py  evaluations during training
+grading.py     `python -m areal_agent.eval`
+scores.py      what an evaluation finds, and how two differ
+recorded.py    what is recorded of a trainer, so that its steps can be made again
 results.py     metrics.jsonl, summary.json and curve.png
 """
 

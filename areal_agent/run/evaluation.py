@@ -1,4 +1,4 @@
-"""The evaluations of a run, and `python -m areal_agent.eval`, which grades a model and trains nothing.
+"""The evaluations of a run. (`python -m areal_agent.eval`, which trains nothing, is in grading.py.)
 
 Before and after training a run waits for its evaluation; in between, one goes on beside training::
 
@@ -14,26 +14,12 @@ token. Tasks, seeds and sampling are always the same, so a checkpoint graded by 
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import aclosing
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-import orjson
-
-from areal_agent.cluster.local import obtain_model
-from areal_agent.cluster.ray_hosts import open_hosts
-from areal_agent.config import Config
-from areal_agent.errors import ConfigError, RolloutsFailing
-from areal_agent.files import RunFolder
-from areal_agent.ledger.ledger import Ledger
-from areal_agent.ledger.questions import STATUS_NOTE
 from areal_agent.observe.progress import Progress
-from areal_agent.process import start_logging
-from areal_agent.run.preflight import Preflight
-from areal_agent.run.results import RunMetrics, RunStatus
-from areal_agent.run.serving import EvalAnswer, EvalReport, open_serving
+from areal_agent.run.results import RunMetrics
+from areal_agent.run.serving import EvalAnswer, EvalReport
 from areal_agent.run.sources import Source
 from areal_agent.types import Task, WeightVersion
 
@@ -119,76 +105,3 @@ def _counting(progress: Progress, num_tasks: int) -> Callable[[EvalAnswer], None
         progress.phase_progress(number / num_tasks, f"{number}/{num_tasks} tasks")
 
     return show
-
-
-def evaluate(file: str, overrides: Sequence[str]) -> int:
-    """Evaluate as a config says and return the exit code. Raises ArealAgentError."""
-    config = Config.load(file, overrides)
-    preflight = Preflight.check(config, name=f"{Path(file).stem}-eval")
-    preflight = replace(preflight, folder=RunFolder(preflight.folder.path))  # of its files, no machine reads others
-    if not preflight.eval_tasks:
-        raise ConfigError("eval.num_tasks is 0: there is nothing to evaluate")
-    report = asyncio.run(_evaluate(preflight))
-    summary = {
-        "status": "failed" if report.num_failed == report.num_tasks else "completed",
-        "model": config.model,
-        "success": report.success,
-        "reward_mean": report.reward_mean,
-        "num_tasks": report.num_tasks,
-        "num_failed": report.num_failed,
-    }
-    preflight.folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
-    print(
-        f"success on {report.num_tasks} held-out tasks: {report.success:.3f} (mean reward {report.reward_mean:.3f}, "
-        f"{report.num_failed} rollouts failed)\n"
-        f"in {preflight.folder.path}: summary.json, and the ledger with every token"
-    )
-    if report.num_failed == report.num_tasks:
-        raise RolloutsFailing(f"every rollout failed; the causes are in {preflight.folder.logs / 'main.log'}")
-    return 0
-
-
-async def _evaluate(preflight: Preflight) -> EvalReport:
-    """Evaluate in the run's folder, which is given up when the engine does not start."""
-    config, folder = preflight.config, preflight.folder
-    assert preflight.workflow is not None  # preflight makes sure of it: held-out tasks need a workflow
-    progress = Progress(total_steps=config.steps, mode=config.observe.progress)
-    status, has_started = RunStatus.INTERRUPTED, False
-    try:
-        folder.make()
-        start_logging(folder.logs / "main.log", show=progress.note)
-        folder.config.write_text(config.to_yaml())
-        model = await obtain_model(config.model, config.seed, folder.logs, progress)
-        async with aclosing(await Ledger.open(folder.ledger, create=True)) as ledger:
-            await ledger.begin_incarnation(0)
-            progress.phase("starting the engine")
-            try:
-                async with (
-                    open_hosts(config.cluster, config.engine, config.rollout, shared=[model]) as hosts,
-                    open_serving(
-                        config,
-                        preflight.workflow,
-                        ledger,
-                        workflow_path=preflight.workflow_path,
-                        weights=model,
-                        tokenizer=model,
-                        version=WeightVersion(),
-                        logs=folder.logs,
-                        hosts=hosts,
-                    ) as serving,
-                ):
-                    has_started = True
-                    progress.phase("evaluating")
-                    num_tasks = len(preflight.eval_tasks)
-                    on_answer = _counting(progress, num_tasks)
-                    report = await serving.evaluate(preflight.eval_tasks, "eval", on_answer, num_tasks)
-                status = RunStatus.COMPLETED
-                return report
-            finally:
-                await ledger.set_note(STATUS_NOTE, status)
-    except BaseException as error:
-        if not has_started:
-            folder.give_up(keep_logs=not isinstance(error, ConfigError | asyncio.CancelledError))
-        raise
-    finally:
-        progress.close()

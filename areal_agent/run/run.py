@@ -56,6 +56,7 @@ from areal_agent.errors import (
 )
 from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
+from areal_agent.ledger.encoding import StepRecord
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.models.recipe import demonstrations_of
 from areal_agent.observe.progress import Progress
@@ -70,6 +71,7 @@ from areal_agent.run.preflight import (
     require_sampling,
     require_trainable,
 )
+from areal_agent.run.recorded import TrainerRecord
 from areal_agent.run.results import RunMetrics, RunStatus
 from areal_agent.run.serving import EvalReport
 from areal_agent.run.sources import Beginning, Source, begin, open_online_rollouts, open_own_rollouts
@@ -206,6 +208,17 @@ class Run:
                 report = await self._trainer.train_step(batch, incarnation=self.version.incarnation, teacher=teacher)
         report = replace(report, metrics={**report.metrics, **metrics})
         self.step = batch.step
+        await self.ledger.record_step(
+            StepRecord(
+                step=batch.step,
+                process=self._process,
+                incarnation=self.version.incarnation,
+                sessions=tuple(dict.fromkeys(record.session_id for record in batch.records)),
+                inputs=report.inputs,
+                weights=report.weights,
+                teacher=None if teacher is None else np.concatenate([np.zeros(0, dtype=np.float32), *teacher]),
+            )
+        )
         self._metrics.trained(batch, report)
         return report
 
@@ -337,6 +350,7 @@ class Run:
         if beginning.checkpoint is not None:
             require_same_tokenizer(model, beginning.checkpoint.path)
         self.version, self.step = beginning.version, beginning.version.step
+        self._process = beginning.version.incarnation  # its number in the ledger
         self._survival = Survival(folder, self.ledger, self.version.incarnation)
         self._metrics.open(folder.metrics, await self._open_trackers())
         self._stack.push_async_callback(self._metrics.aclose)
@@ -439,12 +453,14 @@ class Run:
                     has_one_gpu=hosts.chooses_gpus,
                     shares_gpu=config.cluster.kind == "local" and may_be_on(config.engine, config.trainer.num_ranks),
                 )
-                await self._gang.init(setup)
+                info = await self._gang.init(setup)
         except TimeoutError:
             raise TrainerError(
                 f"the trainer did not load its model within trainer.startup_timeout_s = {limit_s:g}; "
                 f"see {folder.logs / 'trainer.log'}"
             ) from None
+        record = TrainerRecord.of(config, setup, info)
+        await self.ledger.set_trainer(self._process, record.model_dump(mode="json"))
 
     async def _start_watching(self) -> None:
         self._tasks = await self._stack.enter_async_context(asyncio.TaskGroup())

@@ -22,21 +22,22 @@ from areal_agent.algorithms.credit import reward_parts
 from areal_agent.errors import TrainerDied, TrainerError
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.wire import (
-    TEACHER,
     Frame,
     RankCall,
     SaveEnd,
+    StepInput,
     StepReport,
     TrainerInfo,
-    encode_records,
+    encode_step,
     error_of,
     receive_frame,
 )
-from areal_agent.types import JsonObject, RolloutBatch, TokenRecord, Weights
+from areal_agent.types import JsonObject, RolloutBatch, Weights
 
 INFO = TypeAdapter(TrainerInfo)
 CALLS = TypeAdapter(list[RankCall])
 SAVE_END = TypeAdapter(SaveEnd)
+NO_ARGUMENTS: JsonObject = {}
 WEIGHTS: TypeAdapter[Weights] = TypeAdapter(Annotated[Weights, Field(union_mode="left_to_right")])
 
 
@@ -74,17 +75,24 @@ class TrainerClient:
         `incarnation` is that of the run; it tells which tokens were sampled by this trainer's own weights. `teacher`
         are the log-probabilities that a teacher elsewhere gives the loss tokens, [M] a record.
         """
-        rewards = {trajectory.session_id: trajectory.rewards.total for trajectory in batch.trained}
-        parts = {trajectory.session_id: reward_parts(trajectory, self._algorithm) for trajectory in batch.trained}
-        answer = await self._call(
-            "train_step",
-            {"step": batch.step, "incarnation": incarnation, "rewards": rewards, "parts": parts},
+        given = StepInput(
+            step=batch.step,
             records=batch.records,
+            rewards={trajectory.session_id: trajectory.rewards.total for trajectory in batch.trained},
+            parts={trajectory.session_id: reward_parts(trajectory, self._algorithm) for trajectory in batch.trained},
+            incarnation=incarnation,
             teacher=teacher,
         )
+        answer = await self._call("train_step", given=given)
         # JSON has no NaN: numbers that are not finite arrive as null
         metrics = {name: math.nan if value is None else value for name, value in answer["metrics"].items()}
-        return StepReport(step=batch.step, metrics=metrics, seconds=answer["seconds"])
+        return StepReport(
+            step=batch.step,
+            metrics=metrics,
+            seconds=answer["seconds"],
+            inputs=answer["inputs"],
+            weights=answer["weights"],
+        )
 
     async def publish(self) -> Weights:
         """Copy the weights to where engines read them. They stay intact at least until the next call."""
@@ -123,15 +131,14 @@ class TrainerClient:
     async def _call(
         self,
         command: str,
-        arguments: JsonObject,
-        records: Sequence[TokenRecord] | None = None,
-        teacher: Sequence[NDArray[np.float32]] | None = None,
+        arguments: JsonObject = NO_ARGUMENTS,
+        given: StepInput | None = None,
     ) -> dict[str, Any]:
         """Send one command and wait for its answer. Commands are sent in the order of the calls."""
         number = next(self._numbers)
         request = {"number": number, "command": command, **arguments}
         async with self._lock:  # taken before encoding, so that a batch that takes long to encode keeps its place
-            encoded = await asyncio.to_thread(_encoded, request, records, teacher)
+            encoded = await asyncio.to_thread(_encoded, request, given)
             writer = await self._connect()
             answer = self._answers[number] = asyncio.get_running_loop().create_future()
             try:
@@ -174,12 +181,6 @@ class TrainerClient:
                 answer.set_exception(error)
 
 
-def _encoded(
-    header: JsonObject, records: Sequence[TokenRecord] | None, teacher: Sequence[NDArray[np.float32]] | None
-) -> bytes:
-    if records is None:
-        return Frame(header=header).encode()
-    names, arrays = encode_records(records)
-    if teacher is not None:
-        arrays = {**arrays, TEACHER: np.concatenate([np.zeros(0, dtype=np.float32), *teacher])}
-    return Frame(header={**header, "records": names}, arrays=arrays).encode()
+def _encoded(header: JsonObject, given: StepInput | None) -> bytes:
+    arguments, arrays = ({}, {}) if given is None else encode_step(given)
+    return Frame(header={**header, **arguments}, arrays=arrays).encode()

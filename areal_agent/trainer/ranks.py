@@ -438,6 +438,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def shard_of(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, or all of one that is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def set_apart(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """Return a module's parameters by name, and leave them on the meta device in it. Buffers go to `device`.
 

@@ -159,6 +159,17 @@ class Training:
             found["critic_optimizer"] = (self.critic.model, self.critic.optimizer)
         return found
 
+    def trained(self) -> Mapping[str, Tensor]:
+        """Return what the optimisers change, by name; with several ranks, this one's shards."""
+        critic = {} if self.critic is None else dict(self.critic.model.named_parameters())
+        return {**self.policy.trained_parameters(), **{f"critic.{name}": one for name, one in critic.items()}}
+
+    def frozen(self) -> Mapping[str, Tensor]:
+        """Return what stays as it is beside that: the weights below adapters, and a reference."""
+        below = {} if self.lora is None else self.policy.named_parameters()
+        reference = {} if self.reference is None else self.reference.named_parameters()
+        return {**below, **{f"reference.{name}": one for name, one in reference.items()}}
+
     def weights(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return by name the weights that the Hugging Face export does not hold. Tied weights appear once."""
         found: dict[str, Mapping[str, Tensor]] = {}

@@ -6,7 +6,8 @@ worker.py calls it for every command; it can also be used alone, in one process.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from areal_agent.errors import ConfigError
 from areal_agent.observe.token_records import TokenRecorder
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
+from areal_agent.trainer.digests import digest_of_ranks, numerics, weights_digest
 from areal_agent.trainer.forward import vocab_size
 from areal_agent.trainer.model import Critic, Policy, choose_device
 from areal_agent.trainer.optimizer import Optimizer, Schedule
@@ -119,18 +121,29 @@ class Trainer:
             read_training(setup.model, self._training)
         template, is_beside = setup.chat_template, config.async_save
         self.saver = Saver(self._training, group, source=self._source, chat_template=template, is_beside=is_beside)
-
-    @property
-    def info(self) -> TrainerInfo:
-        return TrainerInfo(
+        taught = {} if teacher is None else {f"teacher.{name}": one for name, one in teacher.named_parameters().items()}
+        self.info = TrainerInfo(
             step=self._step,
-            num_parameters=sum(one.numel() for one in self._policy.named_parameters().values()),
-            device=str(self._policy.device),
+            num_parameters=sum(one.numel() for one in policy.named_parameters().values()),
+            device=str(policy.device),
+            weights=self._digest(self._training.trained()),
+            frozen=self._digest({**self._training.frozen(), **taught}),
+            numerics=numerics(policy.device),
         )
+
+    def _digest(self, tensors: Mapping[str, Tensor]) -> str:
+        """Return the digest of tensors that all ranks have, or have shards of. Collective; it is that of rank 0."""
+        digests = self._group.collect(weights_digest(tensors.items()))
+        return digest_of_ranks(digests) if digests else ""
 
     def train_step(self, given: StepInput) -> StepReport:
         """Train one step. Raises ValueError unless `given.step` follows the last step."""
-        return self._made(given.step, lambda: self._stepper.train(given))
+        report = self._made(given.step, lambda: self._stepper.train(given))
+        began_s = time.perf_counter()
+        weights = self._digest(self._training.trained())
+        took_s = time.perf_counter() - began_s
+        metrics = {**report.metrics, "seconds_digest": took_s}
+        return replace(report, metrics=metrics, seconds=report.seconds + took_s, weights=weights)
 
     def fit(self, step: int, records: Sequence[TokenRecord], *, rate: float = 1.0) -> StepReport:
         """Make one supervised step, at `rate` times the schedule's learning rate. Raises ValueError as `train_step`."""

@@ -65,6 +65,8 @@ class StepReport:
     step: int
     metrics: Mapping[str, float]
     seconds: float
+    inputs: Mapping[str, str] = field(default_factory=dict[str, str])  # digests of what was given, by field
+    weights: str = ""  # the digest of the trained weights after the step (digests.py); "" from `fit`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +76,9 @@ class TrainerInfo:
     step: int  # of the checkpoint that it resumed from; 0 for a model folder
     num_parameters: int
     device: str
+    weights: str  # the digest of the trained weights that it begins with
+    frozen: str  # the digest of those that stay as they are: below adapters, of a reference or a teacher
+    numerics: Mapping[str, str]  # what the last bits of its steps depend on: versions, processor, threads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,6 +176,28 @@ def decode_records(names: Sequence[JsonObject], arrays: Arrays) -> tuple[TokenRe
 
 TEACHER = "teacher"
 """The array of a teacher's log-probabilities, of the loss tokens of all records."""
+
+
+def encode_step(given: StepInput) -> tuple[JsonObject, Arrays]:
+    """Return the arguments and the arrays of the command `train_step`."""
+    names, arrays = encode_records(given.records)
+    if given.teacher is not None:
+        arrays = {**arrays, TEACHER: np.concatenate([np.zeros(0, dtype=np.float32), *given.teacher])}
+    values = {name: getattr(given, name) for name in ("step", "incarnation", "rewards", "parts")}
+    return {**values, "records": names}, arrays
+
+
+def decode_step(arguments: JsonObject, arrays: Arrays) -> StepInput:
+    """Read what `encode_step` returned."""
+    records = decode_records(arguments["records"], arrays)
+    return StepInput(
+        step=arguments["step"],
+        records=records,
+        rewards=arguments["rewards"],
+        parts=arguments["parts"],
+        incarnation=arguments["incarnation"],
+        teacher=decode_teacher(records, arrays),
+    )
 
 
 def decode_teacher(records: Sequence[TokenRecord], arrays: Arrays) -> list[NDArray[np.float32]] | None:

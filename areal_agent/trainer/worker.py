@@ -23,6 +23,7 @@ from areal_agent.callback import LOOPBACK
 from areal_agent.engine.embedded.transfer import connect, open_store
 from areal_agent.trainer.checkpoint import Checkpoint
 from areal_agent.trainer.config import TrainerSetup
+from areal_agent.trainer.digests import input_digests
 from areal_agent.trainer.model import choose_device
 from areal_agent.trainer.ranks import ALONE, STALLED_S, Group, Ranks
 from areal_agent.trainer.trainer import Trainer
@@ -31,10 +32,12 @@ from areal_agent.trainer.wire import (
     Frame,
     RankCall,
     StepInput,
+    TrainerInfo,
     decode_records,
-    decode_teacher,
+    decode_step,
     describe_error,
     encode_records,
+    encode_step,
     read_frame,
 )
 from areal_agent.types import JsonObject, TokenRecord
@@ -67,6 +70,15 @@ class Worker:
         names, arrays = encode_records(records)
         header = {"number": 0, "command": command, **arguments, "records": names}
         return self._together(Frame(header=header, arrays=arrays))
+
+    @property
+    def info(self) -> TrainerInfo:
+        return self._ready().info
+
+    def train_step(self, given: StepInput) -> JsonObject:
+        """Carry out a train step as `call` does; the answer has the fields of a `StepReport`."""
+        arguments, arrays = encode_step(given)
+        return self._together(Frame(header={"number": 0, "command": "train_step", **arguments}, arrays=arrays))
 
     def close(self) -> None:
         """Close the trainer and end the other ranks. Harmless when closed before."""
@@ -177,17 +189,9 @@ class Worker:
         return asdict(info)
 
     def _train_step(self, arguments: JsonObject, arrays: Arrays) -> JsonObject:
-        records = decode_records(arguments["records"], arrays)
-        given = StepInput(
-            step=arguments["step"],
-            records=records,
-            rewards=arguments["rewards"],
-            parts=arguments["parts"],
-            incarnation=arguments["incarnation"],
-            teacher=decode_teacher(records, arrays),
-        )
-        report = self._ready().train_step(given)
-        return {"metrics": report.metrics, "seconds": report.seconds}
+        report = self._ready().train_step(decode_step(arguments, arrays))
+        digests = {} if self._rank else input_digests(arguments, arrays)
+        return {"metrics": report.metrics, "seconds": report.seconds, "weights": report.weights, "inputs": digests}
 
     def _ready(self) -> Trainer:
         if self._trainer is None:

@@ -6,6 +6,7 @@ async with open_judge() as judge:
 
 import importlib.util
 import json
+import re
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,9 @@ CPU_S = 5.0
 MAX_CHARACTERS = 4_000
 """The answer stands in the last characters of a text; of an older one, nothing is read."""
 BOXED = r"\boxed{"
+SPACED_BOX = re.compile(r"\\boxed\s+\{")
+THIN_SPACE = re.compile(r"(?<=\d)\\[,!;: ](?=\d{3}(?!\d))")
+"""A space of LaTeX between thousands: `12\\,345`."""
 
 
 @asynccontextmanager
@@ -65,7 +69,7 @@ def final_answer(said: str) -> str:
     >>> final_answer("So it is\n$$\n\\frac{1}{2}\n$$"), final_answer(r"<think>\boxed{1}")
     ('$$ \\frac{1}{2} $$', '')
     """
-    text = said.rpartition("</think>")[2].partition("<think>")[0][-MAX_CHARACTERS:].strip()
+    text = _plain(said.rpartition("</think>")[2].partition("<think>")[0][-MAX_CHARACTERS:].strip())
     start = text.rfind(BOXED)
     if start < 0 and text.endswith(("$$", r"\]")):
         return text[max(text.rfind("$$", 0, -2), text.rfind(r"\["), 0) :].replace("\n", " ")
@@ -85,7 +89,11 @@ def expected_answer(right: str) -> str:
     >>> expected_answer("6 + 6 = 12\n#### 12"), expected_answer(r"So $x$ is \boxed{3}."), expected_answer("$x^2$")
     ('\\boxed{12}', '\\boxed{3}', '\\boxed{x^2}')
     """
-    if BOXED in right:
+    if BOXED in _plain(right):
         return final_answer(right)
-    bare = right.rpartition("####")[2].strip().strip("$")
+    bare = _plain(right).rpartition("####")[2].strip().strip("$")
     return f"{BOXED}{bare}}}"
+
+
+def _plain(text: str) -> str:
+    return THIN_SPACE.sub("", SPACED_BOX.sub(lambda _: BOXED, text))

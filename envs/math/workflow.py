@@ -8,7 +8,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from areal_agent import Rollout
 from envs.code.conversation import take_turn
 from envs.code.judging import open_sandboxes
-from envs.math.judge import Judge, open_judge, require_math_verify
+from envs.math.judge import Judge, final_answer, open_judge, require_math_verify
 from sandboxes.tools import PYTHON, Toolbox
 
 require_math_verify()  # now, so that a dry run finds it missing
@@ -26,6 +26,7 @@ async def solve(task: dict[str, Any], rollout: Rollout) -> float:
     for _ in range(MAX_TURNS):
         message = await take_turn(rollout, messages, toolbox)
         if not message.tool_calls:
+            rollout.log(answer=final_answer(message.content or ""))
             return float(await judge.is_right(message.content or "", str(task["answer"])))
     return 0.0
 

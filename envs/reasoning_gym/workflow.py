@@ -34,8 +34,9 @@ async def converse(task: dict[str, Any], rollout: Rollout, attempts: int) -> flo
     for attempt in range(1, attempts + 1):
         reply = await rollout.client.chat.completions.create(model=rollout.model, messages=messages)
         message = reply.choices[0].message
-        score = await score_of(task, answer_of(message.content or "", task["scored"]), scorers)
-        rollout.log(attempts=attempt)
+        answer = answer_of(message.content or "", task["scored"])
+        score = await score_of(task, answer, scorers)
+        rollout.log(attempts=attempt, answer=answer)
         if score == 1.0:
             break
         messages.append(message.to_dict())  # pyright: ignore[reportArgumentType]  # what was received may be sent

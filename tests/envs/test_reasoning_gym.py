@@ -105,7 +105,8 @@ def test_the_workflows() -> None:
     ):
         trajectory = play(workflow, task, *said)
         assert (trajectory.rewards.final, trajectory.error) == (reward, None)
-        assert trajectory.logged == {"attempts": len(said)}
+        answer = task["answer"] if reward else None
+        assert trajectory.logged == {"attempts": len(said), "answer": answer}
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,24 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
+from areal_agent.ledger.encoding import StepRecord
 from areal_agent.ledger.files import VERSION
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.types import Distribution, Drop, Rewards, SessionPurpose, Status
 from tests.ledger.make import SAMPLING, SPANS, Make
+
+STEP = StepRecord(
+    step=1,
+    process=0,
+    incarnation=0,
+    sessions=("trained",),
+    inputs={"token_ids": "ab" * 8},
+    weights="cd" * 16,
+    teacher=np.array([-0.5, -1.25], dtype=np.float32),
+)
 
 
 async def record(path: Path) -> None:
@@ -37,6 +50,8 @@ async def record(path: Path) -> None:
     unpaid = make.ending("unpaid", rewards=Rewards(), status=Status.MISSING_REWARD, error="no reward")
     await ledger.own.close_session(unpaid)
     await make.leased(ledger, 1, "trained")
+    await ledger.set_trainer(0, {"seed": 7})
+    await ledger.record_step(STEP)
     await ledger.commit_checkpoint(1, "checkpoints/1")
     await make.leased(ledger, 2, "leased")
     await ledger.drop({"dropped": Drop.STALE})

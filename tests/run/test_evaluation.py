@@ -5,11 +5,13 @@
 - A run that ends can wait for it, which is time of evaluating, or give it up, and then it leaves no result.
 - The seconds of both sides add up in every row.
 - A rollout that failed counts as no success, and in no mean; the row counts answers by the oldest weights in them.
-- The command notes in its ledger that it completed; when the engine does not start, its folder's name is free again.
+- The command tries again what the sandbox failed, goes on where it was interrupted, compares two, and notes in its
+  ledger that it completed; when the engine does not start, its folder's name is free again.
 """
 
 import asyncio
 import shutil
+import sqlite3
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ import pytest
 
 from areal_agent import Status
 from areal_agent.engine.wire.control import EngineStats
-from areal_agent.errors import ArealAgentError
+from areal_agent.errors import ArealAgentError, ConfigError
 from areal_agent.files import RunFolder
 from areal_agent.gateway.metrics import Counters
 from areal_agent.ledger import questions
@@ -27,7 +29,8 @@ from areal_agent.ledger.files import reading
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.observe.progress import Progress
 from areal_agent.rollout.local import RolloutStats
-from areal_agent.run.evaluation import Evaluation, evaluate
+from areal_agent.run.evaluation import Evaluation
+from areal_agent.run.grading import compare, evaluate, resume
 from areal_agent.run.results import RunMetrics
 from areal_agent.run.serving import EvalAnswer, EvalReport
 from areal_agent.run.sources import SourceCounts
@@ -182,26 +185,54 @@ def test_answers_are_counted_by_their_weights() -> None:
     assert metrics["eval/tokens"] == 6
 
 
+GRADED = """
+from areal_agent.errors import SandboxError
+
+calls = {}
+
+async def solve(task, rollout):
+    await rollout.client.chat.completions.create(model=rollout.model, messages=task["messages"])
+    calls[task["id"]] = calls.get(task["id"], 0) + 1
+    if task["id"] == "sum" and calls["sum"] == 1:
+        raise SandboxError("the sandbox is gone")
+    rollout.log(answer=calls[task["id"]])
+    return 1.0 if task["id"] == "sum" else 0.0
+
+def load(split, seed):
+    ask = [{"role": "user", "content": "What is 1?"}]
+    return [{"id": "sum", "messages": ask, "tags": ["easy"]}, {"id": "product", "messages": ask}]
+"""
+
+
 @pytest.mark.slow
-def test_the_command(small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "graded.py").write_text(
-        "async def solve(task, rollout):\n"
-        "    await rollout.client.chat.completions.create(model=rollout.model, messages=task['messages'])\n"
-        "    return 1.0\n\n\n"
-        "def load(split, seed):\n"
-        "    return [{'messages': [{'role': 'user', 'content': 'What is 1?'}]}] * 2\n"
-    )
+def test_the_command(
+    small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "graded.py").write_text(GRADED)
     (tmp_path / "c.yaml").write_text(
         f"model: {small_model}\nworkflow: graded:solve\ntasks: graded:load\nengine: {{max_context_tokens: 256}}\n"
         "rollout: {max_tokens: 8}\neval: {num_tasks: 2}\nobserve: {progress: none}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert evaluate("c.yaml", ()) == 0
-    with reading(tmp_path / "runs" / "c-eval" / "ledger.sqlite") as snapshot:
+    assert evaluate("c.yaml", (), num_samples=2) == 0
+    folder = tmp_path / "runs" / "c-eval"
+    told = capsys.readouterr().out
+    assert "pass@1      0.500" in told and "easy: pass@1 1.000" in told
+    with reading(folder / "ledger.sqlite") as snapshot:
         assert questions.note(snapshot, questions.STATUS_NOTE) == "completed"
+        endings = questions.eval_endings(snapshot)
+    assert sorted(endings.values()) == ["completed"] * 4 + ["infra"]  # what the sandbox failed was tried again
+    with sqlite3.connect(folder / "ledger.sqlite") as connection:  # as if it had been interrupted before the last one
+        connection.execute("UPDATE endings SET status = 'cancelled' WHERE number = (SELECT max(number) FROM endings)")
+    assert resume(folder, ()) == 0
+    with reading(folder / "ledger.sqlite") as snapshot:
+        assert len(questions.eval_endings(snapshot)) == 6
+    assert compare(folder, folder).splitlines()[3] == "0 tasks better, 0 worse, 2 alike"
     broken = shutil.copytree(small_model, tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"")
     with pytest.raises(ArealAgentError, match=r"c-eval-2/logs/engine\.log"):
         evaluate("c.yaml", ("model=broken",))
     assert RunFolder.choose(None, "c-eval").path.name == "c-eval-2"
+    with pytest.raises(ConfigError, match=r"its results\.json cannot be read"):
+        compare(folder, broken)

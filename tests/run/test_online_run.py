@@ -1,7 +1,8 @@
 """Online RL by its commands: an engine, a gateway that stands alone, agents that know nothing of training, a trainer.
 
 1. the gateway is killed in the middle and started again on its ledger: training completes, every leased rollout is
-trained, and both ledgers are proved; 2. what a config may not combine with a gateway elsewhere is one line.
+trained, both ledgers are proved, and its steps come out bit for bit; 2. what a config may not combine with a gateway
+elsewhere is one line.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ import pytest
 from areal_agent import ConfigError
 from areal_agent.config import Config
 from areal_agent.ledger import questions
+from areal_agent.ledger.__main__ import main
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.questions import LedgerCounts
 from areal_agent.ledger.verify import verify
@@ -63,6 +65,7 @@ def test_a_gateway_that_is_killed_loses_nothing(tmp_path: Path, small_model: Pat
     assert (counts.num_trained, counts.num_leased) == (sum(row["rollouts/trained"] for row in rows), 0)
     for ledger in (tmp_path / "gateway" / "ledger.sqlite", tmp_path / "run" / "ledger.sqlite"):
         assert verify(ledger).violations == ()
+    assert main(["replay", str(tmp_path / "run"), "--sessions", str(tmp_path / "gateway")]) == 0
 
 
 @pytest.mark.parametrize(

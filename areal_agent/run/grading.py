@@ -1,0 +1,266 @@
+"""`python -m areal_agent.eval`: grades a model on the held-out tasks of a config, and trains nothing.
+
+    tasks x samples ─▶ rollouts (an attempt more where the sandbox or the engine failed) ─▶ ledger ─▶ scores.py
+
+Every sample has a session of its own, `eval-TASK-SAMPLE`, and a seed that depends on nothing else, so what an
+interrupted evaluation has in its ledger is kept, and a checkpoint graded again gives the figure of `summary.json`.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from areal_agent.cluster.local import obtain_model
+from areal_agent.cluster.ray_hosts import open_hosts
+from areal_agent.config import Config
+from areal_agent.errors import ConfigError, RolloutsFailing
+from areal_agent.files import RunFolder
+from areal_agent.ledger import questions
+from areal_agent.ledger.files import reading
+from areal_agent.ledger.ledger import Ledger
+from areal_agent.observe.progress import Progress
+from areal_agent.process import INTERRUPTED_CODE, start_logging
+from areal_agent.rollout.producer import rollout_seed, run_all
+from areal_agent.rollout.runner import RolloutSpec
+from areal_agent.run.preflight import Preflight
+from areal_agent.run.results import RunStatus
+from areal_agent.run.scores import Comparison, Sample, Scores, success_by_task, tags_of
+from areal_agent.run.serving import Serving, open_serving
+from areal_agent.types import SessionPurpose, Status, Task, WeightVersion
+
+RESULTS = "results.json"
+SAMPLES_NOTE = "samples"
+MAX_ATTEMPTS = 3
+RETRIED = (Status.INFRA, Status.ORPHAN, Status.CANCELLED)
+"""How a rollout ends that another attempt may end better."""
+MAX_SHOWN = 10  # tasks of a comparison
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slot:
+    """A sample of a task."""
+
+    task: Task
+    number: int  # of the task
+    sample: int
+
+    @property
+    def session_id(self) -> str:
+        """The id of its first attempt; those of later ones end with `-rN`."""
+        return f"eval-{self.number:05d}-{self.sample}"
+
+    def spec(self, run_seed: int, attempt: int) -> RolloutSpec:
+        names = ["eval", str(self.number), self.task.id]  # of a first attempt at a first sample, as in a run
+        names += [str(self.sample)] * (self.sample > 0) + [f"attempt {attempt}"] * (attempt > 0)
+        return RolloutSpec(
+            session_id=self.session_id + (f"-r{attempt}" if attempt else ""),
+            group_id=f"eval-{self.number:05d}",
+            task=self.task,
+            seed=rollout_seed(run_seed, *names),
+            purpose=SessionPurpose.EVAL,
+        )
+
+
+def evaluate(file: str, overrides: Sequence[str], num_samples: int = 1) -> int:
+    """Evaluate as a config says and return the exit code. Raises ArealAgentError."""
+    config = Config.load(file, overrides)
+    preflight = Preflight.check(config, name=f"{Path(file).stem}-eval")
+    preflight = replace(preflight, folder=RunFolder(preflight.folder.path))  # of its files, no machine reads others
+    return _evaluate(preflight, num_samples)
+
+
+def resume(folder: Path, overrides: Sequence[str]) -> int:
+    """Go on with an interrupted evaluation and return the exit code. Raises ArealAgentError."""
+    found = RunFolder.reopen(str(folder), None)
+    with reading(found.ledger) as snapshot:
+        num_samples: int | None = questions.note(snapshot, SAMPLES_NOTE)
+    if num_samples is None:
+        raise ConfigError(f"--resume {str(folder)!r} is not the folder of an evaluation; name one that `eval` has made")
+    preflight = Preflight.check(Config.load(found.config, overrides), resume=str(folder))
+    return _evaluate(preflight, num_samples)
+
+
+def _evaluate(preflight: Preflight, num_samples: int) -> int:
+    config, folder = preflight.config, preflight.folder
+    if not preflight.eval_tasks:
+        raise ConfigError("eval.num_tasks is 0: there is nothing to evaluate")
+    try:
+        samples = asyncio.run(_sampled(preflight, num_samples))
+    except KeyboardInterrupt:
+        print(f"interrupted; go on with: python -m areal_agent.eval --resume {folder.path}")
+        return INTERRUPTED_CODE
+    success = config.eval.success_reward
+    scores = Scores.of(samples, success)
+    summary = {
+        "status": "failed" if scores is None else "completed",
+        "model": config.model,
+        "success": 0.0 if scores is None else scores.pass_at_1.mean,
+        "reward_mean": 0.0 if scores is None else scores.reward_mean,
+        "num_tasks": len(preflight.eval_tasks),
+        "num_failed": sum(one.reward is None for one in samples),
+    }
+    folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
+    if scores is None:
+        raise RolloutsFailing(f"every rollout failed; the causes are in {folder.logs / 'main.log'}")
+    by_tag = _by_tag(preflight.eval_tasks, samples, success)
+    results = {
+        "model": config.model,
+        "samples": num_samples,
+        "temperature": config.rollout.temperature,
+        "max_tokens": config.rollout.max_tokens,
+        "success_reward": success,
+        "scores": scores.as_json(),
+        "by_tag": {tag: one.as_json() for tag, one in by_tag.items()},
+        "answers": [asdict(one) for one in samples],
+    }
+    (folder.path / RESULTS).write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
+    print("\n".join(scores.lines()))
+    for tag, one in by_tag.items():
+        print(f"  {tag}: pass@1 {one.pass_at_1}  ({one.num_tasks} tasks)")
+    print(f"in {folder.path}: {RESULTS}, summary.json, and the ledger with every token")
+    return 0
+
+
+def _by_tag(tasks: Sequence[Task], samples: Sequence[Sample], success: float) -> dict[str, Scores]:
+    tags = {task.id: tags_of(task) for task in tasks}
+    found: dict[str, Scores] = {}
+    for tag in sorted({tag for of_task in tags.values() for tag in of_task}):
+        scores = Scores.of([one for one in samples if tag in tags[one.task_id]], success)
+        if scores is not None:
+            found[tag] = scores
+    return found
+
+
+class _Counting:
+    """Shows how many samples are done, and what they score so far."""
+
+    def __init__(self, progress: Progress, num_all: int, success: float) -> None:
+        self._progress = progress
+        self._num_all = num_all
+        self._success = success
+        self._numbers = itertools.count(1)
+        self._num_graded = self._num_right = 0
+
+    def add(self, sample: Sample) -> None:
+        if sample.reward is not None:
+            self._num_graded += 1
+            self._num_right += sample.reward >= self._success
+        number = next(self._numbers)
+        so_far = f", {self._num_right / self._num_graded:.3f} so far" if self._num_graded else ""
+        self._progress.phase_progress(number / self._num_all, f"{number}/{self._num_all} answers{so_far}")
+
+
+async def _sampled(preflight: Preflight, num_samples: int) -> tuple[Sample, ...]:
+    """Roll out what the ledger lacks. A new folder is given up when the engine does not start."""
+    config, folder = preflight.config, preflight.folder
+    assert preflight.workflow is not None  # preflight makes sure of it: held-out tasks need a workflow
+    progress = Progress(total_steps=config.steps, mode=config.observe.progress)
+    status, has_started = RunStatus.INTERRUPTED, preflight.is_resumed
+    try:
+        folder.make()
+        start_logging(folder.logs / "main.log", show=progress.note)
+        folder.config.write_text(config.to_yaml())
+        model = await obtain_model(config.model, config.seed, folder.logs, progress)
+        async with aclosing(await Ledger.open(folder.ledger, create=not preflight.is_resumed)) as ledger:
+            await ledger.begin_incarnation(0)
+            await ledger.set_note(SAMPLES_NOTE, num_samples)
+            progress.phase("starting the engine")
+            try:
+                async with (
+                    open_hosts(config.cluster, config.engine, config.rollout, shared=[model]) as hosts,
+                    open_serving(
+                        config,
+                        preflight.workflow,
+                        ledger,
+                        workflow_path=preflight.workflow_path,
+                        weights=model,
+                        tokenizer=model,
+                        version=WeightVersion(),
+                        logs=folder.logs,
+                        hosts=hosts,
+                    ) as serving,
+                ):
+                    has_started = True
+                    progress.phase("evaluating")
+                    samples = await _answers(serving, preflight.eval_tasks, num_samples, progress)
+                status = RunStatus.COMPLETED
+                return samples
+            finally:
+                await ledger.set_note(questions.STATUS_NOTE, status)
+    except BaseException as error:
+        if not has_started:
+            folder.give_up(keep_logs=not isinstance(error, ConfigError | asyncio.CancelledError))
+        raise
+    finally:
+        progress.close()
+
+
+async def _answers(serving: Serving, tasks: Sequence[Task], num_samples: int, progress: Progress) -> tuple[Sample, ...]:
+    """Return a sample for each slot, of this process or of an earlier one."""
+    slots = {
+        one.session_id: one
+        for number, task in enumerate(tasks)
+        for one in (Slot(task=task, number=number, sample=sample) for sample in range(num_samples))
+    }
+    ended = await serving.ledger.ask(questions.eval_endings)
+    counting = _Counting(progress, len(slots), serving.config.eval.success_reward)
+
+    async def answer_of(first: RolloutSpec) -> Sample:
+        slot = slots[first.session_id]
+        earlier = [one for one in ended if one == slot.session_id or one.startswith(f"{slot.session_id}-r")]
+        done = next((one for one in earlier if ended[one] not in RETRIED), None)
+        attempt = len(earlier)
+        while done is None:
+            result = await serving.rollouts.run(slot.spec(serving.config.seed, attempt))
+            attempt += 1
+            if result.status not in RETRIED or attempt >= len(earlier) + MAX_ATTEMPTS:
+                done = result.session_id
+        sample = Sample.of(await serving.ledger.trajectory(done))
+        counting.add(sample)
+        return sample
+
+    return await run_all(answer_of, tuple(slot.spec(serving.config.seed, 0) for slot in slots.values()))
+
+
+def compare(one: Path, other: Path) -> str:
+    """Compare two evaluations, paired by task, and return what to print. Raises ConfigError."""
+    first, second = _results_in(one), _results_in(other)
+    by_task = [_shares(found) for found in (first, second)]
+    comparison = Comparison.of(*by_task)
+    if comparison is None:
+        raise ConfigError(f"--compare: {str(one)!r} and {str(other)!r} have no task in common; evaluate the same tasks")
+    models = (first["model"], second["model"])
+    lines = [
+        f"{folder}: pass@1 {found['scores']['pass_at_1']['mean']:.3f}  {model}"
+        for folder, found, model in zip((one, other), (first, second), models, strict=True)
+    ]
+    num_better = sum(after > before for _, before, after in comparison.changed)
+    lines += [
+        f"difference {comparison.difference}, paired over {comparison.num_tasks} tasks; 95%",
+        f"{num_better} tasks better, {len(comparison.changed) - num_better} worse, "
+        f"{comparison.num_tasks - len(comparison.changed)} alike",
+        *(f"  {task}: {before:.2f} -> {after:.2f}" for task, before, after in comparison.changed[:MAX_SHOWN]),
+    ]
+    if (more := len(comparison.changed) - MAX_SHOWN) > 0:
+        lines.append(f"  ... and {more} more")
+    return "\n".join(lines)
+
+
+def _results_in(folder: Path) -> dict[str, Any]:
+    try:
+        return orjson.loads((folder / RESULTS).read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"--compare {str(folder)!r}: its {RESULTS} cannot be read ({error!s:.200}); name the folder of an "
+            "evaluation that has ended"
+        ) from None
+
+
+def _shares(results: Mapping[str, Any]) -> dict[str, float]:
+    return success_by_task((Sample(**one) for one in results["answers"]), results["success_reward"])
