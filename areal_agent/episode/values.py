@@ -5,8 +5,6 @@ largest drop from value k - 1 to value k is the one that lost the episode. The l
 """
 
 import asyncio
-import math
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,10 +17,8 @@ from areal_agent.errors import ConfigError, unwritable
 from areal_agent.replay.saved import Episode
 from areal_agent.replay.stage import Played, Stage
 from areal_agent.rollout.producer import rollout_seed
+from areal_agent.run.scores import Estimate
 from areal_agent.types import Status, Task
-
-Z = 1.96
-"""Standard errors on each side of a mean in a 95% interval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,33 +45,12 @@ class TurnValue:
         )
 
     @property
-    def mean(self) -> float | None:
-        return statistics.fmean(self.rewards) if self.rewards else None
-
-    @property
-    def interval(self) -> tuple[float, float] | None:
-        """The 95% confidence interval of the mean."""
-        return interval_of(self.rewards) if self.rewards else None
-
-
-def interval_of(rewards: Sequence[float]) -> tuple[float, float]:
-    """Return the 95% confidence interval of a mean: Wilson's where every reward is 0 or 1, else the normal one.
-
-    Wilson's (1927) has a width also where all samples agree, as few samples do.
-
-    >>> [round(bound, 3) for bound in interval_of([1.0, 1.0, 1.0, 0.0])]
-    [0.301, 0.954]
-    >>> interval_of([0.5, 1.5, 0.5, 1.5])[0] < 1.0 < interval_of([0.5, 1.5, 0.5, 1.5])[1]
-    True
-    """
-    number, mean = len(rewards), statistics.fmean(rewards)
-    if set(rewards) <= {0.0, 1.0}:
-        middle, spread = mean + Z**2 / (2 * number), math.sqrt(mean * (1 - mean) / number + Z**2 / (4 * number**2))
-        return (middle - Z * spread) / (1 + Z**2 / number), (middle + Z * spread) / (1 + Z**2 / number)
-    if number == 1:
-        return -math.inf, math.inf
-    half = Z * statistics.stdev(rewards) / math.sqrt(number)
-    return mean - half, mean + half
+    def estimate(self) -> Estimate | None:
+        """The mean reward with its 95% interval; None without a reward."""
+        if not self.rewards:
+            return None
+        is_share = min(self.rewards) >= 0.0 and max(self.rewards) <= 1.0
+        return Estimate.of_share(self.rewards) if is_share else Estimate.of_mean(self.rewards)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +66,7 @@ class Values:
     @property
     def drops(self) -> dict[int, float]:
         """By turn: how much value its answer lost; only where the values before and after it are known."""
-        means = {one.turn: one.mean for one in self.values}
+        means = {one.turn: one.estimate.mean for one in self.values if one.estimate}
         if self.recorded is not None:
             means[self.num_turns] = self.recorded
         pairs = {turn: (means.get(turn - 1), means.get(turn)) for turn in range(1, self.num_turns + 1)}
@@ -106,10 +81,7 @@ class Values:
 
     def write(self, folder: Path) -> Path:
         """Write them as JSON into `folder`, whole or not at all."""
-        rows = [
-            {name: value for name, value in asdict(one).items()} | {"mean": one.mean, "interval": one.interval}
-            for one in self.values
-        ]
+        rows = [asdict(one) | (asdict(one.estimate) if one.estimate else {"mean": None}) for one in self.values]
         fields: dict[str, Any] = {
             "session_id": self.session_id,
             "engine": self.engine,
@@ -130,17 +102,16 @@ class Values:
 
     def table(self) -> str:
         """Return the table for a terminal."""
-        lines = [f"{'after turn':>10}  {'value':>6}  {'95% interval':>16}  samples"]
+        lines = [f"after turn  {'value, 95% interval':<22}  samples"]
         for one in self.values:
-            mean = "-" if one.mean is None else f"{one.mean:.3f}"
-            bounds = "-" if one.interval is None else "{:.3f} .. {:.3f}".format(*one.interval)
+            value = "-" if one.estimate is None else str(one.estimate)
             failed = f", {one.num_failed} failed" if one.num_failed else ""
             unrepeated = f", {one.num_unrepeated} did not come to it" if one.num_unrepeated else ""
             lost = "   <- lost here" if one.turn == self.lost_at else ""
-            lines.append(f"{one.turn:>10}  {mean:>6}  {bounds:>16}  {len(one.rewards)}{failed}{unrepeated}{lost}")
+            lines.append(f"{one.turn:>10}  {value:<22}  {len(one.rewards)}{failed}{unrepeated}{lost}")
         if self.recorded is not None and len(self.values) > 1:
             lost = "   <- lost here" if self.lost_at == self.num_turns else ""
-            lines.append(f"{self.num_turns:>10}  {self.recorded:>6.3f}  {'as recorded':>16}{lost}")
+            lines.append(f"{self.num_turns:>10}  {self.recorded:<22.3f}  as recorded{lost}")
         whys = dict.fromkeys(f"turn {one.turn}: not repeated: {one.why}" for one in self.values if one.why)
         return "\n".join([*lines, *whys])
 

@@ -64,11 +64,11 @@ class Trajectory {
     const { values } = this.data;
     if (!values) return "";
     const recorded = values.recorded == null ? [] : [{ turn: values.num_turns, mean: values.recorded }];
-    const known = [...values.values, ...recorded].filter((one) => one.mean != null), [low, high] = bounds(known.map((one) => one.mean));
-    const row = ({ turn, mean, interval, rewards }) => el("tr", { class: turn === values.lost_at ? "bad" : null },
+    const known = [...values.values, ...recorded].filter((one) => one.mean != null), [least, most] = bounds(known.map((one) => one.mean));
+    const row = ({ turn, mean, low, high, rewards }) => el("tr", { class: turn === values.lost_at ? "bad" : null },
       el("td", {}, turn ? el("button.quiet", { onclick: () => this.go(turn - 1) }, `after turn ${turn}`) : "at the beginning"),
-      el("td", {}, el("meter", { min: Math.min(0, low), max: Math.max(high, 1), value: mean })), el("td", {}, short(mean)),
-      el("td.dim", {}, interval ? `${short(interval[0])} to ${short(interval[1])}, ${rewards.length} samples` : "as recorded"),
+      el("td", {}, el("meter", { min: Math.min(0, least), max: Math.max(most, 1), value: mean })), el("td", {}, short(mean)),
+      el("td.dim", {}, rewards ? `${short(low)} to ${short(high)}, ${rewards.length} samples` : "as recorded"),
       el("td", {}, turn === values.lost_at ? "lost here" : ""));
     return el("table.values", {}, el("caption", {}, "value: mean reward of fresh answers by ", word(values.engine)), ...known.map(row));
   }
