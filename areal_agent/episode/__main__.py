@@ -19,13 +19,13 @@ from pathlib import Path
 
 from areal_agent.command import Parser, run_command
 from areal_agent.episode.engine import open_fresh_engine
-from areal_agent.episode.regrade import Regraded, chosen, regrade, write_copy
-from areal_agent.episode.values import Values, turns_of, values_of
+from areal_agent.episode.regrade import Regraded, chosen, regraded, write_copy
+from areal_agent.episode.values import turns_of, values_of
 from areal_agent.errors import ConfigError
 from areal_agent.ledger.files import ledger_in, reading
 from areal_agent.observe.progress import Progress
 from areal_agent.replay.saved import Episode, SavedRun
-from areal_agent.replay.stage import Played, open_stage
+from areal_agent.replay.stage import Play, Played, open_stage
 from areal_agent.types import SessionPurpose
 
 NO_LIMIT_S = 1e9
@@ -66,9 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if str(Path.cwd()) not in sys.path:  # workflows are imported from the folder in which the command is started
         sys.path.insert(0, str(Path.cwd()))
     run = SavedRun.open(args.run_dir, workflow=args.workflow, tokenizer=args.tokenizer)
-    with closing(
-        Progress(total_steps=0, stream=sys.stderr, mode="auto" if sys.stderr.isatty() else "none")
-    ) as progress:
+    mode = "auto" if sys.stderr.isatty() else "none"
+    with closing(Progress(total_steps=0, stream=sys.stderr, mode=mode)) as progress:
         if args.regrade:
             return asyncio.run(_regrade(run, args, progress))
         with reading(ledger_in(args.run_dir)) as snapshot:
@@ -105,9 +104,8 @@ def _refuse_idle_options(args: Namespace) -> None:
 
 
 async def _play(run: SavedRun, episode: Episode, args: Namespace) -> int:
-    task = run.task(episode.session)
     async with open_stage(run, timeout_s=NO_LIMIT_S, bridges_tools=args.tools == "record") as stage:
-        played = await stage.play(episode, task)
+        played = await stage.play(Play(episode=episode))
     ended = episode.trajectory
     is_same = ended is not None and (ended.status, ended.rewards) == (played.trajectory.status, played.rewards)
     print("\n".join(_told(episode, played, is_same=is_same)))
@@ -130,7 +128,7 @@ def _told(episode: Episode, played: Played, *, is_same: bool) -> Iterator[str]:
 
 async def _sample(run: SavedRun, episode: Episode, args: Namespace, progress: Progress) -> int:
     turns, num_samples = turns_of(episode, args.turn), args.samples or 8
-    task, num_all = run.task(episode.session), num_samples * len(turns)
+    num_all = num_samples * len(turns)
     async with (
         open_fresh_engine(run, args.engine, args.model, progress) as engine,
         open_stage(
@@ -144,23 +142,18 @@ async def _sample(run: SavedRun, episode: Episode, args: Namespace, progress: Pr
         values = await values_of(
             stage,
             episode,
-            task,
             engine,
-            turns=turns,
-            num_samples=num_samples,
-            max_concurrent=run.config.rollout.max_concurrent,
-            on_sample=lambda done: progress.phase_progress(done / num_all, f"{num_all} samples"),
+            turns,
+            num_samples,
+            lambda done: progress.phase_progress(done / num_all, f"{num_all} samples"),
         )
     print(f"session {values.session_id}, fresh answers by {values.engine}\n{values.table()}")
-    print(_lost(values))
+    if args.values:
+        turn = values.lost_at
+        print(f"turn {turn} lost {values.drops[turn]:.3f} of value" if turn else "no answer lost value")
     if args.out is not None:
         print(f"in {values.write(args.out)}; python -m areal_agent.view {args.run_dir} --values {args.out} shows it")
     return 0 if any(one.rewards for one in values.values) else 1
-
-
-def _lost(values: Values) -> str:
-    turn = values.lost_at
-    return "no answer lost value" if turn is None else f"turn {turn} lost {values.drops[turn]:.3f} of value"
 
 
 # ------------------------------------------------------------------------------------------------------ rewards
@@ -179,28 +172,24 @@ async def _regrade(run: SavedRun, args: Namespace, progress: Progress) -> int:
             run, timeout_s=run.config.rollout.timeout_s, bridges_tools=args.tools == "record"
         ) as stage:
             progress.phase(f"grading {len(episodes)} sessions")
-            regraded = await regrade(
-                stage,
-                run,
-                episodes,
-                run.config.rollout.max_concurrent,
+            played = await stage.play_all(
+                [Play(episode=one) for one in episodes],
                 lambda done: progress.phase_progress(done / len(episodes), f"{len(episodes)} sessions"),
             )
-        print("\n".join(_grades(regraded, num_left)))
+        grades = list(map(regraded, episodes, played))
+        print("\n".join(_grades(grades, num_left)))
         if args.write is not None:
-            number = write_copy(run, snapshot, args.write, regraded)
-            print(
-                f"{number} sessions have new rewards in {args.write}; python -m areal_agent.ledger verify {args.write}"
-            )
-    return 1 if any(one.is_changed or one.fault for one in regraded) else 0
+            number = write_copy(run, snapshot, args.write, grades)
+            print(f"{number} sessions have new rewards in {args.write}")
+    return 1 if any(one.is_changed or one.fault for one in grades) else 0
 
 
-def _grades(regraded: Sequence[Regraded], num_left: int) -> Iterator[str]:
-    changed, faulty = [one for one in regraded if one.is_changed], [one for one in regraded if one.fault]
+def _grades(grades: Sequence[Regraded], num_left: int) -> Iterator[str]:
+    changed, faulty = [one for one in grades if one.is_changed], [one for one in grades if one.fault]
     yield from map(str, (*changed, *faulty))
     left = f"; {num_left} were cut off and cannot be played" if num_left else ""
     yield (
-        f"{len(regraded)} sessions: {len(regraded) - len(changed) - len(faulty)} with the same rewards, {len(changed)} "
+        f"{len(grades)} sessions: {len(grades) - len(changed) - len(faulty)} with the same rewards, {len(changed)} "
         f"with others, {len(faulty)} not as recorded{left}"
     )
 

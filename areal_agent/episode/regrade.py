@@ -1,9 +1,8 @@
 """Rewards computed anew from recorded answers: which of them differ, and a copy of the run that has the new ones."""
 
-import asyncio
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from areal_agent.ledger import questions
 from areal_agent.ledger.copies import copy_with_rewards
 from areal_agent.ledger.files import Snapshot
 from areal_agent.replay.saved import Episode, SavedRun
-from areal_agent.replay.stage import Played, Stage
+from areal_agent.replay.stage import Played
 from areal_agent.types import Rewards, SessionPurpose, Status, Trajectory
 
 WHOLE = (Status.COMPLETED, Status.MISSING_REWARD, Status.REJECTED, Status.ERROR)
@@ -63,26 +62,8 @@ def chosen(
     return [run.episode(snapshot, one.session_id) for one in whole], len(found) - len(whole)
 
 
-async def regrade(
-    stage: Stage, run: SavedRun, episodes: Sequence[Episode], max_concurrent: int, on_one: Callable[[int], None]
-) -> Sequence[Regraded]:
-    """Play the sessions again, at most `max_concurrent` at a time. `on_one` gets how many are done."""
-    slots, num_done = asyncio.Semaphore(max_concurrent), 0
-
-    async def graded(episode: Episode) -> Regraded:
-        nonlocal num_done
-        async with slots:
-            played = await stage.play(episode, run.task(episode.session))
-        num_done += 1
-        on_one(num_done)
-        return _regraded(episode, played)
-
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(graded(episode)) for episode in episodes]
-    return [task.result() for task in tasks]
-
-
-def _regraded(episode: Episode, played: Played) -> Regraded:
+def regraded(episode: Episode, played: Played) -> Regraded:
+    """Compare the rewards of an episode that was played again."""
     assert episode.trajectory is not None  # `chosen` has those that ended
     faults = [str(one) for one in played.differences if not one.is_bridged]
     faults += [f"turn {number} was not asked for" for number in played.not_made]
@@ -96,7 +77,7 @@ def _regraded(episode: Episode, played: Played) -> Regraded:
     )
 
 
-def write_copy(run: SavedRun, snapshot: Snapshot, target: Path, regraded: Sequence[Regraded]) -> int:
+def write_copy(run: SavedRun, snapshot: Snapshot, target: Path, grades: Sequence[Regraded]) -> int:
     """Copy the run to `target` with the new rewards, whole or not at all; return the number of sessions that got them.
 
     Raises ConfigError when `target` exists. Files that grow are copied, checkpoints share their bytes where they can.
@@ -106,7 +87,7 @@ def write_copy(run: SavedRun, snapshot: Snapshot, target: Path, regraded: Sequen
         raise ConfigError(f"--write {str(target)!r} exists; name a folder that does not")
     if not target.absolute().parent.is_dir():
         raise ConfigError(f"--write {str(target)!r} cannot be made: its parent is no folder; make that first")
-    rewards = {one.before.session_id: one.rewards for one in regraded if one.is_writable}
+    rewards = {one.before.session_id: one.rewards for one in grades if one.is_writable}
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         part.mkdir(mode=0o700)

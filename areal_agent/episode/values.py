@@ -4,9 +4,9 @@ Value k is the mean reward once the answers of the first k turns stand; value 0 
 largest drop from value k - 1 to value k is the one that lost the episode. The last value is the recorded reward.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,10 +15,10 @@ import orjson
 from areal_agent.episode.engine import FreshEngine
 from areal_agent.errors import ConfigError, unwritable
 from areal_agent.replay.saved import Episode
-from areal_agent.replay.stage import Played, Stage
+from areal_agent.replay.stage import Play, Played, Stage
 from areal_agent.rollout.producer import rollout_seed
 from areal_agent.run.scores import Estimate
-from areal_agent.types import Status, Task
+from areal_agent.types import Status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,7 +90,7 @@ class Values:
             "lost_at": self.lost_at,
             "values": rows,
         }
-        path = folder / f"{self.session_id}.json"
+        path = folder / f"{Path(self.session_id).name}.json"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             part = path.with_name(f".{path.name}.part")
@@ -119,33 +119,20 @@ class Values:
 async def values_of(
     stage: Stage,
     episode: Episode,
-    task: Task,
     engine: FreshEngine,
-    *,
     turns: Sequence[int],
     num_samples: int,
-    max_concurrent: int,
-    on_sample: Callable[[int], None],
+    on_sample: Callable[[int], None] = lambda _: None,
 ) -> Values:
     """Sample `num_samples` times after each of these turns. `on_sample` gets how many are done."""
-    slots, num_done = asyncio.Semaphore(max_concurrent), 0
-
-    async def sample(turn: int, number: int) -> Played:
-        nonlocal num_done
-        async with slots:
-            seed = rollout_seed(episode.session.seed, str(turn), str(number))
-            played = await stage.play(episode, task, upto=turn, then=engine.client, seed=seed)
-        num_done += 1
-        on_sample(num_done)
-        return played
-
-    async with asyncio.TaskGroup() as group:
-        plays = {turn: [group.create_task(sample(turn, number)) for number in range(num_samples)] for turn in turns}
+    seeds = [rollout_seed(episode.session.seed, str(number)) for number in range(num_samples)]
+    plays = [Play(episode=episode, upto=turn, then=engine.client, seed=seed) for turn in turns for seed in seeds]
+    played = iter(await stage.play_all(plays, on_sample))
     ended = episode.trajectory
     return Values(
         session_id=episode.session.id,
         engine=engine.name,
-        values=tuple(TurnValue.of(turn, [one.result() for one in plays[turn]]) for turn in turns),
+        values=tuple(TurnValue.of(turn, list(islice(played, num_samples))) for turn in turns),
         recorded=ended.rewards.total if ended is not None and ended.status is Status.COMPLETED else None,
         num_turns=len(episode.turns),
     )

@@ -78,15 +78,11 @@ class SavedRun:
         """Return a session with at least one turn. Raises ConfigError, with near names where there is none."""
         if questions.group_of(snapshot, session_id) is None:
             near = ", ".join(questions.near_sessions(snapshot, session_id))
-            remedy = (
-                f"did you mean {near}?" if near else f"python -m areal_agent.view {self.folder.path} --list has them"
-            )
+            remedy = f"did you mean {near}?" if near else "python -m areal_agent.view RUN_DIR --list has them"
             raise ConfigError(f"the ledger has no session {session_id!r}; {remedy}")
         turns, trajectory = questions.recorded(snapshot, session_id)
         if not turns:
-            raise ConfigError(
-                f"session {session_id!r} has no turn: the model was never called; there is nothing to play"
-            )
+            raise ConfigError(f"session {session_id!r} has no turn: its model was never called; name another session")
         return Episode(session=questions.opened(snapshot, session_id), turns=turns, trajectory=trajectory)
 
     def task(self, session: SessionRecord) -> Task:

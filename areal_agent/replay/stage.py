@@ -9,7 +9,8 @@ The gateway is that of a run, so every protocol works, and whatever a call holds
 process, so breakpoints in the workflow work.
 """
 
-from collections.abc import AsyncGenerator, Mapping
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +21,21 @@ from areal_agent.protocols import Sampler
 from areal_agent.replay.answers import Difference, RecordedAnswers
 from areal_agent.replay.saved import Episode, SavedRun
 from areal_agent.rollout.context import SharedResources
+from areal_agent.rollout.producer import run_all
 from areal_agent.rollout.runner import Clients, RolloutRunner, RolloutSpec, open_clients
 from areal_agent.testing import MemoryJournal
 from areal_agent.types import EngineInfo, Rewards, Status, Task, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Play:
+    """An episode to play: its first `upto` turns (or all) from the record, later ones from `then`."""
+
+    episode: Episode
+    upto: int | None = None
+    then: Sampler | None = None
+    seed: int | None = None  # None: the recorded one
+    task: Task | None = None  # None: the one of the config's sources
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,25 +81,30 @@ class Stage:
         self._bridges_tools = bridges_tools
         self._info = info
 
-    async def play(
-        self,
-        episode: Episode,
-        task: Task,
-        *,
-        upto: int | None = None,
-        then: Sampler | None = None,
-        seed: int | None = None,
-    ) -> Played:
-        """Play a session: its first `upto` turns (or all) from the record, later ones from `then`.
+    async def play_all(self, plays: Sequence[Play], on_one: Callable[[int], None] = lambda _: None) -> Sequence[Played]:
+        """Play episodes, as many at a time as the config allows. `on_one` gets how many are done."""
+        slots, num_done = asyncio.Semaphore(self.run.config.rollout.max_concurrent), 0
 
-        Its seed is the recorded one unless another is given. What the workflow raises is the trajectory's status.
-        """
-        config, renderer, session = self.run.config, self.run.renderer, episode.session
+        async def played(play: Play) -> Played:
+            nonlocal num_done
+            async with slots:
+                one = await self.play(play)
+            num_done += 1
+            on_one(num_done)
+            return one
+
+        return await run_all(played, plays)
+
+    async def play(self, play: Play) -> Played:
+        """Play one episode. What the workflow raises is the trajectory's status. Raises ConfigError for a lost task."""
+        config, renderer, episode = self.run.config, self.run.renderer, play.episode
+        session = episode.session
+        task = self.run.task(session) if play.task is None else play.task
         answers = RecordedAnswers(
             episode.turns,
             renderer,
-            upto=upto,
-            then=then,
+            upto=play.upto,
+            then=play.then,
             bridges_tools=self._bridges_tools,
             ending=_ending_of(episode),
         )
@@ -123,7 +141,7 @@ class Stage:
                 session_id=session.id,
                 group_id=session.group_id,
                 task=task,
-                seed=session.seed if seed is None else seed,
+                seed=session.seed if play.seed is None else play.seed,
                 purpose=session.purpose,
             )
             await runner.run(spec)

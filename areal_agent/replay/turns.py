@@ -26,7 +26,7 @@ from areal_agent.gateway.answers import request_id_of
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import Snapshot, ledger_in, reading
 from areal_agent.replay.saved import Episode, SavedRun
-from areal_agent.replay.stage import Stage, open_stage
+from areal_agent.replay.stage import Play, Stage, open_stage
 from areal_agent.rollout.context import Rollout
 from areal_agent.types import (
     FinishReason,
@@ -144,7 +144,8 @@ async def go_on(task: dict[str, Any], rollout: Rollout) -> object:
     episode = await asyncio.to_thread(_read, stage.run, place["session"])
     engine = _RunsGateway(rollout, stage.run)
     original = Task(id=episode.session.task_id, data=data)
-    played = await stage.play(episode, original, upto=place["turn"], then=engine, seed=rollout.seed)
+    play = Play(episode=episode, upto=place["turn"], then=engine, seed=rollout.seed, task=original)
+    played = await stage.play(play)
     if not played.num_fresh and not played.is_as_recorded:
         why = str(played.differences[0]) if played.differences else str(played.trajectory.error)
         raise Reject(f"turn {place['turn']} of session {episode.session.id} was not reached: {why}")

@@ -173,16 +173,7 @@ async def sampled(run: Path, small_model: Path, turns: list[int]) -> Values:
     with reading(run / "ledger.sqlite") as snapshot:
         episode = saved.episode(snapshot, "lost")
     async with open_stage(saved, timeout_s=60.0, info=engine.info()) as stage:
-        return await values_of(
-            stage,
-            episode,
-            saved.task(episode.session),
-            FreshEngine(engine, engine.info(), "fake"),
-            turns=turns,
-            num_samples=2,
-            max_concurrent=2,
-            on_sample=lambda done: None,
-        )
+        return await values_of(stage, episode, FreshEngine(engine, engine.info(), "fake"), turns, num_samples=2)
 
 
 async def test_the_value_of_turns(run: Path, small_model: Path, tmp_path: Path, hint: Path) -> None:
