@@ -87,16 +87,14 @@ class SavedRun:
 
     def task(self, session: SessionRecord) -> Task:
         """Return the task of a session, from the sources of the config. Raises ConfigError when it is not there."""
-        task = self._tasks(session.purpose).get(session.task_id)
+        tasks = self.tasks_to_train if session.purpose is SessionPurpose.TRAIN else self.tasks_held_out
+        task = tasks.get(session.task_id)
         if task is None:
             raise ConfigError(
                 f"task {session.task_id!r} of session {session.id!r} is not among the tasks that the saved config "
                 "names: their source has changed since; bring back the one that the run had"
             )
         return task
-
-    def _tasks(self, purpose: SessionPurpose) -> Mapping[str, Task]:
-        return self.tasks_to_train if purpose is SessionPurpose.TRAIN else self.tasks_held_out
 
     @cached_property
     def tasks_to_train(self) -> Mapping[str, Task]:

@@ -130,11 +130,7 @@ class Stage:
                 shared=self._shared,
                 max_concurrent=1,
                 timeout_s=self._timeout_s,
-                session={
-                    "sampling": {"temperature": config.rollout.temperature, "max_tokens": config.rollout.max_tokens},
-                    "sampling_override": config.rollout.sampling_override,
-                    "model_aliases": config.rollout.model_aliases,
-                },
+                session=config.rollout.session,
                 sandbox=self._sandbox,
             )
             spec = RolloutSpec(
