@@ -14,6 +14,7 @@ COMMANDS = {
     "doctor": "examine a config on this machine: what of it works, and what to change",
     "plan": "predict steps an hour for each split of GPUs between rollout and training",
     "view": "read what a run recorded: groups, rewards, fates, and conversations as text",
+    "episode": "play recorded episodes again, sample from any of their turns, or grade them anew",
     "ledger": "verify RUN_DIR proves what a run recorded; export RUN_DIR hands it out",
     "gateway": "serve agents that live elsewhere, and lease their rollouts to a trainer",
     "conformance": "prove that every protocol gives the same records, and that templates leave nothing out",

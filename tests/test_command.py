@@ -23,6 +23,7 @@ COMMANDS = [
     "areal_agent.doctor",
     "areal_agent.plan",
     "areal_agent.view",
+    "areal_agent.episode",
     "areal_agent.engine",
     "areal_agent.gateway",
     "areal_agent.ledger",

@@ -347,7 +347,7 @@ def requests_for(
     """Return one request per answer to the same prompt, each with its own seed."""
     return [
         GenerateRequest(
-            request_id=_request_id(completion_id),
+            request_id=request_id_of(completion_id),
             input_ids=input_ids,
             sampling=_for_choice(sampling, index),
             num_top_logprobs=num_top_logprobs,
@@ -356,7 +356,7 @@ def requests_for(
     ]
 
 
-def _request_id(completion_id: str) -> str:
+def request_id_of(completion_id: str) -> str:
     """Make ids of equal length, so that no engine mistakes one for a prefix of another."""
     return blake2b(completion_id.encode(), digest_size=16).hexdigest()
 

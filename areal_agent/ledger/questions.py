@@ -3,6 +3,7 @@
 Those at the end read one file through a connection that also sees the bookkeeping.
 """
 
+import difflib
 import heapq
 import json
 import sqlite3
@@ -32,7 +33,7 @@ from areal_agent.ledger.encoding import (
     row_digest,
 )
 from areal_agent.ledger.files import NO_DIGEST, Snapshot
-from areal_agent.types import Drop, Fate, Rewards, SessionPurpose, Status, Trajectory, Turn
+from areal_agent.types import Drop, Fate, Rewards, SessionPurpose, SessionRecord, Status, Trajectory, Turn
 
 Result = TypeVar("Result")
 
@@ -456,10 +457,25 @@ def recorded(snapshot: Snapshot, session_id: str) -> tuple[tuple[Turn, ...], Tra
     return _of_session(snapshot, recorded_in, session_id)
 
 
+def opened(snapshot: Snapshot, session_id: str) -> SessionRecord:
+    """The start of a session. Raises LedgerError when there is none."""
+    return _of_session(snapshot, _opened_in, session_id)
+
+
 def session_ids(snapshot: Snapshot, limit: int) -> Sequence[str]:
     """The newest `limit` sessions of each file."""
     query = "SELECT id FROM sessions ORDER BY number DESC LIMIT ?"
     return [session_id for connection in snapshot for (session_id,) in connection.execute(query, (limit,))]
+
+
+NUM_NEAR = 20_000
+"""A misspelt name is compared with so many of the newest sessions of each file."""
+
+
+def near_sessions(snapshot: Snapshot, name: str) -> Sequence[str]:
+    """Up to three of the newest sessions whose ids resemble a name."""
+    ids = session_ids(snapshot, NUM_NEAR)
+    return difflib.get_close_matches(name, ids, n=3) or [one for one in ids if name in one][:3]
 
 
 # ---------------------------------------------------------------------------------------- one file
@@ -474,6 +490,24 @@ def standing_in(connection: sqlite3.Connection, session_id: str) -> tuple[str, s
         "SELECT s.purpose, e.status FROM sessions s LEFT JOIN endings e ON e.session = s.number WHERE s.id = ?",
         (session_id,),
     ).fetchone()
+
+
+def _opened_in(connection: sqlite3.Connection, session_id: str) -> SessionRecord | None:
+    row = connection.execute(
+        "SELECT id, group_id, task_id, purpose, seed, key_hash, started_s FROM sessions WHERE id = ?", (session_id,)
+    ).fetchone()
+    if row is None:
+        return None
+    name, group_id, task_id, purpose, seed, key_hash, started_s = row
+    return SessionRecord(
+        id=name,
+        group_id=group_id,
+        task_id=task_id,
+        purpose=SessionPurpose(purpose),
+        seed=seed,
+        key_hash=key_hash,
+        started_s=started_s,
+    )
 
 
 def trajectory_in(connection: sqlite3.Connection, session_id: str) -> Trajectory | None:

@@ -1,5 +1,6 @@
 """The config sections of tasks (their sources, mixture and order), rollouts, sandboxes and evaluation."""
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -226,6 +227,15 @@ class RolloutConfig(Section):
     def loss_rule(self) -> LossRule:
         """Which sampled tokens are trained."""
         return LossRule(trains_altered=self.train_altered, roots=self.train_roots)
+
+    @property
+    def session(self) -> Mapping[str, Any]:
+        """What every session is started with (`/rl/start_session`)."""
+        return {
+            "sampling": {"temperature": self.temperature, "max_tokens": self.max_tokens},
+            "sampling_override": self.sampling_override,
+            "model_aliases": self.model_aliases,
+        }
 
     @property
     def gateway_ports(self) -> tuple[int, ...]:

@@ -133,11 +133,7 @@ async def open_local(
             shared=await stack.enter_async_context(SharedResources()),
             max_concurrent=settings.max_concurrent,
             timeout_s=config.timeout_s,
-            session={
-                "sampling": {"temperature": config.temperature, "max_tokens": config.max_tokens},
-                "sampling_override": config.sampling_override,
-                "model_aliases": config.model_aliases,
-            },
+            session=config.session,
             sandbox=settings.sandbox.model_dump(),
             unawaited=stack.enter_context(unawaited_calls()),
         )

@@ -35,6 +35,7 @@ from areal_agent.tokens.records import token_records
 from areal_agent.types import Drop, RolloutBatch, SessionPurpose, Status, Task, TokenRecord, Trajectory, TrajectoryGroup
 
 Result = TypeVar("Result")
+Spec = TypeVar("Spec")
 logger = logging.getLogger(__name__)
 
 
@@ -58,9 +59,7 @@ def sibling_specs(group_id: str, task: Task, group_size: int, run_seed: int) -> 
     )
 
 
-async def run_all(
-    run: Callable[[RolloutSpec], Coroutine[Any, Any, Result]], specs: tuple[RolloutSpec, ...]
-) -> tuple[Result, ...]:
+async def run_all(run: Callable[[Spec], Coroutine[Any, Any, Result]], specs: Sequence[Spec]) -> tuple[Result, ...]:
     """Run rollouts at once. When one of them raises (the gateway is gone), cancel the others and raise that."""
     try:
         async with asyncio.TaskGroup() as tasks:

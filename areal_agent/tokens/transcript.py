@@ -59,7 +59,7 @@ class Transcript:
         self.loss_rule = LossRule(trains_altered=settings.trains_altered, roots=settings.train_roots)
         self._masks_truncated = settings.masks_truncated
         self.tokenizer = Path(settings.tokenizer) if settings.tokenizer else None
-        self._renderer = settings.load_renderer() if settings.tokenizer else None
+        self.renderer = settings.load_renderer() if settings.tokenizer else None
 
     @classmethod
     def of_ledger(cls, note: JsonObject | None, run_dir: Path, tokenizer: Path | None) -> Self:
@@ -98,22 +98,22 @@ class Transcript:
     @property
     def has_text(self) -> bool:
         """Return whether there is a tokenizer, so that what was sampled can be read."""
-        return self._renderer is not None
+        return self.renderer is not None
 
     @property
     def chat_template(self) -> str | None:
         """The template of the prompts; None without a tokenizer."""
-        return self._renderer and self._renderer.chat_template
+        return self.renderer and self.renderer.chat_template
 
     def text_of(self, token_ids: Sequence[int]) -> str | None:
         """Return the text of ids, special tokens included."""
-        return self._renderer and self._renderer.detokenizer.text_of(token_ids)
+        return self.renderer and self.renderer.detokenizer.text_of(token_ids)
 
     def texts_of(self, token_ids: Sequence[int]) -> Sequence[str]:
         """Return the text of each id, without a tokenizer none; a character of several ids is at the last of them."""
-        if self._renderer is None:
+        if self.renderer is None:
             return ()
-        stream = self._renderer.detokenizer.stream()
+        stream = self.renderer.detokenizer.stream()
         texts = [stream.feed(token_id) for token_id in token_ids]
         if held_back := stream.finish():
             texts[-1] += held_back
@@ -121,18 +121,18 @@ class Transcript:
 
     def message(self, turn: Turn, completion: Completion) -> JsonObject:
         """Return an answer as OpenAI writes it, with what the prompt had begun of it."""
-        if self._renderer is None:
+        if self.renderer is None:
             return {"role": "assistant", "content": None}
-        token_ids, detokenizer = completion.token_ids, self._renderer.detokenizer
+        token_ids, detokenizer = completion.token_ids, self.renderer.detokenizer
         ends = (*turn.sampling.stop_token_ids, *detokenizer.special_ids)
         has_end = bool(token_ids) and completion.finish_reason is FinishReason.STOP and token_ids[-1] in ends
-        text = self._renderer.text_of(token_ids, has_ended=has_end)
+        text = self.renderer.text_of(token_ids, has_ended=has_end)
         if not turn.request_delta and turn.parent is None:  # a plain completion, whose answer is text
             return {"role": "assistant", "content": text}
         # what follows the answer's header in the prompt: thinking that is open, or a call's beginning
-        header, prompt = self._renderer.answer_header, detokenizer.text_of(turn.new_prompt_ids)
+        header, prompt = self.renderer.answer_header, detokenizer.text_of(turn.new_prompt_ids)
         before, _, begun = prompt.rpartition(header) if header else ("", "", "")
-        parsed = self._renderer.answer_format.parse(begun + text if before else text)
+        parsed = self.renderer.answer_format.parse(begun + text if before else text)
         return answer_message(parsed, parsed.content, completion.id)
 
     def conversations(self, turns: Iterable[Turn]) -> Callable[[Turn], Sequence[JsonObject]]:

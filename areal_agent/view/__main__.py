@@ -11,7 +11,6 @@ ledger cannot be read; 2 there is no such run, session or group; 130 the page wa
 """
 
 import asyncio
-import difflib
 import io
 import os
 import sys
@@ -34,8 +33,6 @@ from areal_agent.view.server import serve
 from areal_agent.view.session import MAX_SIBLINGS, SessionView, fate_of, reward_of
 from areal_agent.view.terminal import Screen, in_line
 
-NUM_NEAR = 20_000
-"""A misspelt name is compared with so many of the newest sessions of each file."""
 NUM_RANKED = 500
 """Of so many of the newest groups, those with trained rollouts come first: the newest of all never came that far."""
 STATUS_WORDS = {"running": "running, or ended without a word"}
@@ -64,6 +61,9 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="with a session: long texts whole")
     parser.add_argument(
         "--tokenizer", metavar="FOLDER", type=Path, help="with a session: its tokenizer (default: the run's)"
+    )
+    parser.add_argument(
+        "--values", metavar="FOLDER", type=Path, help="the page shows these values of turns (areal_agent.episode --out)"
     )
     args = parser.parse_args(given)
     is_terminal = args.list or args.text is not None
@@ -95,6 +95,10 @@ def _refuse_idle_options(args: Namespace, is_terminal: bool) -> None:
         raise ConfigError(f"--step, --failed, --lowest and --eval choose groups; leave them out with {args.text!r}")
     if not is_terminal and (chooses or args.limit is not None or args.full):
         raise ConfigError("--step, --failed, --lowest, --eval, --limit and --full are for --list or --text; add one")
+    if args.values is not None and (is_terminal or not args.values.is_dir()):
+        raise ConfigError(
+            f"--values {str(args.values)!r} is a folder for the page; name an existing one, or leave it out"
+        )
     if is_terminal and (args.port is not None or len(args.run_dirs) > 1):
         raise ConfigError("--port and several runs are for the page; leave them out with --list or --text")
 
@@ -102,7 +106,9 @@ def _refuse_idle_options(args: Namespace, is_terminal: bool) -> None:
 def _open_page(args: Namespace) -> int:
     """Serve the page of the runs, and open it where there is a browser; it ends with Ctrl-C."""
     with ExitStack() as stack:
-        runs = [stack.enter_context(closing(RecordedRun.open(path, args.tokenizer))) for path in args.run_dirs]
+        runs = [
+            stack.enter_context(closing(RecordedRun.open(path, args.tokenizer, args.values))) for path in args.run_dirs
+        ]
         asyncio.run(serve(runs, args.port or 0, _announce))
     return 0
 
@@ -226,8 +232,7 @@ def _show_named(screen: Screen, snapshot: Snapshot, name: str, run_dir: Path, to
         _show_group(screen, name, siblings, siblings)
         return
     if group_id is None:
-        ids = questions.session_ids(snapshot, NUM_NEAR)
-        near = difflib.get_close_matches(name, ids, n=3) or [one for one in ids if name in one][:3]
+        near = questions.near_sessions(snapshot, name)
         remedy = f"did you mean {', '.join(map(in_line, near))}?" if near else "without a name the groups are listed"
         raise ConfigError(f"the ledger has no session or group {name!r}; {remedy}")
     siblings = questions.siblings_of(snapshot, name)

@@ -37,16 +37,27 @@ SEARCHES = ("text", "tool")
 class RecordedRun:
     """A run folder that is open for reading. End it with `close`."""
 
-    def __init__(self, path: Path, files: LedgerFiles, transcript: Transcript, thread: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        path: Path,
+        files: LedgerFiles,
+        transcript: Transcript,
+        thread: ThreadPoolExecutor,
+        values: Path | None = None,
+    ) -> None:
         self.path = path  # of the ledger
         self.transcript = transcript
+        self._values = values
         self._files = files
         self._inode = path.stat().st_ino
         self._thread = thread
 
     @classmethod
-    def open(cls, run_dir: Path, tokenizer: Path | None) -> Self:
-        """Open a run and read its newest rollouts. Raises ConfigError for no run, LedgerError for a damaged one."""
+    def open(cls, run_dir: Path, tokenizer: Path | None, values: Path | None = None) -> Self:
+        """Open a run and read its newest rollouts. Raises ConfigError for no run, LedgerError for a damaged one.
+
+        `values` is a folder with the values of turns, written by `areal_agent.episode`.
+        """
         path = ledger_in(run_dir)
         files = LedgerFiles(path)
         try:
@@ -56,7 +67,7 @@ class RecordedRun:
         except BaseException:
             files.close()
             raise
-        return cls(path, files, transcript, ThreadPoolExecutor(max_workers=1, thread_name_prefix="view"))
+        return cls(path, files, transcript, ThreadPoolExecutor(max_workers=1, thread_name_prefix="view"), values)
 
     async def ask(
         self, question: Callable[Concatenate[Snapshot, Given], Result], *args: Given.args, **kwargs: Given.kwargs
@@ -106,6 +117,16 @@ class RecordedRun:
         }
 
     # ------------------------------------------------------------------------------------------ rollouts
+
+    def values(self, session_id: str) -> JsonObject | None:
+        """Return the values of a rollout's turns; None where none were written. Raises LedgerError."""
+        path = None if self._values is None else self._values / f"{Path(session_id).name}.json"
+        if path is None or not path.is_file():
+            return None
+        try:
+            return orjson.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise LedgerError(f"{path} cannot be read: {error}; write it again, or leave --values out") from None
 
     def rollouts(self, snapshot: Snapshot, filters: Mapping[str, str], cursor: Sequence[int]) -> JsonObject:
         """Return a page of rollouts. `text` and `tool` are searched for in what was said, so their pages are short.

@@ -119,7 +119,9 @@ def make_app(runs: Sequence[RecordedRun], key: str) -> web.Application:
         """Answer with what is known of a rollout, in the thread of its run."""
         run, session = _run(runs, request), request.query.get("session", "")
         return await run.ask(
-            lambda snapshot: answer(RecordedRollout.read(snapshot, run.transcript, run.path.parent, session))
+            lambda snapshot: answer(
+                RecordedRollout.read(snapshot, run.transcript, run.path.parent, session, run.values(session))
+            )
         )
 
     app = web.Application(middlewares=[guard])

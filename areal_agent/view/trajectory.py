@@ -46,9 +46,17 @@ class RecordedRollout:
     masks: Mapping[str, str]  # by answer: why it is not in the loss
     too_old: Mapping[str, int]  # by answer: so many of its first tokens were too old for the loss
     seen: Mapping[str, Seen]  # by answer
+    values: JsonObject | None  # of its turns, from fresh samples
 
     @classmethod
-    def read(cls, snapshot: Snapshot, transcript: Transcript, run_dir: Path, session_id: str) -> Self:
+    def read(
+        cls,
+        snapshot: Snapshot,
+        transcript: Transcript,
+        run_dir: Path,
+        session_id: str,
+        values: JsonObject | None = None,
+    ) -> Self:
         """Read a rollout. Raises LedgerError when there is no such session."""
         turns, trajectory = questions.recorded(snapshot, session_id)
         siblings = questions.siblings_of(snapshot, session_id)
@@ -63,6 +71,7 @@ class RecordedRollout:
             masks=transcript.masks(trajectory) if trajectory else {},
             too_old=_too_old([answer for turn in turns for answer in turn.completions if answer.id not in leased], one),
             seen=_seen(run_dir, transcript, one, trajectory),
+            values=values,
         )
 
     def describe(self) -> JsonObject:
@@ -75,6 +84,7 @@ class RecordedRollout:
             "logged": self.logged,
             "siblings": [described(other) for other in near],
             "num_siblings": len(self.siblings),
+            "values": self.values,
             "turns": [
                 {
                     "id": turn.id,

@@ -50,8 +50,8 @@ class Reader:
         await self.serve(*run_dirs)
         return await self.visit(self.address + at, **context)
 
-    async def serve(self, *run_dirs: Path) -> None:
-        runs = [self._stack.enter_context(closing(RecordedRun.open(one, None))) for one in run_dirs]
+    async def serve(self, *run_dirs: Path, values: Path | None = None) -> None:
+        runs = [self._stack.enter_context(closing(RecordedRun.open(one, None, values))) for one in run_dirs]
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         server = asyncio.create_task(serve(runs, 0, address.set_result))
         self._stack.push_async_callback(_end, server)

@@ -196,6 +196,20 @@ async def test_a_search_shows_the_place(run: Path, reader: Reader) -> None:
     await expect(page.locator(".rows .row em")).to_contain_text("The answer is 4.")
 
 
+async def test_the_value_of_turns_is_shown(run: Path, reader: Reader, tmp_path: Path) -> None:
+    values = [{"turn": 0, "mean": 0.75, "low": 0.3, "high": 0.95, "rewards": [1, 1, 1, 0]}, {"turn": 1, "mean": None}]
+    fields = {"values": values, "recorded": 0.25, "num_turns": 4, "lost_at": 4, "engine": MARKUP}
+    await asyncio.to_thread((tmp_path / "g0-0.json").write_bytes, orjson.dumps(fields))
+    await reader.serve(run, values=tmp_path)
+    page = await reader.visit(f"{reader.address}#/rollout/0/g0-0")
+    rows = page.locator("table.values tr")
+    await expect(rows).to_have_text(
+        ["at the beginning0.750.3 to 0.95, 4 samples", "after turn 40.25as recordedlost here"]
+    )
+    await rows.get_by_role("button").click()
+    await expect(page.locator("#turn-3")).to_have_class(re.compile("selected"))
+
+
 async def test_a_rollout_is_a_conversation_with_its_branches(run: Path, reader: Reader) -> None:
     page = await reader.open(run, at="#/rollout/0/g0-0")
     branches = ["branch: edited; it keeps 7 tokens up to turn 1", "branch: new_conversation"]

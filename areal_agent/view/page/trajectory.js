@@ -1,6 +1,6 @@
 // One rollout: what became of it, its siblings, and its turns as a conversation. A branch is set in, with its reason.
 
-import { ask, copier, count, duration, el, exported, longText, short, tone, word } from "./parts.js";
+import { ask, bounds, copier, count, duration, el, exported, longText, short, tone, word } from "./parts.js";
 
 const MAX_INDENT = 4;
 const LABELS = { tool: "result" };
@@ -28,7 +28,7 @@ class Trajectory {
   draw() {
     const { data } = this, lanes = lanesOf(data.turns);
     this.cards = data.turns.map((turn, index) => this.turn(turn, index, Math.min(lanes[index], MAX_INDENT)));
-    this.root.replaceChildren(this.heading(), this.outline(), el("div.turns", {}, ...this.cards));
+    this.root.replaceChildren(this.heading(), this.values(), this.outline(), el("div.turns", {}, ...this.cards));
     if (!data.turns.length) this.root.append(el("p.empty", {}, "The model was not called yet."));
   }
 
@@ -57,6 +57,20 @@ class Trajectory {
         copier("link", () => location.href), copier("JSON", () => JSON.stringify(data, null, 2)),
         el("a.button.quiet", { href: `export/${this.number}?session=${encodeURIComponent(this.session)}`, download: true, title: "this rollout as one file" }, "export"),
         copier("curl", () => `curl '${new URL(this.path, document.baseURI).href}'`, "a command that fetches this rollout as JSON")));
+  }
+
+  /** The mean reward of fresh samples after each turn, and the turn that lost the most. */
+  values() {
+    const { values } = this.data;
+    if (!values) return "";
+    const recorded = values.recorded == null ? [] : [{ turn: values.num_turns, mean: values.recorded }];
+    const known = [...values.values, ...recorded].filter((one) => one.mean != null), [least, most] = bounds(known.map((one) => one.mean));
+    const row = ({ turn, mean, low, high, rewards }) => el("tr", { class: turn === values.lost_at ? "bad" : null },
+      el("td", {}, turn ? el("button.quiet", { onclick: () => this.go(turn - 1) }, `after turn ${turn}`) : "at the beginning"),
+      el("td", {}, el("meter", { min: Math.min(0, least), max: Math.max(most, 1), value: mean })), el("td", {}, short(mean)),
+      el("td.dim", {}, rewards ? `${short(low)} to ${short(high)}, ${rewards.length} samples` : "as recorded"),
+      el("td", {}, turn === values.lost_at ? "lost here" : ""));
+    return el("table.values", {}, el("caption", {}, "value: mean reward of fresh answers by ", word(values.engine)), ...known.map(row));
   }
 
   /** The numbers of the turns; of very many, branches and every fiftieth. */
