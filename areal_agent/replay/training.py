@@ -250,13 +250,8 @@ class Remade:
     seconds: float
 
     @property
-    def is_comparable(self) -> bool:
-        """Return whether the ledger has the run's weights; one whose rewards were changed has none."""
-        return bool(self.record.weights)
-
-    @property
     def differs(self) -> bool:
-        return self.is_comparable and (self.weights, dict(self.inputs)) != (self.record.weights, self.record.inputs)
+        return (self.weights, dict(self.inputs)) != (self.record.weights, self.record.inputs)
 
 
 def steps_to_make(recording: Recording, begin: Begin, to: int | None) -> list[int]:
