@@ -1,7 +1,7 @@
 """The shipped configs, run as a user runs them (slow).
 
 1. The quickstart learns, and says so in summary.json. 2. The exported checkpoint, graded again, gives the same figure,
-and loads with transformers. 3. The ledger proves the run. 4. Ctrl-C, with rollout workers, leaves no
+and loads with transformers. 3. The ledger proves the run, and its training comes out bit for bit. 4. Ctrl-C, with rollout workers, leaves no
 process, a checkpoint, and the line that resumes, which works. 5. Another preset lifts it too, by its name alone (full).
 6. The configs of code rewards learn, in jails and in Docker containers. 7. So does the number game (full).
 """
@@ -66,6 +66,14 @@ def test_the_checkpoint_loads_with_transformers(quickstart: Path) -> None:
 def test_the_ledger_proves_it(quickstart: Path) -> None:
     done = run("areal_agent.ledger", "verify", str(quickstart))
     assert done.returncode == 0, done.stdout
+
+
+def test_its_training_comes_out_bit_for_bit(quickstart: Path, tmp_path: Path) -> None:
+    done = run("areal_agent.ledger", "replay", str(quickstart), "--out", str(tmp_path / "again"))
+    assert done.returncode == 0, done.stdout
+    checkpoint = Path(summary_of(quickstart)["checkpoint"])
+    again, then = (path / "model.safetensors" for path in (tmp_path / "again" / checkpoint.name, checkpoint))
+    assert again.read_bytes() == then.read_bytes()
 
 
 def test_ctrl_c_ends_cleanly_and_resumes(tmp_path: Path, quickstart: Path) -> None:
