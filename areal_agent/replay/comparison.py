@@ -37,7 +37,7 @@ CURVES = {
     "mean ratio": ("ratio_mean",),
     "share of clipped tokens": ("clip_fraction",),
     "divergence from the run, nats a token": ("divergence",),
-    "log-probability of successes (others dashed)": ("rewarded", "unrewarded"),
+    "log-probability: successes, others dashed": ("rewarded", "unrewarded"),
 }
 """What is drawn, and the fields of a `Point` that it is of."""
 
@@ -178,7 +178,7 @@ def _table(compared: Mapping[str, Sequence[Point]]) -> list[str]:
 
 
 def _draw(compared: Mapping[str, Sequence[Point]], path: Path) -> None:
-    figure = Figure(figsize=(10.0, 5.6), dpi=150, layout="constrained")
+    figure = Figure(figsize=(10.0, 5.6), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, (title, fields) in zip(figure.subplots(2, 3, sharex=True).flat, CURVES.items(), strict=True):
         for number, (side, points) in enumerate(compared.items()):

@@ -1,9 +1,10 @@
 """The shipped configs, run as a user runs them (slow).
 
 1. The quickstart learns, and says so in summary.json. 2. The exported checkpoint, graded again, gives the same figure,
-and loads with transformers. 3. The ledger proves the run, and its training comes out bit for bit. 4. Ctrl-C, with rollout workers, leaves no
-process, a checkpoint, and the line that resumes, which works. 5. Another preset lifts it too, by its name alone (full).
-6. The configs of code rewards learn, in jails and in Docker containers. 7. So does the number game (full).
+and loads with transformers. 3. The ledger proves the run, and its training comes out bit for bit. 4. Ctrl-C, with
+rollout workers, leaves no process, a checkpoint, and the line that resumes, which works. 5. Another preset lifts it
+too, by its name alone (full). 6. The configs of code rewards learn, in jails and in Docker containers. 7. So does the
+number game (full).
 """
 
 import asyncio
