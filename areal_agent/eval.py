@@ -19,7 +19,7 @@ def main() -> int:
         print(compare(*args.compare))
         return 0
     if args.resume:
-        return resume(args.resume, [*overrides, *args.overrides])
+        return resume(args.resume, overrides)
     return evaluate(args.config, [*overrides, *args.overrides], args.samples)
 
 
@@ -43,8 +43,9 @@ def _parse() -> argparse.Namespace:
         parser.error("give one of --config FILE, --resume FOLDER and --compare A B")
     if args.samples < 1:
         parser.error(f"--samples is {args.samples}; give 1 or more")
-    if args.samples > 1 and not args.config:
-        parser.error("--samples belongs to --config; a resumed evaluation has as many as it began with")
+    kept = args.overrides or args.samples > 1 or args.tasks is not None or args.temperature is not None
+    if kept and not args.config:
+        parser.error("what is resumed or compared stays as it began: only --concurrency may be given with --resume")
     return args
 
 

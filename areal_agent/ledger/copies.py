@@ -44,8 +44,7 @@ def _reward_again(copy: sqlite3.Connection, trajectory: Trajectory) -> None:
 
 
 def _lease_again(copy: sqlite3.Connection, trajectory: Trajectory) -> None:
-    query = "SELECT digest, num_loss_tokens FROM leases WHERE session = ?"
-    lease = copy.execute(query, (trajectory.session_id,)).fetchone()
+    lease = questions.lease_of((copy,), trajectory.session_id)
     if lease is not None and not lease[0].startswith(TOKENS_ONLY):
         digest = lease_digest(trajectory, lease[1])
         copy.execute("UPDATE leases SET digest = ? WHERE session = ?", (digest, trajectory.session_id))

@@ -207,7 +207,7 @@ class _RunsGateway:
         }
         reply = await self._rollout.http_client.post(
             f"{self._rollout.base_url}/completions",
-            content=orjson.dumps(body),
+            content=orjson.dumps(body | self._asked(request.sampling)),
             headers={"Authorization": f"Bearer {self._rollout.api_key}", "Content-Type": "application/json"},
         )
         answer = orjson.loads(reply.content)

@@ -23,4 +23,6 @@ class TrainerRecord(Section):
 
     @classmethod
     def of(cls, config: Config, setup: TrainerSetup, info: TrainerInfo) -> Self:
+        folders = {name: path.absolute() for name in ("model", "base", "teacher") if (path := getattr(setup, name))}
+        setup = setup.model_copy(update=folders)  # a replay may be started elsewhere
         return cls(config=config, setup=setup, weights=info.weights, frozen=info.frozen, numerics=info.numerics)

@@ -122,14 +122,17 @@ class Trainer:
             read_training(setup.model, self._training)
         template, is_beside = setup.chat_template, config.async_save
         self.saver = Saver(self._training, group, source=self._source, chat_template=template, is_beside=is_beside)
+        self.info = self._described(teacher)
+
+    def _described(self, teacher: Policy | None) -> TrainerInfo:
         taught = {} if teacher is None else {f"teacher.{name}": one for name, one in teacher.named_parameters().items()}
-        self.info = TrainerInfo(
+        return TrainerInfo(
             step=self._step,
-            num_parameters=sum(one.numel() for one in policy.named_parameters().values()),
-            device=str(policy.device),
+            num_parameters=sum(one.numel() for one in self._policy.named_parameters().values()),
+            device=str(self._policy.device),
             weights=self._digest(self._training.trained()),
             frozen=self._digest({**self._training.frozen(), **taught}),
-            numerics=numerics(policy.device),
+            numerics=numerics(self._policy.device),
         )
 
     def _digest(self, tensors: Mapping[str, Tensor]) -> str:

@@ -40,6 +40,8 @@ SECTION = re.compile(rb"""pytest(?=["'\s.:]*(ini_options|\]))""")
 MARKS = {**dict.fromkeys(SETTINGS, b"pytest"), "entry_points.txt": b"pytest11"}
 """What in a file, also "import" in one that ends in .pth, lets Python or pytest load something by it."""
 MAX_HOPS = 40
+MAX_SETTINGS = 2**20
+"""A larger file of settings is left out: nothing of the agent's is read into this process's memory whole."""
 CLEAR = """
 mkdir -p -- "$(dirname "$1")"
 if [ -d "$1" ] && [ ! -L "$1" ]; then rm -rf -- "$1"/..?* "$1"/.[!.]* "$1"/*; else rm -f -- "$1"; fi
@@ -202,11 +204,17 @@ def look_through(task: TaskFiles, tars: Mapping[str, IO[bytes]]) -> Looked:
                     looked.facts[path] = f"link {encoded(target).hex()}"
                 elif task.is_python and (member.isreg() or member.islnk()) and (file := members.extractfile(member)):
                     mark = MARKS.get(name, b"import" if name.endswith(".pth") else None)
-                    if is_own_module(path) or LOADED_BY_ITSELF.fullmatch(name) or mark:
-                        data = file.read()
-                        if mark is None or mark in data:
-                            looked.facts[path] = f"file {hashlib.sha256(data).hexdigest()}"
+                    is_loaded = is_own_module(path) or LOADED_BY_ITSELF.fullmatch(name)
+                    if has_mark(file, mark) if mark else is_loaded:
+                        file.seek(0)
+                        looked.facts[path] = f"file {hashlib.file_digest(file, 'sha256').hexdigest()}"
     return looked
+
+
+def has_mark(file: IO[bytes], mark: bytes) -> bool:
+    """Return whether a file has a mark; one that is too large to look through is taken to have it."""
+    data = file.read(MAX_SETTINGS + 1)
+    return len(data) > MAX_SETTINGS or mark in data
 
 
 def module_of(path: str) -> str:
@@ -238,6 +246,8 @@ def copy_but(tar: IO[bytes], anew: IO[bytes], declared: str, left_out: set[str],
             if member.islnk() and member.linkname not in kept:
                 continue
             kept.add(member.name)
+            if path in settings and member.size > MAX_SETTINGS:
+                continue
             data = members.extractfile(member) if member.isreg() else None
             if data is not None and path in settings:
                 data = io.BytesIO(SECTION.sub(b"unused", data.read()))
@@ -260,7 +270,10 @@ def parents_of(path: str) -> list[str]:
     >>> parents_of("/app/a")
     ['/app/a', '/app', '/']
     """
-    return [path] if path == "/" else [path, *parents_of(posixpath.dirname(path))]
+    found = [path]
+    while found[-1] != "/":  # no recursion: the agent makes paths as deep as it likes
+        found.append(posixpath.dirname(found[-1]))
+    return found
 
 
 def resolved(path: str, links: Mapping[str, str]) -> str | None:

@@ -1,12 +1,13 @@
 """Recorded turns as tasks of a new run: `areal_agent.replay:turns` and its workflow `go_on`.
 
 1. Failed sessions become tasks that keep their turns but the last; 2. a rollout plays the recorded turns again, and the
-new run records fresh answers alone, behind exactly the recorded tokens; 3. a turn that cannot be reached is rejected
-with the reason; 4. a message can be added, where the workflow begins with its task's messages; 5. the held-out tasks
-are the run's own, from their beginning.
+new run records fresh answers alone, behind exactly the recorded tokens, sampled as the workflow asks; 3. a turn that
+cannot be reached is rejected with the reason; 4. a message can be added, where the workflow begins with its task's
+messages; 5. the held-out tasks are the run's own, from their beginning.
 """
 
 import asyncio
+import shutil
 from collections.abc import Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -61,6 +62,15 @@ async def test_the_new_run_records_fresh_answers_behind_the_recorded_tokens(run:
     assert [turn.fork_at for turn in fresh.turns] == [0, len(recorded) + len(fresh.turns[0].completions[0].token_ids)]
     last = fresh.turns[1].completions[0].id
     assert (fresh.status, fresh.rewards.final, fresh.rewards.by_completion) == (Status.COMPLETED, 1.0, {last: 5.0})
+
+
+async def test_what_the_workflow_asks_for_reaches_the_new_run(run: Path, small_model: Path, tmp_path: Path) -> None:
+    brief = shutil.copytree(run, tmp_path / "brief")
+    config = brief / "config.yaml"
+    config.write_text(config.read_text().replace("guessing:solve", "guessing:brief"))
+    (task,) = failed(brief, turn=1)
+    fresh = await rolled_out(brief, small_model, task, [RIGHT])
+    assert fresh.turns[0].sampling.max_tokens == 7
 
 
 async def test_a_turn_that_cannot_be_reached_is_rejected(run: Path, small_model: Path, hint: Path) -> None:

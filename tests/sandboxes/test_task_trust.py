@@ -99,6 +99,13 @@ def test_modules_in_place_of_pythons_own(files: dict[str, str | bytes], kept: li
     assert {one.kind for one in found.suspicions} == (set() if len(kept) == len(files) else {Kind.SHADOW})
 
 
+def test_deep_folders_and_large_files_cost_this_process_nothing() -> None:
+    deep, large = "d/" * 2000 + "a.txt", b"[tool.pytest.ini_options]" + b" " * 2**20
+    came, found, _ = handed_over({deep: b"", "pyproject.toml": large, "x/conftest.py": large})
+    assert came == [deep]
+    assert found.left_out[0] == "what /app/pyproject.toml says to pytest"
+
+
 def test_what_is_loaded_without_being_asked_for_stays_away_and_is_no_suspicion() -> None:
     settings = b"[project]\nname = 'pytest'\n[tool.pytest.ini_options]\naddopts = '--co'\n"
     came, found, contents = handed_over(
