@@ -22,7 +22,7 @@ from areal_agent.errors import ConfigError
 from areal_agent.models.recipe import demonstrations_of
 from areal_agent.observe.trackers import ObserveConfig
 from areal_agent.rollout.config import EvalConfig, RolloutConfig, SandboxConfig, TrainingTasksConfig
-from areal_agent.section import Section, section_of
+from areal_agent.section import Section, is_named, section_of
 from areal_agent.threads import cores_for, is_on_cpu, share_out
 from areal_agent.trainer.config import TrainerConfig
 
@@ -436,8 +436,11 @@ def _explain(details: ErrorDetails, file: type[Section]) -> str:
 
 
 def _fields_at(location: Sequence[str], section: type[Section]) -> Sequence[str]:
-    for name in location:
+    names = iter(location)
+    for name in names:
         field = section.model_fields.get(name)
+        if field is not None and is_named(field):
+            next(names, None)
         inner = None if field is None else section_of(field)
         if inner is None:
             return ()

@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from areal_agent.command import Parser, run_command
 from areal_agent.config import Config
-from areal_agent.section import Section, section_of
+from areal_agent.section import Section, is_named, section_of
 from areal_agent.sft.config import SftConfig
 
 HEAD = """# Configuration
@@ -45,7 +45,8 @@ def _table(prefix: str, section: type[Section], title: str) -> Iterator[str]:
     yield ""
     for name, kind in inner.items():
         if section is Config or name not in Config.model_fields:
-            yield from _table(f"{prefix}{name}.", kind, f"{prefix}{name}")
+            keys = f"{prefix}{name}.NAME." if is_named(fields[name]) else f"{prefix}{name}."
+            yield from _table(keys, kind, f"{prefix}{name}")
 
 
 def _anchor(prefix: str, name: str) -> str:

@@ -44,6 +44,11 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     return next((kind for kind in _kinds(field) if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
+def is_named(field: FieldInfo) -> bool:
+    """Return whether a field holds sections by names of the user's."""
+    return get_origin(field.annotation) is dict and section_of(field) is not None
+
+
 def _kinds(field: FieldInfo) -> tuple[Any, ...]:
     return (field.annotation, *get_args(field.annotation))
 

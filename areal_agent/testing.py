@@ -15,11 +15,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
 from areal_agent.models.recipe import END, train_tokenizer
 from areal_agent.protocols import Journal
+from areal_agent.rollout.config import OtherModel
 from areal_agent.rollout.context import SharedResources
+from areal_agent.rollout.models import OtherModels
 from areal_agent.rollout.runner import RolloutRunner, RolloutSpec, open_clients
 from areal_agent.rollout.workflow import load_workflow
 from areal_agent.tokens.renderer import Renderer
@@ -27,20 +31,29 @@ from areal_agent.types import SessionPurpose, SessionRecord, Task, Trajectory, T
 
 ADMIN_KEY = "sk-admin"
 SANDBOX: Mapping[str, Any] = {"backend": "embedded", "min_isolation": "none"}
+NOBODY: Mapping[str, Sequence[str]] = {}
 SESSION_ID = "s"
 
 
-def play(workflow: object, task: Mapping[str, Any], *answers: str, sandbox: Mapping[str, Any] = SANDBOX) -> Trajectory:
+def play(
+    workflow: object,
+    task: Mapping[str, Any],
+    *answers: str,
+    sandbox: Mapping[str, Any] = SANDBOX,
+    others: Mapping[str, Sequence[str]] = NOBODY,
+) -> Trajectory:
     """Run `workflow` on `task` with a model that gives these answers in turn; return what the ledger would keep.
 
     `workflow` is anything that a config may name. What it raises is the trajectory's `status` and `error`. An answer
-    may be made by `tool_call`. A model that is asked more often than it has answers fails.
+    may be made by `tool_call`. `others` are the answers of other models, by the names that `rollout.client(NAME)` has
+    for them. A model that is asked more often than it has answers fails.
     """
 
     async def played() -> Trajectory:
         journal = MemoryJournal()
         texts = [answer + END for answer in answers]
-        await run_scripted(workflow, task, texts, renderer=plain_renderer(), journal=journal, sandbox=sandbox)
+        renderer = plain_renderer()
+        await run_scripted(workflow, task, texts, renderer=renderer, journal=journal, sandbox=sandbox, others=others)
         return journal.closed[0]
 
     return asyncio.run(played())
@@ -53,6 +66,23 @@ def tool_call(name: str, **arguments: object) -> str:
     '<tool_call>{"name": "python", "arguments": {"code": "print(1)"}}</tool_call>'
     """
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def scripted_models(others: Mapping[str, Sequence[str]]) -> OtherModels:
+    """Return other models that give these answers in turn, and then fail."""
+    left = {name: iter(answers) for name, answers in others.items()}
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        name = request.url.host
+        text = next(left[name], None)
+        if text is None:
+            return httpx.Response(400, json={"error": {"message": f"{name} has no more answers"}})
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+        body = {"id": "c", "object": "chat.completion", "created": 0, "model": name, "choices": [choice]}
+        return httpx.Response(200, json=body)
+
+    models = {name: OtherModel(url=f"http://{name}/v1", model=name) for name in others}
+    return OtherModels(models, httpx.MockTransport(answer))
 
 
 class MemoryJournal:
@@ -87,6 +117,7 @@ async def run_scripted(
     renderer: Renderer,
     journal: Journal,
     sandbox: Mapping[str, Any],
+    others: Mapping[str, Sequence[str]] = NOBODY,
     timeout_s: float = 60.0,
     max_tokens: int = 10_000,
     max_context_tokens: int = 100_000,
@@ -115,6 +146,7 @@ async def run_scripted(
                 timeout_s=timeout_s,
                 session={"sampling": {"max_tokens": max_tokens}},
                 sandbox=sandbox,
+                models=scripted_models(others),
             )
             data = Task(id="t", data=dict(task))
             purpose = SessionPurpose.TRAIN

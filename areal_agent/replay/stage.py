@@ -21,6 +21,7 @@ from areal_agent.protocols import Sampler
 from areal_agent.replay.answers import Difference, RecordedAnswers
 from areal_agent.replay.saved import Episode, SavedRun
 from areal_agent.rollout.context import SharedResources
+from areal_agent.rollout.models import OtherModels, open_models
 from areal_agent.rollout.producer import run_all
 from areal_agent.rollout.runner import Clients, RolloutRunner, RolloutSpec, open_clients
 from areal_agent.testing import MemoryJournal
@@ -68,6 +69,7 @@ class Stage:
         *,
         clients: Clients,
         shared: SharedResources,
+        models: OtherModels,
         sandbox: Mapping[str, Any],
         timeout_s: float,
         bridges_tools: bool,
@@ -76,6 +78,7 @@ class Stage:
         self.run = run
         self._clients = clients
         self._shared = shared
+        self._models = models
         self._sandbox = sandbox
         self._timeout_s = timeout_s
         self._bridges_tools = bridges_tools
@@ -132,6 +135,7 @@ class Stage:
                 timeout_s=self._timeout_s,
                 session=config.rollout.session,
                 sandbox=self._sandbox,
+                models=self._models,
             )
             spec = RolloutSpec(
                 session_id=session.id,
@@ -180,11 +184,13 @@ async def open_stage(
     `info` is of the engine that samples fresh answers. Raises ConfigError when the workflow or the tokenizer is gone.
     """
     _ = run.workflow, run.renderer  # first what may be wrong
-    async with open_clients() as clients, SharedResources() as shared:
+    others = open_models(run.config.rollout.models)
+    async with open_clients() as clients, SharedResources() as shared, others as models:
         yield Stage(
             run,
             clients=clients,
             shared=shared,
+            models=models,
             sandbox=run.config.sandbox.model_dump() if sandbox is None else sandbox,
             timeout_s=timeout_s,
             bridges_tools=bridges_tools,

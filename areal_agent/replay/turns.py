@@ -199,15 +199,16 @@ class _RunsGateway:
     async def generate(
         self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
     ) -> GenerateResult:
-        body = {
+        body: JsonObject = {
             "model": self._rollout.model,
             "prompt": list(request.input_ids),
             "return_token_ids": True,
             "logprobs": 0,
+            **self._asked(request.sampling),
         }
         reply = await self._rollout.http_client.post(
             f"{self._rollout.base_url}/completions",
-            content=orjson.dumps(body | self._asked(request.sampling)),
+            content=orjson.dumps(body),
             headers={"Authorization": f"Bearer {self._rollout.api_key}", "Content-Type": "application/json"},
         )
         answer = orjson.loads(reply.content)

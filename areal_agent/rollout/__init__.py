@@ -5,6 +5,7 @@ tasks.py          sources ─▶ rows ─▶ tasks: columns, filter, ids
 draws.py          which task is next: the shuffled stream, once per epoch over restarts; the curriculum
 workflow.py       how a user's workflow becomes one callable
 context.py        `rollout`: what a workflow receives
+models.py         other models that workflows ask, such as a judge
 runner.py         one rollout: session, workflow, reward, end
 watchdog.py       finds the workflow that blocks the event loop, and ends what blocks it too long
 unawaited.py      finds calls that a workflow made and did not await

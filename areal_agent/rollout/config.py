@@ -1,5 +1,6 @@
 """The config sections of tasks (their sources, mixture and order), rollouts, sandboxes and evaluation."""
 
+import os
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
+from areal_agent.errors import ConfigError
 from areal_agent.section import IMPORT_PATH, Section, is_import_path
 from areal_agent.tokens.formats.answer_format import ToolFormat
 from areal_agent.tokens.formats.thinking import ReasoningFormat
@@ -152,6 +154,32 @@ ALTERED = (
 """What is said of tokens that are not trained for this reason, with the remedy."""
 
 
+class OtherModel(Section):
+    """A model behind an OpenAI-compatible URL, which workflows ask by its name here, and which is not trained."""
+
+    url: Annotated[str, Field(pattern=r"^https?://[^/]+")]
+    """The base URL; with most servers it ends in /v1."""
+    model: str
+    """The model's name there: `rollout.client(NAME).model`."""
+    key_env: str | None = None
+    """The environment variable with the key, in the processes that run workflows."""
+    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """The longest time that one call may take."""
+    max_retries: Annotated[int, Field(ge=0)] = 2
+    """More tries after answers 408, 409, 429 and 5xx, garbage, and a connection that fails."""
+
+    def key(self, name: str) -> str:
+        """Return the key. Raises ConfigError."""
+        if self.key_env is None:
+            return "none"
+        if not (key := os.environ.get(self.key_env)):
+            raise ConfigError(
+                f"rollout.models.{name}.key_env is {self.key_env!r}, a variable that is not set; export it before the "
+                "run starts"
+            )
+        return key
+
+
 class RolloutConfig(Section):
     """The settings of rollouts."""
 
@@ -196,6 +224,8 @@ class RolloutConfig(Section):
     """The thinking of earlier answers, where the chat template would strip it: `template` lets it, at the price of a
     branch per turn; `keep` leaves it in the prompt, and exports a chat template that does so with every checkpoint.
     """
+    models: dict[str, OtherModel] = Field(default_factory=dict[str, OtherModel])
+    """Other models by name, which workflows ask with `rollout.client(NAME)`: a judge, say."""
     tool_format: ToolFormat | None = None
     """The format in which the model writes tool calls; by default that of its chat template."""
     reasoning_format: ReasoningFormat | None = None

@@ -17,7 +17,9 @@ from areal_agent.types import MAX_REWARD
 
 if TYPE_CHECKING:
     import httpx
-    from openai import AsyncOpenAI, OpenAI
+    from openai import OpenAI
+
+    from areal_agent.rollout.models import RolloutClient
 
 Resource = TypeVar("Resource")
 
@@ -88,9 +90,11 @@ class Rollout:
     """One rollout, seen from inside the workflow.
 
     - `client` is a stock `openai.AsyncOpenAI` without retries whose base URL is the gateway and whose key names this
-      session. Everything sampled through it is recorded token by token. `sync_client` is its twin for a workflow that
-      is a plain `def`: that runs in a thread, and when its rollout is cancelled its next call fails, since nothing else
-      can end a thread.
+      session. Everything sampled through it is recorded token by token. `client("judge")` is a client of another model,
+      of the config's `rollout.models`; it is not trained, its calls are kept in `logged`, and if it fails, so does the
+      rollout, as `infra`.
+    - `sync_client` is its twin for a workflow that is a plain `def`: that runs in a thread, and when its rollout is
+      cancelled its next call fails, since nothing else can end a thread.
     - `base_url` (it ends in `/v1`), `api_key` and `model` are the same for any other client or program.
     - `http_client` and `sync_http_client` are httpx clients, for clients that take one.
     - `seed` is this rollout's own, `is_eval` is true in evaluations, and `sandbox` is the config's section.
@@ -99,7 +103,7 @@ class Rollout:
     def __init__(
         self,
         *,
-        client: "AsyncOpenAI",
+        client: "RolloutClient",
         http_client: "httpx.AsyncClient",
         sync_client: "OpenAI",
         sync_http_client: "httpx.Client",

@@ -20,6 +20,7 @@ from areal_agent.gateway.metrics import GatewayStats
 from areal_agent.protocols import Journal, Sampler
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.context import SharedResources
+from areal_agent.rollout.models import open_models
 from areal_agent.rollout.runner import RolloutRunner, RolloutSpec, open_clients
 from areal_agent.rollout.unawaited import unawaited_calls
 from areal_agent.rollout.watchdog import Watchdog
@@ -135,6 +136,7 @@ async def open_local(
             timeout_s=config.timeout_s,
             session=config.session,
             sandbox=settings.sandbox.model_dump(),
+            models=await stack.enter_async_context(open_models(config.models)),
             unawaited=stack.enter_context(unawaited_calls()),
         )
         watchdog = stack.enter_context(Watchdog.of_this_loop(warn_s=config.block_warn_s, limit_s=config.block_limit_s))

@@ -25,6 +25,7 @@ from areal_agent.errors import ArealAgentError, DiskFull, EngineError, Reject, S
 from areal_agent.observe.clock import BusyClock
 from areal_agent.process import uninterrupted
 from areal_agent.rollout.context import Rollout, SharedResources, as_reward
+from areal_agent.rollout.models import NO_MODELS, OtherModels, RolloutClient
 from areal_agent.rollout.watchdog import ROLLOUT_TASK
 from areal_agent.rollout.workflow import Workflow
 from areal_agent.section import last_line
@@ -63,6 +64,9 @@ NO_KEY = "replaced-by-session"
 
 SESSION_IS_OVER = (401, 409)
 """The gateway's status codes for a call on a session that has ended; it may have forgotten the key."""
+
+INFRA = (SandboxError, EngineError, openai.InternalServerError, openai.APIConnectionError)
+"""What a workflow raises when something else than the model has failed."""
 
 CANCEL_GRACE_S = 5.0
 """The time that a cancelled workflow has to clean up before it is left behind."""
@@ -104,6 +108,7 @@ class RolloutRunner:
         timeout_s: float,
         session: Mapping[str, Any],
         sandbox: Mapping[str, Any],
+        models: OtherModels = NO_MODELS,
         unawaited: dict[str, str] | None = None,
     ) -> None:
         """`unawaited` has the places of calls that were not awaited, by the name of their task (unawaited.py)."""
@@ -112,7 +117,7 @@ class RolloutRunner:
         self._admin_key = admin_key
         self._model = model
         self._clients = clients
-        self._client = openai.AsyncOpenAI(
+        self._client = RolloutClient(
             api_key=NO_KEY, base_url=f"{gateway_url}/v1", max_retries=0, http_client=clients.agents
         )
         self._sync_client = openai.OpenAI(
@@ -124,6 +129,7 @@ class RolloutRunner:
         self._timeout_s = timeout_s
         self._session = session
         self._sandbox = sandbox
+        self._models = models
         self._unawaited = {} if unawaited is None else unawaited
         self.running = BusyClock()
 
@@ -162,7 +168,7 @@ class RolloutRunner:
             raise
 
     def _rollout(self, spec: RolloutSpec, session: Mapping[str, Any]) -> Rollout:
-        return Rollout(
+        rollout = Rollout(
             client=self._client.copy(api_key=session["api_key"]),
             http_client=self._clients.agents,
             sync_client=self._sync_client,
@@ -175,6 +181,8 @@ class RolloutRunner:
             sandbox=self._sandbox,
             shared=self._shared,
         )
+        rollout.client.others, rollout.client.logged = self._models, rollout.logged
+        return rollout
 
     async def _outcome(self, spec: RolloutSpec, rollout: Rollout) -> _Outcome:
         """Run the workflow and clean up after it; failures of either become a status."""
@@ -191,7 +199,10 @@ class RolloutRunner:
             return _Outcome(status=Status.REJECTED, error=_short(str(reject)))
         except _TooLong:
             return _Outcome(status=Status.TIMEOUT, error=f"it ran longer than rollout.timeout_s = {self._timeout_s:g}")
-        except (SandboxError, EngineError, openai.InternalServerError, openai.APIConnectionError) as error:
+        except Exception as error:  # the boundary: what a workflow raises is data
+            if not isinstance(error, INFRA) and not self._models.have_failed(error):
+                logger.info("rollout %s failed", spec.session_id, exc_info=error)
+                return _Outcome(status=Status.ERROR, error=_describe(error))
             is_known = getattr(error, "status_code", None) == 507  # the disk is full, which ending the session tells
             logger.log(
                 logging.INFO if is_known else logging.WARNING,
@@ -200,9 +211,6 @@ class RolloutRunner:
                 error,
             )
             return _Outcome(status=Status.INFRA, error=_describe(error))
-        except Exception as error:  # the boundary: what a workflow raises is data
-            logger.info("rollout %s failed", spec.session_id, exc_info=error)
-            return _Outcome(status=Status.ERROR, error=_describe(error))
 
     async def _give_rewards(self, rollout: Rollout, outcome: _Outcome) -> _Outcome:
         """Send the rewards to the gateway. A reward for an unknown completion is the workflow's error."""
@@ -314,7 +322,8 @@ def _describe(error: BaseException) -> str:
     """Return `KeyError: 'answer' (my_agent.py:12)`: the error, and the last place in the workflow's own code."""
     if isinstance(error, _Exited):
         return str(error)
-    return _short(f"{type(error).__name__}: {error}") + (f" ({last_line(error)})" if error.__traceback__ else "")
+    said = error.__cause__ if isinstance(error, openai.APIConnectionError) and error.__cause__ else error
+    return _short(f"{type(error).__name__}: {said}") + (f" ({last_line(error)})" if error.__traceback__ else "")
 
 
 def _short(text: str) -> str:

@@ -86,6 +86,8 @@ class Preflight:
             if source is None:
                 raise ConfigError("'workflow' is missing; give it as 'package.module:name'")
             check_ports(config)
+            for name, model in config.rollout.models.items():
+                model.key(name)
             check_engine(config.engine)
             tasks, eval_tasks = load_all_tasks(config)
             check_sandbox(source, config.sandbox.backend)

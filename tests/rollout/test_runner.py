@@ -4,13 +4,15 @@
 4. an agent of AReaL's kind runs unmodified;
 5. a plain function runs in a thread, with a client of its own kind; when its time is up its next call is refused;
 6. a call that was not awaited is named with its line;
-7. with `sampling_override` an agent's top-p is ignored, and its `max_tokens` counts; the model may have aliases.
+7. with `sampling_override` an agent's top-p is ignored, and its `max_tokens` counts; the model may have aliases;
+8. calls of other models are kept, without keys, and what fails there is `infra`.
 """
 
 import asyncio
 import json
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,15 @@ import aiohttp
 import openai
 import pytest
 import pytest_asyncio
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from areal_agent import Reject, SandboxError, Status, Task
+from areal_agent import ConfigError, Reject, SandboxError, Status, Task, testing
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
+from areal_agent.rollout.config import OtherModel
 from areal_agent.rollout.context import SharedResources
+from areal_agent.rollout.models import NO_MODELS, OtherModels, open_models
 from areal_agent.rollout.runner import RolloutRunner, RolloutSpec, open_clients
 from areal_agent.rollout.unawaited import unawaited_calls
 from areal_agent.rollout.workflow import load_workflow
@@ -279,3 +285,96 @@ async def test_the_place_is_the_workflows_own(play) -> None:
         return json.loads("no number")  # raised in a library, whose line helps nobody
 
     assert "(char 0) (test_runner.py:" in (await play(deep))[1].error
+
+
+@asynccontextmanager
+async def judge(monkeypatch: pytest.MonkeyPatch, *answers: tuple[int, str]) -> AsyncGenerator[OtherModels]:
+    """A server that gives these answers in turn, the last one for ever, to whom knows the key."""
+    left = list(answers)
+
+    async def answer(request: web.Request) -> web.Response:
+        status, text = left.pop(0) if len(left) > 1 else left[0]
+        if request.headers["Authorization"] != "Bearer sk-judge":
+            status, text = 401, "{}"
+        kind = "text/event-stream" if text.startswith("data:") else "application/json"
+        return web.Response(status=status, text=text, content_type=kind, headers={"retry-after-ms": "1"})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    monkeypatch.setenv("JUDGE_KEY", "sk-judge")
+    async with TestServer(app) as server:
+        model = OtherModel(url=str(server.make_url("/v1")), model="large", key_env="JUDGE_KEY", max_retries=1)
+        async with open_models({"judge": model}) as models:
+            yield models
+
+
+def answered(text: str, **more: object) -> str:
+    choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
+    return json.dumps({"id": "c", "object": "chat.completion", "created": 0, "model": "x", "choices": [choice], **more})
+
+
+async def judged(task, rollout) -> float:
+    await ask(rollout)
+    judge = rollout.client("judge")
+    reply = await judge.chat.completions.create(model=judge.model, messages=[{"role": "user", "content": "good?"}])
+    return float(reply.choices[0].message.content)
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "error"),
+    [
+        ([(200, answered("0.5"))], Status.COMPLETED, None),
+        ([(429, "{}"), (200, answered("0.5"))], Status.COMPLETED, None),
+        ([(500, "{}"), (200, answered("0.5"))], Status.COMPLETED, None),
+        ([(200, "<html>"), (200, answered("0.5"))], Status.COMPLETED, None),
+        ([(200, answered("good"))], Status.ERROR, "ValueError"),
+        *[([(status, "{}")], Status.INFRA, str(status)) for status in (400, 401, 404, 429, 500)],
+        ([(200, "<html>")], Status.INFRA, "<html>"),
+        ([(200, answered("1", error={"message": "overloaded"}))], Status.INFRA, "overloaded"),
+    ],
+)
+async def test_another_model_is_asked_and_its_failures_are_not_the_models(
+    play, monkeypatch: pytest.MonkeyPatch, answers: list[tuple[int, str]], status: Status, error: str | None
+) -> None:
+    async with judge(monkeypatch, *answers) as models:
+        got, trajectory = await play(judged, models=models)
+    assert (got, len(trajectory.turns)) == (status, 1)
+    assert error is None or error in trajectory.error
+    calls = [trajectory.logged[f"judge.{number}"] for number in range(1, len(trajectory.logged) + 1)]
+    assert [call["status"] for call in calls][: len(answers)] == [status for status, _ in answers]
+    assert all(call["asked"]["model"] == "large" and "sk-judge" not in json.dumps(call) for call in calls)
+
+
+async def test_what_another_model_streams_is_kept(play, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def streaming(task, rollout) -> float:
+        await ask(rollout)
+        judge = rollout.client("judge")
+        stream = await judge.chat.completions.create(model=judge.model, messages=[], stream=True)
+        return float("".join([chunk.choices[0].delta.content async for chunk in stream]))
+
+    delta = {"index": 0, "delta": {"content": "0.25"}}
+    chunk = {"id": "c", "object": "chat.completion.chunk", "created": 0, "model": "x", "choices": [delta]}
+    async with judge(monkeypatch, (200, f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")) as models:
+        got, trajectory = await play(streaming, models=models)
+    assert (got, trajectory.rewards.final) == (Status.COMPLETED, 0.25)
+    assert "0.25" in trajectory.logged["judge.1"]["answer"]
+
+
+async def test_a_model_that_is_gone_or_that_there_is_not(play) -> None:
+    async with open_models({"judge": OtherModel(url="http://127.0.0.1:9/v1", model="m")}) as models:
+        got, trajectory = await play(judged, models=models)
+    assert (got, [trajectory.logged[f"judge.{n}"]["error"] != "" for n in (1, 2, 3)]) == (Status.INFRA, [True] * 3)
+    with pytest.raises(ConfigError, match=r"rollout.models has no 'critic'; it has none"):
+        NO_MODELS.client("critic", {})
+    with pytest.raises(ConfigError, match=r"rollout.models.x.key_env is 'JUDGE_KEY', a variable that is not set"):
+        OtherModel(url="http://h", model="m", key_env="JUDGE_KEY").key("x")
+
+
+def test_the_page_on_workflows_has_a_judge_that_a_test_scripts() -> None:
+    page = Path(__file__).parents[2].joinpath("docs/workflows.md").read_text()
+    names: dict[str, Any] = {}
+    exec(page.partition("## Other models")[2].partition("```python")[2].partition("```")[0], names)
+    for verdict, reward in (("Yes.", 1.0), ("no", 0.0)):
+        trajectory = testing.play(names["solve"], {"topic": "water"}, "It is wet.", others={"judge": [verdict]})
+        assert (trajectory.rewards.final, "It is wet." in str(trajectory.logged["judge.1"]["asked"])) == (reward, True)
+    assert testing.play(names["solve"], {"topic": "water"}, "It is wet.", others={"judge": []}).status is Status.INFRA

@@ -1,0 +1,116 @@
+"""Other models that a workflow asks, such as a judge or a simulated user: `rollout.client("judge")`. None is trained.
+
+client("judge") ── openai's client, its retries ──▶ _Recorder ──▶ the URL of `rollout.models.judge`
+                                                        └──▶ `rollout.logged`: what was asked and answered
+"""
+
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import orjson
+from httpx_aiohttp import AiohttpTransport
+from openai import APIError, AsyncOpenAI
+
+from areal_agent.errors import ConfigError
+from areal_agent.rollout.config import OtherModel
+
+MAX_SHOWN = 200
+
+
+class OtherClient(AsyncOpenAI):
+    """A stock client of one of them. `model` is its name there, for requests."""
+
+    model: str = ""
+
+
+class RolloutClient(AsyncOpenAI):
+    """`rollout.client`: a stock client of this rollout's session. Called with a name, it returns another model's."""
+
+    others: "OtherModels"
+    logged: dict[str, Any]
+
+    def __call__(self, name: str) -> OtherClient:
+        """Return a client of the model that `rollout.models` has under this name. Raises ConfigError."""
+        return self.others.client(name, self.logged)
+
+
+class OtherModels:
+    """All of a config; from `open_models`."""
+
+    def __init__(self, models: Mapping[str, OtherModel], transport: httpx.AsyncBaseTransport) -> None:
+        self._models = models
+        self._transport = transport
+        self._keys = {name: model.key(name) for name, model in models.items()}
+
+    def client(self, name: str, logged: dict[str, Any]) -> OtherClient:
+        """Return a client whose calls are kept in `logged`. Raises ConfigError for a name that there is not."""
+        if name not in self._models:
+            known = ", ".join(map(repr, self._models)) or "none"
+            raise ConfigError(f"rollout.models has no {name!r}; it has {known}; give its url and model there")
+        model = self._models[name]
+        client = OtherClient(
+            api_key=self._keys[name],
+            base_url=model.url,
+            timeout=model.timeout_s,
+            max_retries=model.max_retries,
+            http_client=httpx.AsyncClient(transport=_Recorder(self._transport, name, logged), trust_env=False),
+        )
+        client.model = model.model
+        return client
+
+    def have_failed(self, error: Exception) -> bool:
+        """Return whether an error of openai's came from one of these models, not from the gateway."""
+        return isinstance(error, APIError) and any(
+            str(error.request.url).startswith(model.url) for model in self._models.values()
+        )
+
+
+NO_MODELS = OtherModels({}, httpx.AsyncBaseTransport())
+
+
+@asynccontextmanager
+async def open_models(models: Mapping[str, OtherModel]) -> AsyncGenerator[OtherModels]:
+    """Open what the clients of all rollouts share; it is closed on leaving. Raises ConfigError for a missing key."""
+    if not models:
+        yield NO_MODELS
+        return
+    async with AiohttpTransport(trust_env=True, limits=httpx.Limits(max_connections=None)) as transport:
+        yield OtherModels(models, transport)
+
+
+class _Recorder(httpx.AsyncBaseTransport):
+    """Keeps each call, also one that fails or is tried again, as `NAME.NUMBER`. A streamed answer comes at its end."""
+
+    def __init__(self, transport: httpx.AsyncBaseTransport, name: str, logged: dict[str, Any]) -> None:
+        self._transport = transport
+        self._name = name
+        self._logged = logged
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        number = sum(key.startswith(f"{self._name}.") for key in self._logged) + 1
+        call = self._logged[f"{self._name}.{number}"] = {"asked": _as_json(await request.aread())}
+        start_s = time.monotonic()
+        try:
+            response = await self._transport.handle_async_request(request)
+            call["answer"] = answer = _as_json(await response.aread())
+        except httpx.TransportError as error:
+            call["error"] = repr(error)
+            raise
+        finally:
+            call["seconds"] = round(time.monotonic() - start_s, 3)
+        call["status"] = response.status_code
+        is_stream = "text/event-stream" in response.headers.get("content-type", "")
+        fault: Any = answer.get("error") if isinstance(answer, dict) else answer
+        if response.is_success and not is_stream and fault:
+            raise httpx.RemoteProtocolError(f"{request.url} answered with {fault!r:.{MAX_SHOWN}}")
+        return response
+
+
+def _as_json(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except ValueError:
+        return body.decode(errors="replace")
