@@ -29,6 +29,25 @@ def qwen3(hidden_size: int, intermediate_size: int, num_layers: int, num_heads: 
     )
 
 
+def distilled(
+    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, num_kv_heads: int
+) -> ModelShape:
+    """Return the shape of a DeepSeek-R1-Distill-Qwen, from its config.json on the hub."""
+    return ModelShape.of(
+        {
+            "model_type": "qwen2",
+            "vocab_size": 152_064,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": num_kv_heads,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+        }
+    )
+
+
 SHAPES = {
     "Qwen3-0.6B": qwen3(1024, 3072, 28, 16, is_tied=True),
     "Qwen3-1.7B": qwen3(2048, 6144, 28, 16, is_tied=True),

@@ -32,7 +32,7 @@ from areal_agent.rollout.tasks import load_tasks, require_json
 from areal_agent.rollout.workflow import load_workflow
 from areal_agent.run.preflight import load_eval_tasks
 from tests.commands import run
-from tests.doctor.shapes import QWEN3_06B, QWEN3_4B, QWEN3_17B, SHAPES
+from tests.doctor.shapes import QWEN3_06B, QWEN3_4B, QWEN3_17B, SHAPES, distilled
 
 ONE_GPU = Machine(memory_bytes=128 * GIB, num_gpus=1, gpu_bytes=80 * GIB)
 EIGHT_GPUS = Machine(memory_bytes=512 * GIB, num_gpus=8, gpu_bytes=80 * GIB)
@@ -395,7 +395,27 @@ async def test_it_fits_four_machines() -> None:
     assert findings[0].found.startswith("trainer ranks: 16 on machines 0, 1; engines: 4 of 4 GPUs on machines 2, 3;")
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("qwen3_*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("size", "shape", "num_nodes"),
+    [
+        ("1.5b", distilled(1536, 8960, 28, 12, 2), 16),
+        ("7b", distilled(3584, 18_944, 28, 28, 4), 24),
+        ("14b", distilled(5120, 13_824, 48, 40, 8), 32),
+        ("32b", distilled(5120, 27_648, 64, 40, 8), 48),
+    ],
+)
+async def test_the_papers_runs_fit_its_machines(size: str, shape: ModelShape, num_nodes: int) -> None:
+    config = Config.load(CONFIGS / f"paper_{size}.yaml")
+    answers = (config.batch_size, config.group_size, config.rollout.max_tokens, config.algorithm.minibatches)
+    assert (*answers, config.trainer.learning_rate) == (512, 16, 27_648, 4, 2e-5)  # Table 3
+    findings = await memory_findings(shape, config, replace(EIGHT_GPUS, num_nodes=num_nodes))
+    assert {one.state for one in findings} == {State.OK}
+    assert findings[0].found.endswith("GPUs left over: 0")
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*CONFIGS.glob("qwen3_*.yaml"), *CONFIGS.glob("paper_*.yaml")]), ids=lambda path: path.stem
+)
 def test_its_tasks_and_workflow_are_there(path: Path) -> None:
     config = Config.load(path)
     assert config.tasks is not None
