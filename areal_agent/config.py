@@ -179,7 +179,7 @@ class Config(ConfigFile):
                 )
         return self
 
-    def with_threads(self) -> Self:
+    def with_threads(self, *, trains: bool = True) -> Self:
         """Return this config with numbers for `engine.threads` and `trainer.threads`, as this machine has cores."""
         engine, trainer = self.engine, self.trainer
         if self.cluster.kind == "ray":
@@ -190,7 +190,7 @@ class Config(ConfigFile):
             engine.threads,
             engine.num_servers * (is_engine_here and is_on_cpu(engine.device)),
             trainer.threads,
-            trainer.num_ranks * is_on_cpu(trainer.device),
+            trainer.num_ranks * (trains and is_on_cpu(trainer.device)),
         )
         found: dict[str, Section] = {"trainer": trainer.model_copy(update={"threads": of_trainer})}
         if is_engine_here:

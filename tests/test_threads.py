@@ -22,6 +22,8 @@ def threads(folder: Path, hidden_size: int, **values: object) -> tuple[object, o
 
 def test_a_run_uses_the_cores_of_this_machine_for_a_large_model(tmp_path: Path) -> None:
     assert threads(tmp_path, LARGE, **HERE) == share_out(num_cores(), "auto", 1, "auto", 1)
+    alone = Config.model_validate({"model": str(tmp_path), **HERE}).with_threads(trains=False)
+    assert alone.engine.threads == num_cores()
     online = ELSEWHERE | {"engine": {"url": "http://127.0.0.1:1"}}
     assert threads(tmp_path, LARGE, **online) == ("auto", num_cores())
 

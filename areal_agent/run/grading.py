@@ -70,7 +70,7 @@ class Slot:
 def evaluate(file: str, overrides: Sequence[str], num_samples: int = 1) -> int:
     """Evaluate as a config says and return the exit code. Raises ArealAgentError."""
     config = Config.load(file, overrides)
-    preflight = Preflight.check(config, name=f"{Path(file).stem}-eval")
+    preflight = Preflight.check(config, name=f"{Path(file).stem}-eval", trains=False)
     preflight = replace(preflight, folder=RunFolder(preflight.folder.path))  # of its files, no machine reads others
     return _evaluate(preflight, num_samples)
 
@@ -82,7 +82,7 @@ def resume(folder: Path, overrides: Sequence[str]) -> int:
         num_samples: int | None = questions.note(snapshot, SAMPLES_NOTE)
     if num_samples is None:
         raise ConfigError(f"--resume {str(folder)!r} is not the folder of an evaluation; name one that `eval` has made")
-    preflight = Preflight.check(Config.load(found.config, overrides), resume=str(folder))
+    preflight = Preflight.check(Config.load(found.config, overrides), resume=str(folder), trains=False)
     return _evaluate(preflight, num_samples)
 
 

@@ -63,10 +63,18 @@ class Preflight:
     eval_tasks: tuple[Task, ...]
 
     @classmethod
-    def check(cls, config: Config, *, workflow: object = None, name: str = "run", resume: str | None = None) -> Self:
+    def check(
+        cls,
+        config: Config,
+        *,
+        workflow: object = None,
+        name: str = "run",
+        resume: str | None = None,
+        trains: bool = True,
+    ) -> Self:
         """Load and check. `workflow` replaces `config.workflow`; `name` names the default folder.
 
-        Raises ConfigError.
+        Without a trainer beside it (`trains`) the engine has all cores. Raises ConfigError.
         """
         if config.cluster.kind == "ray":
             require_ray()
@@ -92,7 +100,7 @@ class Preflight:
             tasks, eval_tasks = load_all_tasks(config)
             check_sandbox(source, config.sandbox.backend)
         return cls(
-            config=config.with_threads(),
+            config=config.with_threads(trains=trains),
             folder=choose_folder(config, name, resume),
             is_resumed=resume is not None,
             workflow=None if source is None else load_workflow(source),

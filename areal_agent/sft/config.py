@@ -1,11 +1,13 @@
 """The config of a supervised fine-tuning. Imports no torch."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from areal_agent.config import ConfigFile
+from areal_agent.errors import ConfigError
 from areal_agent.observe.trackers import ObserveConfig
 from areal_agent.section import Section
 from areal_agent.tokens.template import HistoryThinking
@@ -94,6 +96,9 @@ class SftConfig(ConfigFile):
     """How often each row is learnt; the last epoch may be a part."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Rows (chats) a step."""
+    chat_template: str | None = None
+    """A Jinja file in place of the model's own chat template, for a model without one, or without tools in it. It is
+    saved with the model."""
     history_thinking: HistoryThinking = HistoryThinking.TEMPLATE
     """The thinking of earlier answers, as in `rollout.history_thinking`: `template` lets the template strip it, so that
     the next answer begins a sequence; `keep` keeps it, by a template that is saved with the model."""
@@ -103,6 +108,15 @@ class SftConfig(ConfigFile):
     """As in a training run, without what pushes weights to engines. `schedule` spans all steps."""
     observe: ObserveConfig = ObserveConfig()
     """As in a training run; without a terminal there is a line an evaluation."""
+
+    def read_chat_template(self) -> str | None:
+        """Return the text of `chat_template`; None without one. Raises ConfigError when it cannot be read."""
+        if self.chat_template is None:
+            return None
+        try:
+            return Path(self.chat_template).read_text()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"chat_template is {self.chat_template!r}, and cannot be read: {error}") from error
 
     @model_validator(mode="after")
     def _has_no_idle_options(self) -> Self:

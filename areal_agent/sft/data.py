@@ -92,7 +92,8 @@ def load_data(config: SftConfig, folder: Path, context: int | None) -> Data:
 
     Raises ConfigError for the first row that cannot be learnt, and when none is left.
     """
-    data, renderer = config.data, Renderer.load(folder, history_thinking=config.history_thinking)
+    data, template = config.data, config.read_chat_template()
+    renderer = Renderer.load(folder, history_thinking=config.history_thinking, chat_template=template)
     longest = data.max_tokens or context or math.inf
     if context and longest > context:
         raise ConfigError(f"data.max_tokens is {longest:,}, and the model was made for {context:,} tokens; lower it")

@@ -185,7 +185,7 @@ class SftRun:
             shared_memory=self._folder.path,
             publishes=False,
             resume=self._saved is not None,
-            chat_template=exported_template(model, config.history_thinking),
+            chat_template=exported_template(model, config.history_thinking, given=config.read_chat_template()),
             num_steps=num_steps,
         )
 

@@ -125,13 +125,14 @@ class Renderer:
         history_thinking: HistoryThinking = HistoryThinking.TEMPLATE,
         tool_format: ToolFormat | None = None,
         reasoning_format: ReasoningFormat | None = None,
+        chat_template: str | None = None,
     ) -> Self:
         """Read tokenizer and template from a model's folder. Raises ConfigError when they are missing or unusable.
 
-        A format that is None is detected from the template.
+        A format that is None is detected from the template. `chat_template` is used in place of the folder's.
         """
         return cls(
-            load_tokenizer(path),
+            load_tokenizer(path, chat_template),
             history_thinking=history_thinking,
             tool_format=tool_format,
             reasoning_format=reasoning_format,
@@ -432,26 +433,31 @@ def _fitted(
     )
 
 
-def load_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """Read the tokenizer of a model's folder. Raises ConfigError when it is missing or unusable."""
+def load_tokenizer(path: Path, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Read the tokenizer of a model's folder, perhaps with another template. Raises ConfigError when it is unusable."""
     if not (path / "tokenizer.json").is_file():
         raise ConfigError(f"{path} has no tokenizer.json; name a folder with a Hugging Face tokenizer")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(path)
     except Exception as error:  # transformers raises almost anything on a damaged file
         raise ConfigError(f"the tokenizer in {path} cannot be loaded: {type(error).__name__}: {error}") from error
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     return tokenizer
 
 
 def exported_template(
-    path: Path, history_thinking: HistoryThinking, tool_format: ToolFormat | None = None
+    path: Path, history_thinking: HistoryThinking, tool_format: ToolFormat | None = None, given: str | None = None
 ) -> str | None:
-    """Return the chat template to export with a model that starts from `path`, or None for the model's own."""
-    tokenizer = load_tokenizer(path)
+    """Return the chat template to export with a model that starts from `path`, or None for the model's own.
+
+    `given` is used in place of the model's own.
+    """
+    tokenizer = load_tokenizer(path, given)
     if tokenizer.chat_template is None:  # nothing is rendered with it: the agents are elsewhere
         return None
     renderer = Renderer(tokenizer, history_thinking=history_thinking, tool_format=tool_format)
-    return renderer.chat_template if renderer.is_derived else None
+    return renderer.chat_template if renderer.is_derived or given is not None else None
 
 
 def _control_texts(tokenizer: PreTrainedTokenizerFast, template: str) -> frozenset[str]:

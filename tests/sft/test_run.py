@@ -31,6 +31,7 @@ from areal_agent.sft.config import FlatConfig, SftConfig
 from areal_agent.sft.data import load_data
 from areal_agent.sft.fitting import Fitting, loaded
 from areal_agent.sft.run import SftRun, fine_tune
+from areal_agent.tokens.renderer import Renderer
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.worker import Worker
 from areal_agent.types import JsonObject
@@ -219,6 +220,15 @@ def test_adapters_are_merged_into_the_model(choose: Choose, small_model: Path, t
     assert (tmp_path / "run" / "model" / "adapter" / "adapter_config.json").is_file()
 
 
+def test_a_chat_template_of_ones_own_is_learnt_and_saved(choose: Choose, small_model: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own.jinja"
+    own.write_text("{{- 'Be brief. ' -}}" + Renderer.load(small_model).chat_template)
+    chosen = choose(chat_template=str(own), epochs=0.25)
+    assert load_data(chosen, small_model, 512).rows != load_data(choose(), small_model, 512).rows
+    assert fine_tune(chosen, name="sft") == 0
+    assert Renderer.load(tmp_path / "run" / "model").chat_template == own.read_text()
+
+
 def test_it_ends_when_the_loss_is_flat(small_model: Path, chats: Path, tmp_path: Path) -> None:
     """Evaluations after steps 2, 4 and 6: the first is the best, two are no better, and four steps of decay follow."""
     data = load_data(config(small_model, chats, tmp_path), small_model, 512)
@@ -234,6 +244,7 @@ def test_it_ends_when_the_loss_is_flat(small_model: Path, chats: Path, tmp_path:
     ("values", "message"),
     [
         ({"model": "none"}, "model 'none': there is no such folder"),
+        ({"chat_template": "none.jinja"}, "chat_template is 'none.jinja', and cannot be read"),
         ({"batch_sizes": 3}, r"unknown key 'batch_sizes'; did you mean 'batch_size'\?"),
         ({"data": None}, "data"),
         ({"data": {"max_tokens": 9}}, "names no chats; set data to a JSONL file"),
