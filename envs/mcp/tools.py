@@ -31,9 +31,8 @@ class Tools:
 
     async def call(self, name: str, arguments: str) -> str:
         """Call a tool with the JSON that the model wrote, and return the text for it. Raises SandboxError."""
-        from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT  # pyright: ignore
-
         from mcp import MCPError  # pyright: ignore  # the extra
+        from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT  # pyright: ignore
 
         try:
             values = json.loads(arguments or "{}")
