@@ -31,7 +31,12 @@ PACKAGES = ("areal_agent", "envs", "sandboxes")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 FOR_DEVELOPERS = {"all", "dev", "docs", "test"}
-LIBRARIES = {"mcp", "reasoning-gym", "textarena"}  # of tasks and tools; each has more dependencies than we have
+LIBRARIES = {
+    "gymnasium",
+    "mcp",
+    "reasoning-gym",
+    "textarena",
+}  # of tasks and tools: each brings much along
 
 
 def names(requirements: list[str]) -> set[str]:
