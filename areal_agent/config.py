@@ -7,6 +7,7 @@ cannot. Derived values are computed where they are needed and never asked for.
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import yaml
@@ -362,9 +363,9 @@ def _read_yaml(path: Path) -> tuple[yaml.Node | None, dict[str, Any]]:
         raise ConfigError(f"{path}{place}: not a YAML config: {what}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not a YAML config: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
+    if not isinstance(values, dict | NoneType):  # an empty file is one without keys
         raise ConfigError(f"{path}: a config is a mapping of keys to values, got {type(values).__name__}")
-    return root, cast(dict[str, Any], values)
+    return root, cast(dict[str, Any], values or {})
 
 
 def _origin(location: Sequence[str], root: yaml.Node | None, path: Path | str, overrides: Sequence[str]) -> str:

@@ -1,6 +1,7 @@
 """The command line of `python -m areal_agent.eval`. The work is in run/grading.py."""
 
 import argparse
+import os
 from pathlib import Path
 
 from areal_agent.command import Parser, run_command
@@ -12,7 +13,7 @@ SHORT = {"tasks": "eval.num_tasks", "temperature": "rollout.temperature", "concu
 def main() -> int:
     args = _parse()
     # imported here: it loads the project, and --help or a misspelt option need not wait for that
-    from areal_agent.run.grading import compare, evaluate, resume
+    from areal_agent.run.grading import benchmark, compare, evaluate, resume
 
     overrides = [f"{key}={getattr(args, name)}" for name, key in SHORT.items() if getattr(args, name) is not None]
     if args.compare:
@@ -20,7 +21,11 @@ def main() -> int:
         return 0
     if args.resume:
         return resume(args.resume, overrides)
-    return evaluate(args.config, [*overrides, *args.overrides], args.samples)
+    overrides += args.overrides
+    if args.benchmark is None:
+        return evaluate(args.config, overrides, args.samples or 1)
+    keys, num_samples = benchmark(args.benchmark)
+    return evaluate(args.config or os.devnull, [*keys, *overrides], args.samples or num_samples, name=args.benchmark)
 
 
 def _parse() -> argparse.Namespace:
@@ -29,7 +34,8 @@ def _parse() -> argparse.Namespace:
         description="Grade a model on the held-out tasks of a config, as train does; go on with that; or compare two.",
     )
     parser.add_argument("--config", metavar="FILE", help="the YAML config of a run")
-    parser.add_argument("--samples", metavar="N", type=int, default=1, help="answers to each task (default: 1)")
+    parser.add_argument("--benchmark", metavar="NAME", help="tasks, workflow and protocol by name, over --config's")
+    parser.add_argument("--samples", metavar="N", type=int, help="answers to each task (1, or as a benchmark has them)")
     parser.add_argument("--tasks", metavar="N", type=int, help="the first N held-out tasks (eval.num_tasks)")
     parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (rollout.temperature)")
     parser.add_argument("--concurrency", metavar="N", type=int, help="rollouts at once (rollout.max_concurrent)")
@@ -39,12 +45,12 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example model=runs/x/checkpoints/step_N")
     args = parser.parse_args()
-    if sum(bool(one) for one in (args.config, args.resume, args.compare)) != 1:
-        parser.error("give one of --config FILE, --resume FOLDER and --compare A B")
-    if args.samples < 1:
+    if sum(bool(one) for one in (args.config or args.benchmark, args.resume, args.compare)) != 1:
+        parser.error("give --config FILE, --benchmark NAME or both; or else --resume FOLDER, or --compare A B")
+    if args.samples is not None and args.samples < 1:
         parser.error(f"--samples is {args.samples}; give 1 or more")
-    kept = args.overrides or args.samples > 1 or args.tasks is not None or args.temperature is not None
-    if kept and not args.config:
+    kept = args.overrides or any(one is not None for one in (args.samples, args.tasks, args.temperature))
+    if kept and (args.resume or args.compare):
         parser.error("what is resumed or compared stays as it began: only --concurrency may be given with --resume")
     return args
 

@@ -7,7 +7,9 @@ interrupted evaluation has in its ledger is kept, and a checkpoint graded again 
 """
 
 import asyncio
+import importlib.util
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, replace
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import yaml
 
 from areal_agent.cluster.local import obtain_model
 from areal_agent.cluster.ray_hosts import open_hosts
@@ -34,6 +37,7 @@ from areal_agent.run.scores import Comparison, Sample, Scores, success_by_task, 
 from areal_agent.run.serving import Serving, open_serving
 from areal_agent.types import SessionPurpose, Status, Task, WeightVersion
 
+BENCHMARKS = "envs.benchmarks"
 RESULTS = "results.json"
 SAMPLES_NOTE = "samples"
 MAX_ATTEMPTS = 3
@@ -67,10 +71,26 @@ class Slot:
         )
 
 
-def evaluate(file: str, overrides: Sequence[str], num_samples: int = 1) -> int:
+def benchmark(name: str) -> tuple[list[str], int]:
+    """Return what a benchmark sets in a config, as overrides, and its samples. Raises ConfigError."""
+    found = importlib.util.find_spec(BENCHMARKS)
+    folders = found.submodule_search_locations if found else None
+    files = {path.stem: path for folder in folders or () for path in Path(folder).glob("*.yaml")}
+    if name not in files:
+        raise ConfigError(f"--benchmark {name!r}: there is no such benchmark; there are {', '.join(sorted(files))}")
+    sections: dict[str, Any] = yaml.safe_load(files[name].read_text())
+    num_samples = sections.pop("samples")
+    overrides = [f"tasks={json.dumps(sections['eval']['tasks'])}"]
+    for section, value in sections.items():
+        keys = {f"{section}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {section: value}
+        overrides += [f"{key}={json.dumps(one)}" for key, one in keys.items()]
+    return overrides, num_samples
+
+
+def evaluate(file: str, overrides: Sequence[str], num_samples: int = 1, name: str | None = None) -> int:
     """Evaluate as a config says and return the exit code. Raises ArealAgentError."""
     config = Config.load(file, overrides)
-    preflight = Preflight.check(config, name=f"{Path(file).stem}-eval", trains=False)
+    preflight = Preflight.check(config, name=f"{name or Path(file).stem}-eval", trains=False)
     preflight = replace(preflight, folder=RunFolder(preflight.folder.path))  # of its files, no machine reads others
     return _evaluate(preflight, num_samples)
 
