@@ -1,14 +1,16 @@
 """Runs a task's tests in the verifier's sandbox, and tells what it saw. Sent there as text: it stands alone.
 
-It traces the tests' processes. One that starts the agent's files as a program (by its path, or handed to an
-interpreter) is confined before its first instruction: `confine` makes it call Landlock, so that neither it nor its
-children can open what the tests alone may read, or signal and trace the tests. They keep their user and all else.
+It traces the tests' processes. A program of the agent's is confined before its first instruction: `confine` makes it
+call Landlock, so that neither it nor its children can open what the tests alone may read, or signal and trace the
+tests. They keep their user and all else. Such programs are the agent's files themselves, also where the tests moved or
+copied them, what its programs wrote, and tools that its files lead: compilers, archivers, `make`, `git`.
 
 Processes of Python report to a socket as `witness.py` says; the kernel names the sender. Lines on stdout:
 
     unconfined WHY          once, where the kernel cannot trace or confine
     confined                of each program that was
-    given WHAT              of each that was not, since the tests name the reward's folder to it
+    given WHAT              the tests hand what is theirs to a program of the agent's, or take its word
+    changed PATH            a program of the agent's wrote a file that programs of the tests load by themselves
     PID loads PROGRAM       an interpreter of the tests
     PID started|agent|ended|saw ...  from witnesses
     PID exited STATUS       of processes with a witness
@@ -34,8 +36,13 @@ OPTIONS = 1 << 0 | 1 << 1 | 1 << 2 | 1 << 3 | 1 << 4 | 1 << 7 | 1 << 20  # forks
 ON_EXEC, ON_SECCOMP, ON_STOP = 4, 7, 128
 PRSTATUS = 1
 X86 = os.uname().machine == "x86_64"
-PTRACE, PRCTL, OPENAT, CLOSE, SECCOMP = (101, 157, 257, 3, 317) if X86 else (117, 167, 56, 57, 277)
-OPENS = (2, 257, 437) if X86 else (56, 437)
+PTRACE, OPENAT, CLOSE, SECCOMP = (101, 257, 3, 317) if X86 else (117, 56, 57, 277)
+OPEN, OPENAT2, NO_FOLDER = 2, 437, -1
+LINKS = {88: (NO_FOLDER, 1), 266: (1, 2)} if X86 else {36: (1, 2)}
+OLD_CALLS = {OPEN: (NO_FOLDER, 0), 82: (NO_FOLDER, 1), 85: (NO_FOLDER, 0), 86: (NO_FOLDER, 1)} if X86 else {}
+MOVES = (264, 265, 316) if X86 else (37, 38, 276)  # renameat, linkat, renameat2
+CALLS = {**OLD_CALLS, **LINKS, **dict.fromkeys(MOVES, (2, 3)), OPENAT: (0, 1), OPENAT2: (0, 1)}
+"""Calls that are looked at: which of their arguments are the folder and the path that they make or open."""
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 NUM_REGISTERS = 27 if X86 else 34
 NUMBER, RESULT, PLACE, STACK = (10, 10, 16, 19) if X86 else (8, 0, 32, 31)
@@ -46,14 +53,29 @@ ALL = FILES | 0x1FF << 4 | 1 << 13  # and remove, make and link; folders may be 
 O_PATH = 0o10000000
 O_DIRECTORY = os.O_DIRECTORY
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/opt", "/etc", "/.")
-SHELLS = "sh|bash|dash|zsh|ksh|fish|busybox"
+INSTALLED = ("/usr/local", "/opt")
+SHELLS = "sh|bash|dash|zsh|ksh|fish|gawk|mawk|awk"
 INTERPRETERS = re.compile(
-    rf"(({SHELLS}|python|pypy|perl|ruby|node|nodejs|deno|bun|php|lua|luajit|tclsh|Rscript|julia|gawk|mawk|awk|guile"
-    r"|racket|ocaml|runghc|elixir|escript|octave|swipl|java|dotnet|mono)[-\d.]*)"
+    rf"({SHELLS}|python|pypy|perl|ruby|node|nodejs|deno|bun|php|lua|luajit|tclsh|Rscript|julia|guile"
+    r"|racket|ocaml|runghc|elixir|escript|octave|swipl|java|dotnet|mono)[-\d.]*"
 )
-RUNNERS = re.compile(r"make|gmake|npm|npx|yarn|pnpm|go|cargo|java|gradle|mvn|dotnet|node|deno|bun|bundle|rake|tox|nox")
-TOOLS = re.compile(rf"({SHELLS}|gawk|mawk|awk)[-\d.]*")
+RUNNERS = re.compile(
+    r"make|gmake|npm|npx|yarn|pnpm|go|cargo|java|gradle|mvn|dotnet|node|deno|bun|bundle|rake|tox|nox|git"
+)
+MANY = ("busybox", "toybox", "coreutils")  # programs that are many by the name that they are called by
+TOOLS = frozenset(
+    "[ b2sum base64 basename cat chgrp chmod chown cksum cmp comm cp cut date dd df diff dirname du echo egrep env expr"
+    " false fgrep file find grep head hexdump id install join kill ldd ln ls md5sum mkdir mkfifo mktemp mv nice nl nm"
+    " nohup od paste pgrep pkill printenv printf ps pwd readelf readlink realpath rev rm rmdir runuser seq setpriv"
+    " setsid sha1sum sha224sum sha256sum sha384sum sha512sum shuf sleep sort split stat stdbuf strings su sudo sum sync"
+    " tac tail tee test time timeout touch tr true truncate uname uniq wc which whoami xargs xxd yes".split()
+)
+"""Programs that do with files what their arguments say, and nothing that the files say."""
+STARTS = re.compile(r"test|check|spec|verify")
+COMMAND_LINE = re.compile(r"/proc/(\d+)/(?:task/\d+/)?cmdline")
+MAX_COMPARED = 2**26
 INLINE = {True: re.compile("-[A-Za-z]*c"), False: re.compile("-[A-Za-z]*[eEp]|--eval|--print")}
+PATHS = re.compile(r"/[^\s'\",;:=]*")
 FRAMEWORKS = ("unittest", "pytest", "py.test")
 
 
@@ -61,7 +83,12 @@ class Supervisor:
     def __init__(self, declared, kept):
         self.declared, self.kept = declared, kept
         self.started_s = time.time()
-        self.confined, self.watched, self.handed = set(), set(), set()
+        self.confined, self.watched, self.handed, self.written = set(), set(), set(), set()
+        self.marks, self.by_size = set(), {}
+        for path in (path for folder in declared for path in files_in(folder)):
+            state = os.lstat(path)
+            self.marks.add(mark_of(state))
+            self.by_size.setdefault(state.st_size, []).append(path)
         self.version = syscall(CREATE_RULESET, None, 0, 1)
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -126,68 +153,101 @@ class Supervisor:
             self.confined.add(pid)
             return
         exe, cwd = os.readlink(f"/proc/{pid}/exe"), os.readlink(f"/proc/{pid}/cwd")
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            argv = [os.fsdecode(word) for word in file.read().split(b"\0")[:-1]]
-        script = os.path.realpath(os.path.join(cwd, asked_for(pid)))
-        if not (self.is_program(script) or self.is_agents(exe, cwd, argv)):
-            name = os.path.basename(exe)
-            if (INTERPRETERS.fullmatch(name) or RUNNERS.fullmatch(name)) and not TOOLS.fullmatch(name):
-                tell(pid, "loads", name)
-            return
+        argv = [os.fsdecode(word) for word in content(f"/proc/{pid}/cmdline").split(b"\0")[:-1]]
+        script, called = os.path.realpath(os.path.join(cwd, asked_for(pid))), " ".join(argv)[:200]
+        name = os.path.basename(argv[0] if os.path.basename(exe) in MANY else exe)
         given = list(self.given(cwd, argv))
+        is_runner = RUNNERS.fullmatch(name) is not None
+        if not (self.is_program(script) or self.is_agents(pid, exe, name, cwd, argv)):
+            if not self.is_led(pid, name, cwd, argv, given):
+                if INTERPRETERS.fullmatch(name) and not re.match(SHELLS, name):
+                    tell(pid, "loads", name)
+                return
+            if given:
+                tell("given", called)
+                return
+            if is_runner and any(map(STARTS.search, argv[1:])):
+                tell("given", f"its word is theirs, {called}")
+        elif (own := os.path.basename(script)) in TOOLS or INTERPRETERS.fullmatch(own):
+            tell("given", f"it is in place of theirs, {called}")
         self.handed.update(given)
-        if not self.confined:
-            self.ran = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self.ran.bind(f"{NAME}-ran")
         if any(os.path.isdir(path) or within(path, self.kept[1]) for path in given):
-            tell("given", " ".join(argv)[:200])
+            tell("given", called)
             return
-        self.confine(pid, given, () if RUNNERS.fullmatch(os.path.basename(exe)) else SYSTEM)
+        for path in self.held(pid):
+            tell("given", f"{path}, open, {called}")
+        self.confine(pid, given, INSTALLED if is_runner else ())
         self.confined.add(pid)
-        tell("confined", " ".join(argv)[:200])
+        tell("confined", called)
 
-    def is_agents(self, exe, cwd, argv):
+    def is_agents(self, pid, exe, name, cwd, argv):
         """Return whether a process has become a program that consists of the agent's files."""
-        if self.is_declared(exe):
+        preloaded = re.findall(rb"(?:^|\0)LD_(?:PRELOAD|AUDIT)=([^\0]*)", content(f"/proc/{pid}/environ"))
+        if self.is_left(exe) or any(self.is_left(os.fsdecode(path)) for path in re.split(b"[ :]", b":".join(preloaded))):
             return True
-        name = os.path.basename(exe)
-        if not (INTERPRETERS.fullmatch(name) or RUNNERS.fullmatch(name)):
+        if not INTERPRETERS.fullmatch(name):
             return False
         rest = argv[1:]
         if "-m" in rest[:-1]:
             module = rest[rest.index("-m") + 1].split(".")[0]
             rest = [] if module in FRAMEWORKS else [module, f"{module}.py"]
+            if not any(os.path.exists(os.path.join(cwd, word)) for word in rest):
+                return False
         for word in rest:
             if INLINE[re.match(f"{SHELLS}|python|pypy", name) is not None].fullmatch(word):
                 return False
             place = os.path.realpath(os.path.join(cwd, word))
             if os.path.exists(place):
                 return self.is_program(place)
-        is_named = any(place in word for word in argv for place in self.kept)
-        return RUNNERS.fullmatch(name) is not None and self.is_declared(cwd) and not is_named
+        return self.is_program(os.path.realpath(f"/proc/{pid}/fd/0"))
+
+    def is_led(self, pid, name, cwd, argv, given):
+        """Return whether a process is a tool that does what the agent's files say."""
+        if RUNNERS.fullmatch(name) and not given and self.is_left(cwd):
+            return True
+        if name in TOOLS or INTERPRETERS.fullmatch(name):
+            return False
+        named = [os.path.join(cwd, word) for text in argv[1:] for word in (text, *PATHS.findall(text))]
+        return any(self.is_left(os.path.realpath(path)) for path in [*named, f"/proc/{pid}/fd/0"])
 
     def is_program(self, path):
-        return self.is_declared(path) and os.path.basename(path) not in FRAMEWORKS and self.is_left(path)
+        return os.path.basename(path) not in FRAMEWORKS and self.is_left(path)
 
     def is_left(self, path):
-        """Return whether a file is the agent's: left by it, or not of the tests, made since a program of its ran."""
-        if os.path.isdir(path) or os.stat(path).st_ctime <= self.started_s:
-            return True
-        if not self.confined:
+        """Return whether a file is the agent's, also a copy that the tests made; of a folder, whether one in it is."""
+        if not os.path.exists(path) or any(within(path, kept) for kept in self.kept):
             return False
-        with open(path, "rb") as file:
-            data = file.read()
-        for folder, _, names in os.walk(self.kept[0]):
-            if os.path.basename(path) in names:
-                with open(os.path.join(folder, os.path.basename(path)), "rb") as file:
-                    if file.read() == data:
-                        return False
-        return True
+        if os.path.isdir(path):
+            return self.is_declared(path) or any(self.is_left(one.path) for one in os.scandir(path) if one.is_file())
+        state = os.stat(path)
+        if state.st_ctime <= self.started_s:
+            return self.is_declared(path)
+        if path in self.written or mark_of(state) in self.marks:
+            return not self.is_of_tests(path)
+        copies = self.by_size.get(state.st_size, ()) if state.st_size < MAX_COMPARED else ()
+        data = content(path) if copies else b""
+        return any(os.path.isfile(copy) and content(copy) == data != b"" for copy in copies) and not self.is_of_tests(path)
+
+    def is_of_tests(self, path):
+        """Return whether the tests have brought a file: one of theirs holds all of it."""
+        size = os.path.getsize(path)
+        if size > MAX_COMPARED:
+            return False
+        data = content(path)
+        return any(size <= os.path.getsize(one) < MAX_COMPARED and data in content(one) for one in files_in(self.kept[0]))
+
+    def held(self, pid):
+        """Yield what is kept and open for a program: but not what is on its stdin from the start, or what is said."""
+        for number in os.listdir(f"/proc/{pid}/fd"):
+            path = os.readlink(f"/proc/{pid}/fd/{number}")
+            is_input = number == "0" and content(f"/proc/{pid}/fdinfo/0").split()[1] == b"0"
+            if within(path, self.kept[0]) and not is_input or path.startswith(f"{self.kept[1]}/reward."):
+                yield path
 
     def given(self, cwd, argv):
         """Yield the paths among what is kept that a program's arguments name."""
         for word in argv[1:]:
-            for path in (os.path.join(cwd, word), *re.findall(r"/[^\s'\",;:=]*", word)):
+            for path in (os.path.join(cwd, word), *PATHS.findall(word)):
                 if any(within(os.path.normpath(path), kept) for kept in self.kept) and (
                     os.path.exists(path) or within(path, self.kept[1])
                 ):
@@ -196,10 +256,10 @@ class Supervisor:
     def is_declared(self, path):
         return any(within(path, declared) for declared in self.declared)
 
-    def confine(self, pid, given, read_only):
+    def confine(self, pid, given, writable):
         """Make a process that is about to start give up what is kept, for itself and its children.
 
-        What the tests run later is `read_only`, unless the program is one that builds and installs.
+        What the tests run later can only be read, but for what is `writable` of it.
         """
         step(pid)  # to the end of its call to exec
         saved = registers(pid)
@@ -229,8 +289,9 @@ class Supervisor:
             handled = ALL if self.version >= 3 else ALL & ~(1 << 14)
             handled = handled if self.version >= 2 else handled & ~(1 << 13)
             ruleset = call(CREATE_RULESET, put(struct.pack("=QQQ", handled, 0, scopes)), 24 if scopes else 8, 0)
-            rules = [(path, READ if path.startswith(read_only or "\0") else ALL) for path in self.free("/")]
-            for path, rights in [*rules, *((path, ALL) for path in self.declared), *((path, READ) for path in given)]:
+            rules = [(path, READ if path.startswith(SYSTEM) else ALL) for path in self.free("/")]
+            rules += [(path, ALL) for path in (*writable, *self.declared)] + [(path, READ) for path in given]
+            for path, rights in rules:
                 rights &= handled if os.path.isdir(path) else handled & FILES
                 beneath = call(OPENAT, -100, put(os.fsencode(path) + b"\0"), O_PATH, 0)
                 if beneath >= 0:
@@ -238,7 +299,7 @@ class Supervisor:
                     call(CLOSE, beneath)
             result = call(RESTRICT_SELF, ruleset, 0)
             call(CLOSE, ruleset)
-            call(SECCOMP, 1, 0, put(struct.pack("=HxxxxxxQ", 3 + len(OPENS), data + 16) + reporting_opens()))
+            call(SECCOMP, 1, 0, put(struct.pack("=HxxxxxxQ", 3 + len(CALLS), data + 16) + reporting()))
             os.pwrite(memory.fileno(), code, place)
         set_registers(pid, saved)
         if ruleset < 0 or result < 0:
@@ -255,13 +316,34 @@ class Supervisor:
                 yield path
 
     def look(self, pid):
-        """Tell of a confined program that tries to open what is kept; that it cannot is not decided here."""
+        """Note what a confined program opens, links and writes; whether it can is not decided here."""
         state = registers(pid)
-        is_old = X86 and state[15] == 2  # open, without a folder
-        start, flags = (state[ARGUMENTS[not is_old]], state[ARGUMENTS[2 - is_old]])
+        number = state[15 if X86 else NUMBER]
+        folder, place = CALLS[number]
         with open(f"/proc/{pid}/mem", "rb", 0) as memory:
-            text = os.pread(memory.fileno(), 4096, start)
-        path = os.path.normpath(os.path.join(os.readlink(f"/proc/{pid}/cwd"), os.fsdecode(text.split(b"\0")[0])))
+
+            def text(index):
+                return os.fsdecode(os.pread(memory.fileno(), 4096, state[ARGUMENTS[index]]).split(b"\0")[0])
+
+            base, flags = f"/proc/{pid}/cwd", os.O_WRONLY
+            if folder != NO_FOLDER and (descriptor := state[ARGUMENTS[folder]] & 0xFFFF_FFFF) != 2**32 - 100:
+                base = f"/proc/{pid}/fd/{descriptor}"
+            path = os.path.normpath(os.path.join(os.readlink(base), text(place)))
+            if number in (OPEN * X86, OPENAT):
+                flags = state[ARGUMENTS[place + 1]]
+            elif number == OPENAT2:
+                flags = struct.unpack("=Q", os.pread(memory.fileno(), 8, state[ARGUMENTS[2]]))[0]
+            if number in LINKS:
+                leads = os.path.realpath(os.path.join(os.path.dirname(path), text(0)))
+                if any(within(leads, kept) or within(kept, leads) for kept in self.kept):
+                    tell(pid, "saw", "link", f"{path}, made by a program of the agent's, leads to {leads}")
+        if flags & (os.O_WRONLY | os.O_RDWR) or number in LINKS:
+            self.written.add(os.path.realpath(path))
+            if path.startswith(os.path.expanduser("~/.")) and "/.cache/" not in path or path.endswith(".pth"):
+                tell("changed", path)
+        looked_up = COMMAND_LINE.fullmatch(path)
+        if looked_up and not is_confined(int(looked_up[1]), self.confined):
+            tell("given", "it looks up their command lines")
         for kept, kind in zip(self.kept, ("reads_tests", "writes_reward")):  # noqa: B905
             if within(path, kept) and path not in self.handed and not flags & O_DIRECTORY:
                 tell(pid, "saw", kind, f"a program of the agent's opens {path}")
@@ -275,18 +357,34 @@ class Supervisor:
             for _, kind, credentials in ancillary:
                 if kind == 2:  # SCM_CREDENTIALS
                     pid = struct.unpack("=iII", credentials)[0]
-                    if pid not in self.confined:
+                    word, _, path = data.decode(errors="replace").partition(" ")
+                    if pid not in self.confined and (word != "met" or self.is_left(path)):
                         self.watched.add(pid)
-                        tell(pid, data.decode(errors="replace"))
+                        tell(pid, "agent" if word == "met" else word, path)
 
 
-def reporting_opens():
-    """Return a filter of system calls under which those that open files stop for the tracer."""
-    last = 1 + len(OPENS)
+def reporting():
+    """Return a filter of system calls under which those that are looked at stop for the tracer."""
+    last = 1 + len(CALLS)
     steps = [(0x20, 0, 0, 0)]  # load the number of the call
-    steps += [(0x15, last - index, 0, number) for index, number in enumerate(OPENS, 1)]
+    steps += [(0x15, last - index, 0, number) for index, number in enumerate(CALLS, 1)]
     steps += [(0x06, 0, 0, 0x7FFF_0000), (0x06, 0, 0, 0x7FF0_0000)]  # allow; stop
     return b"".join(struct.pack("=HBBI", *step) for step in steps)
+
+
+def content(path):
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def files_in(folder):
+    for root, _, names in os.walk(folder):
+        yield from (path for path in (os.path.join(root, name) for name in names) if not os.path.islink(path))
+
+
+def mark_of(state):
+    """Return what stays of a file when it is moved, or its mode is changed."""
+    return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def asked_for(pid):

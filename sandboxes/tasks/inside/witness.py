@@ -50,34 +50,21 @@ class Witness:
             self.socket.sendto(text.encode(errors="replace"), NAME)
 
     def is_agents(self, path):
-        """Return whether a file is the agent's: left, or made by other than tests since its programs ran."""
-        if not isinstance(path, str) or not path.startswith(self.declared):
+        """Return whether the agent left a file; of one that was made or changed since, the supervisor decides."""
+        if not isinstance(path, str) or path.startswith(self.kept):
             return False
         if path not in self.known:
+            self.known[path] = False
             try:
                 is_old = posix.stat(path).st_ctime <= self.started_s
-            except OSError:
-                is_old = not path.endswith(".py")
-            self.known[path] = False  # while it is compared
-            self.known[path] = is_old or (self.have_programs_run() and not self.is_copied(path))
+            except NotADirectoryError:  # within a zip file
+                is_old = self.is_agents(os.path.dirname(path))
+            except (OSError, ValueError):
+                return False
+            self.known[path] = is_old and path.startswith(self.declared)
+            if not is_old:
+                self.tell("met", path)
         return self.known[path]
-
-    def have_programs_run(self):
-        """Return whether a program of the agent's has run: there is a second socket since."""
-        try:
-            type(self.socket)(self.socket.family, self.socket.type).connect(f"{NAME}-ran")
-        except OSError:
-            return False
-        return True
-
-    def is_copied(self, path):
-        """Return whether the tests have brought a file: it is one of theirs."""
-        for folder, _, names in os.walk(self.kept[0]):
-            if os.path.basename(path) in names:
-                with open(os.path.join(folder, os.path.basename(path)), "rb") as one, open(path, "rb") as other:
-                    if one.read() == other.read():
-                        return True
-        return False
 
     def audit(self, event, arguments):
         if event in MAIN and not self.is_running and os.getpid() == self.pid:
@@ -100,7 +87,7 @@ class Witness:
             path = os.path.abspath(arguments[0])
             if self.is_agents(path):
                 self.has_opened = path
-                self.meet(path if path.endswith(".py") else None)
+                self.meet(path if path.endswith((".py", ".pyc")) else None)
         elif self.has_agents and event.startswith(ACTS) and event not in LOOKS:
             if event in ("os.kill", "os.killpg"):
                 if arguments[0] in (0, -1, 1, os.getppid()) and self.outermost() is not None:
@@ -120,10 +107,6 @@ class Witness:
             self.has_agents = True
             self.tell("agent", path)
             self.before = dict(self.functions())
-        name = os.path.basename(path or "").partition(".")[0]
-        if name in sys.stdlib_module_names and posix.stat(path).st_ctime > self.started_s and self.is_agents(path):
-            self.tell("saw shadow", f"{path}, made by a program of the agent's")
-            raise ImportError(f"{path} is in place of a module of Python's own")
 
     def outermost(self):
         """Return the first frame of the agent's, which the tests called; None when there is none."""
