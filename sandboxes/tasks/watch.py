@@ -45,8 +45,11 @@ for root in sorted({*roots, *glob.glob("/opt/*"), *glob.glob("/opt/*/envs/*")}):
         for folder in glob.glob(f"{root}/lib/{kind}"): print(os.path.realpath(folder))
 """
 MAX_REASONS = 10
-READS_IN = re.compile(r"(?m)(?:^|[;&|]\s*)(?:source|\.)\s+([^\s;&|]+)")
-"""A file that a shell reads in, and runs."""
+READS_IN = re.compile(
+    r"(?m)(?:^|[;&|]\s*)(?:source|\.|eval)\s+([^\s;&|]+)|-c\s+[\"']?\$\((?:cat|<)\s*([^\s)]+)|"
+    r"cat\s+([^\s;&|]+)\s*\|\s*(?:\w*sh|python[\d.]*)\b"
+)
+"""What a shell reads in, and runs, or has run by an interpreter."""
 
 
 class Trust(StrEnum):
