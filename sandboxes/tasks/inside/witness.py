@@ -62,7 +62,7 @@ class Witness:
             except (OSError, ValueError):
                 return False
             self.known[path] = is_old and path.startswith(self.declared)
-            if not is_old:
+            if not self.known[path] and not (is_old and path.startswith((sys.prefix, sys.base_prefix))):
                 self.tell("met", path)
         return self.known[path]
 
