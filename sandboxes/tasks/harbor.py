@@ -381,7 +381,9 @@ class HarborTask:
                 box, RUN_TESTS, env=self._verifier_env, limits=limits,
                 declared=files.declared, is_python=files.is_python,
             )  # fmt: skip
-            seen.reasons += [f"the tests' shell runs {found[found.lastindex or 0]}" for found in READS_IN.finditer(files.scripts)]
+            seen.reasons += [
+                f"the tests' shell runs {found[found.lastindex or 0]}" for found in READS_IN.finditer(files.scripts)
+            ]
         said = (await box.exec(["tail", "-c", str(MAX_TOLD_BYTES), TESTS_SAID])).stdout.decode(errors="replace")
         verdict = TaskVerdict(
             reward=0.0, rewards={}, detail=said, trust=Trust.OWN_SANDBOX if files is None else seen.trust,

@@ -136,6 +136,7 @@ def test_what_is_loaded_without_being_asked_for_stays_away_and_is_no_suspicion()
         ("7 loads python3\n7 started S\n7 ended S 0\n7 exited 0\n", Trust.PROVED, 0),
         ("unconfined there is no Landlock\n", Trust.IN_PROCESS, 0),
         ("given ./solve /tests\n", Trust.IN_PROCESS, 0),
+        ("changed /root/.curlrc\n", Trust.IN_PROCESS, 0),
     ],
 )
 def test_what_the_supervisor_saw(said: str, trust: Trust, num_early: int) -> None:

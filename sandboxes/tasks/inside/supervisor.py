@@ -12,7 +12,7 @@ Processes of Python report to a socket as `witness.py` says; the kernel names th
     given WHAT              the tests hand what is theirs to a program of the agent's, or take its word
     changed PATH            a program of the agent's wrote a file that programs of the tests load by themselves
     PID loads PROGRAM       an interpreter of the tests
-    PID started|agent|ended|saw ...  from witnesses
+    PID started|agent|ended|saw ...  from witnesses ("met" of theirs is "agent" here, if the file is the agent's)
     PID exited STATUS       of processes with a witness
     done STATUS             of the tests' script; negative: killed by this signal
 """
@@ -65,15 +65,16 @@ RUNNERS = re.compile(
     r"|nox|git|swift|zig|cabal|stack|dune|sbt|mix|composer"
 )
 MANY = ("busybox", "toybox", "coreutils")  # programs that are many by the name that they are called by
-TOOLS = frozenset(
-    "[ b2sum base64 basename cat chgrp chmod chown cksum cmp comm cp cut date dd df diff dirname du echo egrep env expr"
-    " false fgrep file find grep head hexdump id install join kill ldd ln ls md5sum mkdir mkfifo mktemp mv nice nl nm"
-    " nohup od paste pgrep pkill printenv printf ps pwd readelf readlink realpath rev rm rmdir runuser seq setpriv"
-    " setsid sha1sum sha224sum sha256sum sha384sum sha512sum shuf sleep sort split stat stdbuf strings su sudo sum sync"
-    " tac tail tee test time timeout touch tr true truncate uname uniq wc which whoami xargs xxd yes".split()
+TOOLS = re.compile(
+    r"\[|b2sum|base64|basename|cat|chgrp|chmod|chown|cksum|cmp|comm|cp|cut|date|dd|df|diff|dirname|du|echo|egrep"
+    r"|env|expr|false|fgrep|file|find|grep|head|hexdump|id|install|join|kill|ldd|ln|ls|md5sum|mkdir|mkfifo|mktemp"
+    r"|mv|nice|nl|nm|nohup|od|paste|pgrep|pkill|printenv|printf|ps|pwd|readelf|readlink|realpath|rev|rm|rmdir"
+    r"|runuser|seq|setpriv|setsid|sha1sum|sha224sum|sha256sum|sha384sum|sha512sum|shuf|sleep|sort|split|stat"
+    r"|stdbuf|strings|su|sudo|sum|sync|tac|tail|tee|test|time|timeout|touch|tr|true|truncate|uname|uniq|wc|which"
+    r"|whoami|xargs|xxd|yes"
 )
 """Programs that do with files what their arguments say, and nothing that the files say."""
-STARTS_TESTS = re.compile(r"test|check|spec|verify|[tn]ox$")
+STARTS_TESTS = re.compile(r"(?:^|[^a-z])(?:test|check(?!out)|spec|verify)|(?:ctest|[tn]ox)$")
 COMMAND_LINE = re.compile(r"/proc/(\d+)/(?:task/\d+/)?cmdline")
 MAX_COMPARED = 2**26
 INLINE = {True: re.compile("-[A-Za-z]*c"), False: re.compile("-[A-Za-z]*[eEp]|--eval|--print")}
@@ -145,27 +146,28 @@ class Supervisor:
                 self.judge(pid)
             elif event == ON_SECCOMP:
                 self.look(pid)
-        except OSError:  # it was killed, or cannot be looked into
-            pass
+        except OSError as error:
+            if event == ON_EXEC and state_of(pid, "State") not in ("Z", "X"):
+                tell("unconfined", error)
         is_group_stop = event == ON_STOP and number in (signal.SIGSTOP, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
         ptrace(LISTEN if is_group_stop else CONT, pid, 0, 0 if event else number)
 
     def judge(self, pid):
-        if leader(pid) in self.confined or is_below(pid, self.confined):
+        if is_below(pid, self.confined):
             self.confined.add(pid)
             return
         exe, cwd = os.readlink(f"/proc/{pid}/exe"), os.readlink(f"/proc/{pid}/cwd")
         argv = [os.fsdecode(word) for word in content(f"/proc/{pid}/cmdline").split(b"\0")[:-1]]
-        script, called = os.path.realpath(os.path.join(cwd, asked_for(pid))), " ".join(argv)[:200]
+        script, called = real(cwd, asked_for(pid)), " ".join(argv)[:200]
         name = os.path.basename(argv[0] if os.path.basename(exe) in MANY else exe)
-        given, program = list(self.given(cwd, argv)), ""
+        given, program = list(self.given(cwd, argv)), None
         if INTERPRETERS.fullmatch(name):
             program = program_of(pid, name, cwd, argv)
             if program and RUNNERS.fullmatch(os.path.basename(program)) and not self.is_left(program):
-                name, program = os.path.basename(program), None
-        is_runner = RUNNERS.fullmatch(name) is not None
+                name, program = os.path.basename(program), None  # a script of the interpreter's, like npm
+        is_runner = program is None and RUNNERS.fullmatch(name) is not None
         if not self.is_agents(pid, exe, script, program):
-            if is_runner and not program and not given and self.is_left(cwd):
+            if is_runner and not given and self.is_left(cwd):
                 if any(map(STARTS_TESTS.search, argv)):
                     tell("given", f"its word is theirs, {called}")
             elif self.is_led(pid, name, cwd, argv, given):
@@ -174,10 +176,10 @@ class Supervisor:
                     self.spared.add(pid)
                     return
             else:
-                if INTERPRETERS.fullmatch(name) and not re.match(SHELLS, name) or is_runner:
+                if (INTERPRETERS.fullmatch(name) and not re.match(SHELLS, name)) or is_runner:
                     tell(pid, "loads", name)
                 return
-        elif self.is_left(script) and ((own := os.path.basename(script)) in TOOLS or INTERPRETERS.fullmatch(own)):
+        elif self.is_left(script) and (TOOLS.fullmatch(own := os.path.basename(script)) or INTERPRETERS.fullmatch(own)):
             tell("given", f"it is in place of theirs, {called}")
         self.handed.update(given)
         if any(os.path.isdir(path) or within(path, self.kept[1]) for path in given):
@@ -199,10 +201,10 @@ class Supervisor:
 
     def is_led(self, pid, name, cwd, argv, given):
         """Return whether a process is a tool that does what the agent's files say; with files of the tests, `given`."""
-        if name in TOOLS or INTERPRETERS.fullmatch(name) or is_below(pid, self.spared):
+        if TOOLS.fullmatch(name) or INTERPRETERS.fullmatch(name) or is_below(pid, self.spared):
             return False
-        named = [os.path.join(cwd, word) for text in argv[1:] for word in (text, *PATHS.findall(text))]
-        files = [os.path.realpath(path) for path in (*named, f"/proc/{pid}/fd/0")]
+        named = [word for text in argv[1:] for word in (text, *PATHS.findall(text))]
+        files = [real(cwd, path) for path in (*named, f"/proc/{pid}/fd/0")]
         given += [path for path in files if path.endswith((".o", ".a")) and is_file(path) and not self.is_left(path)]
         return any(map(self.is_left, files))
 
@@ -241,7 +243,7 @@ class Supervisor:
             is_input = number == "0" and info[1] == b"0"
             if int(info[3], 8) & 3 and is_file(path):
                 self.written.add(path)
-            if within(path, self.kept[0]) and not is_input or path.startswith(f"{self.kept[1]}/reward."):
+            if (within(path, self.kept[0]) and not is_input) or path.startswith(f"{self.kept[1]}/reward."):
                 yield path
 
     def given(self, cwd, argv):
@@ -339,14 +341,14 @@ class Supervisor:
                 target = text(0)
             elif place and os.path.islink(old := named(max(folder - 2, NO_FOLDER), place // 2)):
                 target = os.readlink(old)
-        leads = target is not None and os.path.realpath(os.path.join(os.path.dirname(path), target))
+        leads = target is not None and real(os.path.dirname(path), target)
         if leads and any(within(leads, kept) or within(kept, leads) for kept in self.kept):
             tell(pid, "saw", "link", f"a program of the agent's links {path} to {leads}")
             state[ARGUMENTS[place]] = 0  # so that it fails
             set_registers(pid, state)
         elif flags & (os.O_WRONLY | os.O_RDWR):
             self.written.add(os.path.realpath(path))
-            if path.startswith(os.path.expanduser("~/.")) and "/.cache/" not in path or path.endswith(".pth"):
+            if (path.startswith(os.path.expanduser("~/.")) and "/.cache/" not in path) or path.endswith(".pth"):
                 tell("changed", path)
         looked_up = COMMAND_LINE.fullmatch(path)
         if looked_up and not is_below(int(looked_up[1]), self.confined):
@@ -393,6 +395,10 @@ def files_in(folder):
         yield from (path for path in (os.path.join(root, name) for name in names) if is_file(path))
 
 
+def real(folder, path) -> str:
+    return os.path.realpath(os.path.join(folder, path))
+
+
 def parents_of(path):
     """Return a path and the folders that it is in."""
     parts = path.split("/")
@@ -422,32 +428,36 @@ def asked_for(pid):
         return os.fsdecode(os.pread(memory.fileno(), 4096, place).split(b"\0")[0])
 
 
-def leader(pid):
-    with open(f"/proc/{pid}/status") as file:
-        return int(next(line for line in file if line.startswith("Tgid")).split()[1])
+def state_of(pid, key):
+    """Return what the kernel says of a process; "X" where it has gone."""
+    try:
+        lines = content(f"/proc/{pid}/status").decode(errors="replace").split("\n")
+        return next(line.split()[1] for line in lines if line.startswith(key))
+    except (OSError, StopIteration):
+        return "X"
 
 
 def is_below(pid, among):
     """Return whether a process, or one of its ancestors, is among others."""
     while pid > 1 and pid not in among:
-        with open(f"/proc/{pid}/status") as file:
-            pid = int(next(line for line in file if line.startswith("PPid")).split()[1])
+        parent = state_of(pid, "PPid")
+        pid = int(parent) if parent.isdigit() else 0
     return pid in among
 
 
 def program_of(pid, name, cwd, argv):
-    """Return the file that an interpreter runs; "" for a module or text in its arguments, None where it names nothing."""
+    """Return the file that an interpreter runs; "" for a module or text in its arguments, None for nothing."""
     rest = argv[1:]
     if "-m" in rest[:-1]:
         module = rest[rest.index("-m") + 1].split(".")[0]
         rest = [] if module in FRAMEWORKS else [module, f"{module}.py"]
-        return next((place for word in rest if os.path.exists(place := os.path.realpath(os.path.join(cwd, word)))), "")
+        return next((place for word in rest if os.path.exists(place := real(cwd, word))), "")
     for word in rest:
         if INLINE[re.match(f"{SHELLS}|python|pypy", name) is not None].fullmatch(word):
             return ""
-        if os.path.exists(place := os.path.realpath(os.path.join(cwd, word))):
+        if os.path.exists(place := real(cwd, word)):
             return place
-    stdin = os.path.realpath(f"/proc/{pid}/fd/0")
+    stdin = real(cwd, f"/proc/{pid}/fd/0")
     return stdin if is_file(stdin) else None
 
 
