@@ -207,7 +207,7 @@ def look_through(task: TaskFiles, tars: Mapping[str, IO[bytes]]) -> Looked:
                     is_loaded = is_own_module(path) or LOADED_BY_ITSELF.fullmatch(name)
                     if has_mark(file, mark) if mark else is_loaded:
                         file.seek(0)
-                        looked.facts[path] = f"file {hashlib.file_digest(file, 'sha256').hexdigest()}"
+                        looked.facts[path] = f"file {hashlib.file_digest(file, 'sha256').hexdigest()}"  # pyright: ignore[reportArgumentType]
     return looked
 
 
