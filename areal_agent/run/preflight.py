@@ -74,7 +74,8 @@ class Preflight:
     ) -> Self:
         """Load and check. `workflow` replaces `config.workflow`; `name` names the default folder.
 
-        Without a trainer beside it (`trains`) the engine has all cores. Raises ConfigError.
+        An evaluation, which trains nothing, has all cores for its engine, and needs the held-out tasks alone. Raises
+        ConfigError.
         """
         if config.cluster.kind == "ray":
             require_ray()
@@ -97,7 +98,7 @@ class Preflight:
             for name, model in config.rollout.models.items():
                 model.key(name)
             check_engine(config.engine)
-            tasks, eval_tasks = load_all_tasks(config)
+            tasks, eval_tasks = load_all_tasks(config, trains=trains)
             check_sandbox(source, config.sandbox.backend)
         return cls(
             config=config.with_threads(trains=trains),
@@ -404,11 +405,13 @@ def make_curriculum(config: Config, tasks: TaskSet) -> Curriculum | None:
     return Curriculum(config.tasks.curriculum, tasks, seed=config.seed, success_reward=config.eval.success_reward)
 
 
-def load_all_tasks(config: Config) -> tuple[TaskSet, tuple[Task, ...]]:
-    """Return the tasks to train on and those held out. Raises ConfigError where they do not fit."""
+def load_all_tasks(config: Config, *, trains: bool = True) -> tuple[TaskSet, tuple[Task, ...]]:
+    """Return the tasks to train on, if any, and those held out. Raises ConfigError where they do not fit."""
     assert config.tasks is not None  # checked by Config
-    tasks, held_out = load_tasks(config.tasks, "train", config.seed), load_eval_tasks(config)
-    make_curriculum(config, tasks)
+    tasks = load_tasks(config.tasks, "train", config.seed) if trains else TaskSet(sources=())
+    held_out = load_eval_tasks(config)
+    if trains:
+        make_curriculum(config, tasks)
     if config.rollout.workers:
         require_json((*tasks, *held_out))
     return tasks, held_out
