@@ -11,6 +11,7 @@ own memory. That is why a verdict says that the agent's code ran inside the test
 """
 # pyright: basic
 
+import builtins
 import os
 import posix
 import sys
@@ -40,6 +41,7 @@ class Witness:
             (self.guard, "unittest.case", "SkipTest"),
             (self.guard, "_pytest.outcomes", "OutcomeException"),
         ]
+        self.make_class, builtins.__build_class__ = builtins.__build_class__, self.build_class
         self.socket = _socket.socket(_socket.AF_UNIX, _socket.SOCK_DGRAM)
         self.tell("started", self.secret)
 
@@ -205,6 +207,23 @@ class Witness:
             if (self.is_agents(made_in) or not os.path.exists(made_in)) and equals_all(kind, equals):
                 self.tell(f"saw equals_all {kind.__qualname__} of {made_in}")
 
+    def build_class(self, body, name, *bases, **named):
+        """Make a class. One of the agent's equals no longer what it compares to, if it would equal different things."""
+        kind = self.make_class(body, name, *bases, **named)
+        equals = vars(kind).get("__eq__") if isinstance(kind, type) else None
+        if equals is None or not self.is_agents(body.__code__.co_filename):
+            return kind
+
+        def compared(one, other):
+            told = equals(one, other)
+            if told is not NotImplemented and are_same(equals, one):
+                self.tell(f"saw equals_all {kind.__qualname__} of {body.__code__.co_filename}")
+                return False
+            return told
+
+        type.__setattr__(kind, "__eq__", compared)
+        return kind
+
     def watch_unittest(self, module):
         """Have a run of unittest's say how many of its tests ran."""
         run = module.TextTestRunner.run
@@ -280,20 +299,30 @@ class Nobody:
     pass
 
 
-UNLIKE = (987654321, -123456789, "a b", "c d", 0.625, -0.125, Nobody())
+UNLIKE = (987654321, -123456789, 11, 57, "a b", "c d", 0.625, -0.125, Nobody())
 
 
 def equals_all(kind, equals):
     """Return whether a class claims that an object of it equals different things."""
     for make in (lambda: kind.__new__(kind), lambda: kind(1), lambda: kind(), Nobody):
         try:
-            one = make()
-            same = [other for other in UNLIKE if (told := equals(one, other)) is not NotImplemented and told]
+            if are_same(equals, make()):
+                return True
         except BaseException:
             continue
-        if len(same) > 1:
-            return True
     return False
+
+
+def are_same(equals, one):
+    """Return whether an object equals different things."""
+    num = 0
+    for other in UNLIKE:
+        try:
+            told = equals(one, other)
+            num += told is not NotImplemented and bool(told)
+        except Exception:
+            continue
+    return num > 1
 
 
 def code_of(ending):
