@@ -32,7 +32,7 @@ class Witness:
         self.kept, self.started_s = tuple(kept), started_s
         self.secret = os.urandom(16).hex()
         self.pid = os.getpid()
-        self.is_running = self.has_agents = False
+        self.is_running = self.has_agents = self.is_trying = False
         self.known, self.told, self.before = {}, set(), {}
         self.missing, self.main_code, self.has_opened = "", None, None
         self.patches = [
@@ -216,10 +216,16 @@ class Witness:
 
         def compared(one, other):
             told = equals(one, other)
-            if told is not NotImplemented and are_same(equals, one):
+            if self.is_trying or told is NotImplemented or told is False:
+                return told
+            self.is_trying = True  # objects in it are compared as they are, or it would take for ever
+            try:
+                is_refused = are_same(equals, one)
+            finally:
+                self.is_trying = False
+            if is_refused:
                 self.tell(f"saw equals_all {kind.__qualname__} of {body.__code__.co_filename}")
-                return False
-            return told
+            return False if is_refused else told
 
         type.__setattr__(kind, "__eq__", compared)
         return kind
