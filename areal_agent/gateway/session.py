@@ -363,7 +363,8 @@ class Session:
             logged=request.logged,
             started_s=self.record.started_s,
             ended_s=time.time(),
-            undelivered=self.deliveries.undelivered,
+            # of those that are in the journal: a full disk may have refused one
+            undelivered=tuple(one for one in self.deliveries.undelivered if one in self._log.completion_ids),
         )
         await self._services.journal.close_session(trajectory)
         self.trajectory = trajectory

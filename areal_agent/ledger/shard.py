@@ -42,7 +42,7 @@ GROUP_S = 0.002
 
 
 @dataclass(kw_only=True, slots=True)
-class _Request:
+class Request:
     """Work for the writer thread, which sets `error` when it failed, otherwise `result`."""
 
     work: Callable[[sqlite3.Connection], Any]
@@ -57,11 +57,14 @@ class GroupCommitWriter:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[Sequence[_Request] | None] = queue.SimpleQueue()
-        self._waiting: list[_Request] = []
+        self._queue: queue.SimpleQueue[Sequence[Request] | None] = queue.SimpleQueue()
+        self._waiting: list[Request] = []
         self._is_busy = False  # a group is being committed, or about to be sent
         self._sent_s = -GROUP_S  # when the last group was sent, by the loop's clock
         self._is_closed = False
+        self._begin()
+
+    def _begin(self) -> None:
         # A daemon, so that it does not keep a dying process alive: nobody was promised what it has not committed.
         self._thread = threading.Thread(target=self._serve, name="ledger-writer", daemon=True)
         self._thread.start()
@@ -76,7 +79,7 @@ class GroupCommitWriter:
         if self._is_closed:
             raise LedgerError("the ledger is closed: nothing can be written any more; open it again")
         future: asyncio.Future[Result] = self._loop.create_future()
-        self._waiting.append(_Request(work=lambda connection: work(connection, *args, **kwargs), future=future))
+        self._waiting.append(Request(work=lambda connection: work(connection, *args, **kwargs), future=future))
         if not self._is_busy:
             self._is_busy = True
             self._send_soon()
@@ -87,12 +90,19 @@ class GroupCommitWriter:
         if not self._is_closed:
             self._is_closed = True
             self._send()
-            self._queue.put(None)
+            self._hand_over(None)
 
     def close(self) -> None:
         """Block until everything is committed and the file is closed; call `stop` first. Harmless when repeated."""
-        self._thread.join()
+        self._finish()
         self._connection.close()
+
+    def _hand_over(self, group: Sequence[Request] | None) -> None:
+        """Give the writer thread a group, or its end mark. It answers by `_deliver`."""
+        self._queue.put(group)
+
+    def _finish(self) -> None:
+        self._thread.join()
 
     def _send_soon(self) -> None:
         self._loop.call_at(self._sent_s + GROUP_S, self._send)
@@ -103,14 +113,14 @@ class GroupCommitWriter:
         self._is_busy = bool(group)
         if group:
             self._sent_s = self._loop.time()
-            self._queue.put(group)
+            self._hand_over(group)
 
     def _serve(self) -> None:
         while (group := self._queue.get()) is not None:
             self._commit(group)
             self._loop.call_soon_threadsafe(self._deliver, group)
 
-    def _deliver(self, group: Sequence[_Request]) -> None:
+    def _deliver(self, group: Sequence[Request]) -> None:
         """Answer the callers of a group, and send the requests that arrived meanwhile. Runs in the event loop."""
         self._is_busy = bool(self._waiting)
         if self._is_busy:
@@ -123,7 +133,7 @@ class GroupCommitWriter:
             else:
                 request.future.set_exception(request.error)
 
-    def _commit(self, group: Sequence[_Request]) -> None:
+    def _commit(self, group: Sequence[Request]) -> None:
         """Run a group in one transaction. If that fails (a full disk, for example), none of it has happened."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -138,7 +148,7 @@ class GroupCommitWriter:
                 request.error = failure
 
 
-def _perform(connection: sqlite3.Connection, request: _Request) -> None:
+def _perform(connection: sqlite3.Connection, request: Request) -> None:
     """Run one request's work inside a savepoint. If it fails, it is undone and its exception becomes the answer."""
     connection.execute("SAVEPOINT request")
     try:

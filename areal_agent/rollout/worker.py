@@ -61,11 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(None if argv is None else list(argv))
     exit_with_parent()
     start_logging()
-    asyncio.run(_work(call_back(arguments.connect)))
+    asyncio.run(work(call_back(arguments.connect)))
     return 0
 
 
-async def _work(sock: socket.socket) -> None:
+async def work(sock: socket.socket) -> None:
     channel = await Channel.over(sock)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, channel.end)
     try:

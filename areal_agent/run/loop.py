@@ -182,7 +182,7 @@ async def _go_on(run: Run, outcome: Outcome, interruption: Interruption, task: "
         run.progress.note("saving a checkpoint")
         outcome.status = RunStatus.INTERRUPTED
     interruption.close()
-    await _wind_up(run, outcome)
+    await wind_up(run, outcome)
 
 
 async def _again(run: Run, death: TrainerDied, restarts_left: int) -> Run:
@@ -280,7 +280,7 @@ async def is_evaluation_owed(run: Run) -> bool:
     return not any(row["label"] == f"step{row['step']}" and due <= row["step"] <= run.step for row in rows)
 
 
-async def _wind_up(run: Run, outcome: Outcome) -> None:
+async def wind_up(run: Run, outcome: Outcome) -> None:
     """Stop rolling out, publish the last checkpoint, and give trajectories a fate or leave them for a resume."""
     await run.stop_producing()
     await run.evaluation.cancel()

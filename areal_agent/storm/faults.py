@@ -1,0 +1,227 @@
+"""What may go wrong in a story, and when: drawn from a seed, so that a story can be told again and made shorter."""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+from areal_agent.engine.fake import Operation
+from areal_agent.errors import EngineUnreachable
+from areal_agent.storm.machine import SimulatedProcess
+from areal_agent.storm.programs import Network, StormEngine
+from areal_agent.trainer.checkpoint import CommitPoint
+
+T = TypeVar("T")
+
+GAP_S = 6.0
+"""The mean time between two faults that do not come together."""
+
+BEFORE_A_COMMIT, AFTER_A_COMMIT = "before a commit", "after a commit"
+"""Points of the ledger; those of the trainer are the `CommitPoint`s of a checkpoint."""
+POINTS = (
+    BEFORE_A_COMMIT,
+    AFTER_A_COMMIT,
+    CommitPoint.WRITTEN,
+    CommitPoint.DURABLE,
+    CommitPoint.PUBLISHED,
+    CommitPoint.PRUNED,
+)
+PUSHES = (Operation.PAUSE, Operation.RESUME, Operation.BEGIN_PUSH, Operation.SEND_PUSH, Operation.COMMIT_PUSH)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fault:
+    """One thing that goes wrong, `gap_s` after the one before. `draw` in [0, 1) chooses among what is there then."""
+
+    kind: str
+    gap_s: float
+    draw: float
+    for_s: float
+
+    def one_of(self, values: Sequence[T], shift: int = 1) -> T:
+        """Return the chosen one; with another `shift`, a choice that has nothing to do with it."""
+        return values[int(self.draw * shift * len(values)) % len(values)]
+
+    def later(self, seconds: float) -> "Fault":
+        """Return this fault with a longer gap before it."""
+        return replace(self, gap_s=self.gap_s + seconds)
+
+
+class Machines(Protocol):
+    """What a fault strikes at: the machines of a story."""
+
+    network: Network
+    full_until_s: float  # no ledger can be written until then
+    no_saves_until_s: float  # nor a checkpoint
+
+    @property
+    def now_s(self) -> float: ...
+
+    def after(self, seconds: float, action: Callable[[], object]) -> None:
+        """Call `action` later, whatever lives then."""
+        ...
+
+    def set_the_clock(self, seconds: float) -> None:
+        """Set the time of day forward."""
+        ...
+
+    def processes(self, prefix: str) -> Sequence[SimulatedProcess]:
+        """Return the living processes whose names begin so."""
+        ...
+
+    def engines(self) -> Sequence[StormEngine]:
+        """Return the living engines."""
+        ...
+
+    def kill_run(self) -> None:
+        """Kill every process of the run."""
+        ...
+
+    def kill_at(self, point: str, times: int) -> None:
+        """Kill the run once it has passed this point so often."""
+        ...
+
+
+Strike = Callable[[Machines, Fault], bool]
+"""Does it, and returns whether there was something to strike at."""
+
+
+def _always(do: Callable[[Machines, Fault], object]) -> Strike:
+    def strike(machines: Machines, fault: Fault) -> bool:
+        do(machines, fault)
+        return True
+
+    return strike
+
+
+def _process(prefix: str, do: Callable[[Machines, SimulatedProcess, Fault], object]) -> Strike:
+    def strike(machines: Machines, fault: Fault) -> bool:
+        living = machines.processes(prefix)
+        if living:
+            do(machines, fault.one_of(living), fault)
+        return bool(living)
+
+    return strike
+
+
+def _engine(do: Callable[[Machines, StormEngine, Fault], object]) -> Strike:
+    def strike(machines: Machines, fault: Fault) -> bool:
+        living = machines.engines()
+        if living:
+            do(machines, fault.one_of(living), fault)
+        return bool(living)
+
+    return strike
+
+
+def _kill(machines: Machines, process: SimulatedProcess, fault: Fault) -> None:
+    process.kill()
+
+
+def _stop(machines: Machines, process: SimulatedProcess, fault: Fault) -> None:
+    process.program.stop()
+    machines.after(fault.for_s, process.program.go_on)
+
+
+def _slow(machines: Machines, engine: StormEngine, fault: Fault) -> None:
+    engine.slow = 40.0
+    machines.after(fault.for_s, lambda: setattr(engine, "slow", 1.0))
+
+
+def _fail(machines: Machines, engine: StormEngine, fault: Fault) -> None:
+    engine.fail_next(fault.one_of(PUSHES, 97), EngineUnreachable("the connection was reset"))
+
+
+def _kill_at_a_point(machines: Machines, fault: Fault) -> None:
+    point = fault.one_of(POINTS)
+    machines.kill_at(point, fault.one_of(range(20), 97) if point in (BEFORE_A_COMMIT, AFTER_A_COMMIT) else 0)
+
+
+def _cut(machines: Machines, engine: StormEngine, fault: Fault) -> None:
+    program = fault.one_of(("main", "worker 0", "worker 1"), 97)
+    machines.network.cut[program, engine.url] = machines.now_s + fault.for_s
+
+
+def _lose(machines: Machines, engine: StormEngine, fault: Fault) -> None:
+    machines.network.lost[engine.url] += 1
+
+
+def _late(machines: Machines, fault: Fault) -> None:
+    machines.network.late_until_s = machines.now_s + fault.for_s
+
+
+def _fill_the_disk(machines: Machines, fault: Fault) -> None:
+    machines.full_until_s = machines.now_s + fault.for_s / 10
+
+
+def _forbid_saves(machines: Machines, fault: Fault) -> None:
+    machines.no_saves_until_s = machines.now_s + fault.for_s
+
+
+def _set_the_clock(machines: Machines, fault: Fault) -> None:
+    machines.set_the_clock(fault.for_s * 60)
+
+
+KINDS: Mapping[str, Strike] = {
+    "the run is killed": _always(lambda machines, fault: machines.kill_run()),
+    "the run is killed at a commit": _always(_kill_at_a_point),
+    "the trainer is killed": _process("trainer", _kill),
+    "the trainer is stopped": _process("trainer", _stop),
+    "a worker is killed": _process("worker", _kill),
+    "a worker is stopped": _process("worker", _stop),
+    "an engine is killed": _process("engine", _kill),
+    "an engine is stopped": _process("engine", _stop),
+    "an engine is slow": _engine(_slow),
+    "an engine's answer is lost": _engine(_lose),
+    "an engine is cut off": _engine(_cut),
+    "messages are late": _always(_late),
+    "weights arrive damaged": _engine(lambda machines, engine, fault: engine.corrupt_next_push()),
+    "a call of a push fails": _engine(_fail),
+    "a call of a push hangs": _engine(lambda machines, engine, fault: engine.hang_next(fault.one_of(PUSHES, 97))),
+    "the ledger's disk is full": _always(_fill_the_disk),
+    "no checkpoint can be written": _always(_forbid_saves),
+    "the clock is set forward": _always(_set_the_clock),
+}
+"""What may go wrong, for a while where that can be. Cut off is an engine from one program, and both live on."""
+
+
+def draw_faults(seed: int, num_faults: int, kinds: Sequence[str] = ()) -> list[Fault]:
+    """Draw a story's faults, of all kinds or of these. One in five comes together with the one before."""
+    drawn, chosen = random.Random(f"faults of {seed}"), list(kinds or KINDS)
+    return [
+        Fault(
+            kind=drawn.choice(chosen),
+            gap_s=drawn.expovariate(1 / GAP_S) if drawn.random() < 0.8 else 0.0,
+            draw=drawn.random(),
+            for_s=drawn.choice((1.0, 10.0, 45.0, 120.0)),
+        )
+        for _ in range(num_faults)
+    ]
+
+
+def shrink(faults: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool], max_tries: int = 60) -> Sequence[Fault]:
+    """Return fewer faults with which `fails` still holds, by leaving out runs of them, long ones first.
+
+    The others strike when they did. (Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing input".)
+    """
+    kept, size, tries = list(faults), max(1, len(faults) // 2), 0
+    while tries < max_tries:
+        start, is_shorter = 0, False
+        while start < len(kept) and tries < max_tries:
+            shorter = _without(kept, start, start + size)
+            tries += 1
+            if fails(shorter):
+                kept, is_shorter = shorter, True
+            else:
+                start += size
+        if size == 1 and not is_shorter:
+            break
+        size = max(1, size // 2)
+    return kept
+
+
+def _without(faults: Sequence[Fault], start: int, end: int) -> list[Fault]:
+    left = list(faults[end:])
+    if left:
+        left[0] = left[0].later(sum(one.gap_s for one in faults[start:end]))
+    return [*faults[:start], *left]

@@ -1,0 +1,294 @@
+"""Simulated machines in one process: an event loop with a clock of its own, and programs that it can kill or stop.
+
+    loop: nothing is ready ─▶ the clock jumps to the next timer      (what sockets have to say comes first)
+    program: a context variable; tasks and callbacks inherit it
+        kill ─▶ nothing of it runs any more, not even a `finally`; its sockets are closed, its locks are free
+        stop ─▶ what becomes ready waits until it goes on
+
+Work that the product gives to threads is done at once, so that one seed gives one story. The process belongs to the
+storm: its clocks are the loop's, and a ledger commits in the event loop. Sockets and SQLite's files are real.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import math
+import os
+import random
+import selectors
+import socket
+import sqlite3
+import time
+from asyncio import events
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from areal_agent.callback import KEY_VARIABLE, LOOPBACK, call_back
+from areal_agent.errors import ProcessDied
+from areal_agent.ledger import files, shard
+
+BEGINNING_S = 1_700_000_000.0
+"""The wall clock when a story begins, in seconds since 1970."""
+
+
+class Deadlock(Exception):
+    """Nothing is ready, and no timer is set."""
+
+
+class Program:
+    """What runs between a start and an end. Everything that it opens is closed when it is killed, as a kernel would."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.is_dead = False
+        self.is_stopped = False
+        self.held: list[events.Handle] = []  # what became ready while it was stopped
+        self.owned: list[Callable[[], object]] = []  # each closes something
+
+    def kill(self) -> None:
+        """End it between two callbacks, like SIGKILL."""
+        self.is_dead = True
+        for close in reversed(self.owned):
+            with contextlib.suppress(OSError, ValueError, sqlite3.Error):
+                close()
+
+    def stop(self) -> None:
+        """Stop it like SIGSTOP."""
+        self.is_stopped = True
+
+    def go_on(self) -> None:
+        """Continue like SIGCONT."""
+        self.is_stopped, held, self.held = False, self.held, []
+        for handle in held:
+            asyncio.get_running_loop().call_soon(handle._run)  # pyright: ignore[reportPrivateUsage]
+
+
+PROGRAM: contextvars.ContextVar[Program] = contextvars.ContextVar("program")
+
+
+def owned(close: Callable[[], object]) -> None:
+    """Have `close` called when the program that runs now is killed."""
+    if (program := PROGRAM.get(None)) is not None:
+        program.owned.append(close)
+
+
+class _Timers(selectors.DefaultSelector):
+    """Looks at the sockets; when they are silent, the clock jumps instead of waiting."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = [(key, events) for key, events in super().select(0) if not any(map(_is_held, key.data))]
+        if ready:
+            return ready
+        if timeout is None:
+            raise Deadlock
+        self.now_s += max(0.0, timeout)
+        return ready
+
+
+class SimulatedLoop(asyncio.SelectorEventLoop):
+    """An event loop with a clock of its own, in which threads are calls."""
+
+    def __init__(self) -> None:
+        self._timers = _Timers()
+        super().__init__(self._timers)
+        self.slow_callback_duration = math.inf
+
+    def time(self) -> float:
+        return self._timers.now_s
+
+    def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: Any) -> None:
+        """Do nothing: signals are the storm's own."""
+
+    def run_in_executor(self, executor: object, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """Call it now; the caller hears of it in the loop's next turn, as from a thread."""
+        done: asyncio.Future[Any] = self.create_future()
+        try:
+            done.set_result(func(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+    def _make_socket_transport(self, sock: socket.socket, *args: Any, **kwargs: Any) -> Any:
+        owned(lambda: self._hang_up(sock))
+        return super()._make_socket_transport(sock, *args, **kwargs)  # type: ignore[misc]
+
+    def _start_serving(self, protocol_factory: Any, sock: socket.socket, *args: Any, **kwargs: Any) -> Any:
+        owned(lambda: self._hang_up(sock))
+        return super()._start_serving(protocol_factory, sock, *args, **kwargs)  # type: ignore[misc]
+
+    def _hang_up(self, sock: socket.socket) -> None:
+        if sock.fileno() >= 0:
+            self._remove_reader(sock.fileno())  # type: ignore[attr-defined]
+            self._remove_writer(sock.fileno())  # type: ignore[attr-defined]
+            self._transports.pop(sock.fileno(), None)  # type: ignore[attr-defined]
+            sock.close()
+
+
+_run_handle = events.Handle._run  # pyright: ignore[reportPrivateUsage]
+
+
+def _is_held(handle: events.Handle | None) -> bool:
+    """Return whether a callback is of a program that does not run now."""
+    program: Program | None = None if handle is None else handle._context.get(PROGRAM)  # type: ignore[attr-defined]
+    return program is not None and (program.is_dead or program.is_stopped)
+
+
+def _run_unless_dead(handle: events.Handle) -> None:
+    """Run a callback of the loop, unless its program is dead or stopped."""
+    program: Program | None = handle._context.get(PROGRAM)  # type: ignore[attr-defined]
+    if program is None or not (program.is_dead or program.is_stopped):
+        _run_handle(handle)
+    elif not program.is_dead:
+        program.held.append(handle)
+
+
+class WriterAtOnce(shard.GroupCommitWriter):
+    """Commits a group in the event loop. `look` is called before and after each commit, and may raise for a fault."""
+
+    @staticmethod
+    def look(connection: sqlite3.Connection, point: str) -> None: ...
+
+    def _begin(self) -> None:
+        owned(self._connection.close)
+
+    def _hand_over(self, group: Sequence[shard.Request] | None) -> None:
+        if group is not None:
+            WriterAtOnce.look(self._connection, "before a commit")
+            self._commit(group)
+            WriterAtOnce.look(self._connection, "after a commit")
+            self._loop.call_soon(self._deliver, group)
+
+    def _finish(self) -> None:
+        pass
+
+
+class WallClock:
+    """The time of day, which may be set."""
+
+    def __init__(self, loop: SimulatedLoop) -> None:
+        self._loop = loop
+        self.offset_s = BEGINNING_S
+
+    def now(self) -> float:
+        return self.offset_s + self._loop.time()
+
+
+_take_lock = files.FileLock.take
+
+
+def _take_and_own(path: Path, *, is_shard: bool) -> files.FileLock:
+    lock = _take_lock(path, is_shard=is_shard)
+    owned(lock.release)
+    return lock
+
+
+@contextmanager
+def simulated(seed: int) -> Generator[tuple[SimulatedLoop, WallClock]]:
+    """Inside, this process has a simulated clock, no threads, and names that depend on the seed alone."""
+    loop = SimulatedLoop()
+    clock, drawn = WallClock(loop), random.Random(seed)
+    with ExitStack() as stack:
+        for where, name, value in (
+            (time, "monotonic", loop.time),
+            (time, "perf_counter", loop.time),
+            (time, "time", clock.now),
+            (os, "urandom", drawn.randbytes),
+            (events.Handle, "_run", _run_unless_dead),
+            (shard, "GroupCommitWriter", WriterAtOnce),
+            (files.FileLock, "take", staticmethod(_take_and_own)),
+        ):
+            stack.enter_context(mock.patch.object(where, name, value))
+        stack.callback(loop.close)
+        yield loop, clock
+
+
+# ---------------------------------------------------------------------------------------------------- processes
+
+
+Main = Callable[[Sequence[str], socket.socket], Coroutine[Any, Any, None]]
+"""What a simulated process does with its command line and the socket over which it has called its parent back."""
+
+
+class SimulatedProcess:
+    """A `hosts.Process`: a program in this loop."""
+
+    pid = None
+
+    def __init__(self, name: str, log_path: Path, main: Main, argv: Sequence[str], key: str) -> None:
+        self.name = name
+        self.log_path = log_path
+        self.program = Program(name)
+        self.exit_status: int | None = None
+        self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        os.environ[KEY_VARIABLE] = key
+        sock = call_back(argv[argv.index("--connect") + 1])
+        context = contextvars.copy_context()
+        context.run(PROGRAM.set, self.program)
+        context.run(owned, sock.close)
+        self._task = asyncio.get_running_loop().create_task(self._run(main(argv, sock)), name=name, context=context)
+
+    async def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        status = 1
+        try:
+            await work
+            status = 0
+        finally:
+            self._over(status)
+
+    def _over(self, status: int) -> None:
+        self.exit_status = status if self.exit_status is None else self.exit_status
+        if not self._end.done():
+            self._end.set_result(status)
+
+    @property
+    def is_running(self) -> bool:
+        return self.exit_status is None
+
+    async def died(self) -> ProcessDied:
+        status = await asyncio.shield(self._end)
+        return ProcessDied(f"the {self.name} has ended with status {status}; {self.log_tail()}")
+
+    def log_tail(self, num_lines: int = 12) -> str:
+        return "it is simulated and has no log"
+
+    def kill(self) -> None:
+        self.program.kill()
+        self._over(-9)
+
+    async def aclose(self, grace_s: float = 5.0, *, with_session: bool = False) -> None:
+        """End it: it is cancelled, then killed after `grace_s`."""
+        if self.is_running:
+            self._task.cancel()
+            await asyncio.wait({asyncio.ensure_future(asyncio.shield(self._end))}, timeout=grace_s)
+        self.kill()
+
+
+class SimulatedHosts:
+    """The `hosts.Hosts` of a story, and each `hosts.Host`. `programs` are the main functions by the module started."""
+
+    home = address = LOOPBACK
+    engine_key = None
+    chooses_gpus = False
+
+    def __init__(self, programs: Mapping[str, Main]) -> None:
+        self._programs = programs
+        self.processes: dict[str, SimulatedProcess] = {}  # the last one of each name
+
+    async def host_for(self, name: str) -> "SimulatedHosts":
+        return self
+
+    async def free_port(self) -> int:
+        return 0
+
+    async def start(
+        self, name: str, argv: Sequence[str], *, log_path: Path, env: Mapping[str, str] | None = None
+    ) -> SimulatedProcess:
+        main = self._programs[argv[argv.index("-m") + 1]]
+        process = SimulatedProcess(name, log_path, main, argv, (env or {})[KEY_VARIABLE])
+        self.processes[name] = process
+        return process

@@ -1,0 +1,320 @@
+"""A story: one run on simulated machines from its start to its end, with faults on the way, and what broke.
+
+    life 1 ─▶ (it is killed, or ends with an error that it may have) ─▶ life 2, resumed ─▶ ... ─▶ completed
+       ▲ faults, each some seconds after the one before                              └─▶ are the promises kept?
+
+After the last fault everything recovers; then the run has to complete.
+"""
+
+import asyncio
+import contextvars
+import errno
+import logging
+import math
+import random
+import sqlite3
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import orjson
+
+from areal_agent.config import Config
+from areal_agent.engine.address import EngineAddress
+from areal_agent.errors import ArealAgentError
+from areal_agent.models.recipe import END, train_tokenizer
+from areal_agent.rollout import local
+from areal_agent.rollout import worker as worker_process
+from areal_agent.run import loop as run_loop
+from areal_agent.run import run as run_module
+from areal_agent.run.results import Outcome, RunStatus
+from areal_agent.run.run import Run
+from areal_agent.storm import programs
+from areal_agent.storm.faults import BEFORE_A_COMMIT, KINDS, Fault
+from areal_agent.storm.machine import (
+    PROGRAM,
+    Deadlock,
+    Program,
+    SimulatedHosts,
+    SimulatedLoop,
+    SimulatedProcess,
+    WallClock,
+    WriterAtOnce,
+    simulated,
+)
+from areal_agent.storm.programs import Network, Stopped, StormEngine, engine_main, trainer_main
+from areal_agent.storm.truth import LETTERS, Truth, broken_promises
+from areal_agent.trainer.checkpoint import CommitPoint, latest_checkpoint
+
+CALM_S = 120.0
+"""The time after the last fault until everything that was stopped, cut off or full has recovered."""
+CALM_STEPS = 2
+"""The train steps that the run makes after that before it ends."""
+END_S = 4 * 3600.0
+MAX_LIVES_AFTER = 20
+"""The time, and the number of processes, in which a run has to complete after the last fault."""
+
+CHECKPOINT_EVERY = 2
+SETTINGS = {
+    "workflow": "areal_agent.storm.programs:act",
+    "steps": 10**6,
+    "batch_size": 2,
+    "group_size": 2,
+    "max_staleness": 2,
+    "straggler": "wait",
+    "eval": {"num_tasks": 0},
+    "rollout": {"workers": 2, "max_concurrent": 12, "timeout_s": 120, "max_failed_groups": 1000},
+    "engine": {"num_servers": 2, "max_context_tokens": programs.CONTEXT_TOKENS, "wait_s": 300},
+    "trainer": {"transfer": "disk", "checkpoint_every": CHECKPOINT_EVERY},
+    "observe": {"progress": "none"},
+}
+NUM_TASKS = 50
+
+
+class Broken(Exception):
+    """A story cannot go on: its message is the broken promise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Told:
+    """How a story went. `broken` are the promises that were not kept."""
+
+    seed: int
+    faults: Sequence[Fault]
+    broken: Sequence[str]
+    lines: Sequence[str]  # what happened, in order
+    struck: Counter[str]  # by kind
+    num_lives: int
+    num_steps: int
+    num_answers: int
+
+
+def tell(seed: int, faults: Sequence[Fault]) -> Told:
+    """Play a story. It takes this process for itself, clocks and threads included, and blocks for seconds."""
+    warnings.simplefilter("ignore")
+    logging.disable()
+    random.seed(seed)
+    broken: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="storm-") as folder, simulated(seed) as (loop, clock):
+        story = Story(Path(folder), seed, loop, clock)
+        with story.in_place():
+            try:
+                loop.run_until_complete(story.play(faults))
+            except Deadlock:
+                broken.append("nothing is ready, no timer is set, and the run goes on: it waits for ever")
+            except Broken as end:
+                broken.append(str(end))
+        return Told(
+            seed=seed,
+            faults=faults,
+            broken=[*broken, *story.broken_promises()],
+            lines=story.lines,
+            struck=story.struck,
+            num_lives=story.num_lives,
+            num_steps=story.num_steps,
+            num_answers=len(story.truth.answers),
+        )
+
+
+class Story:
+    """The `faults.Machines` of one run, which starts it again whenever it has ended too early."""
+
+    def __init__(self, folder: Path, seed: int, loop: SimulatedLoop, clock: WallClock) -> None:
+        self.network = Network()
+        self.full_until_s = self.no_saves_until_s = 0.0
+        self.num_lives = self.num_steps = 0
+        self.struck: Counter[str] = Counter()
+        self.lines: list[str] = []
+        self._folder, self._loop, self._clock = folder, loop, clock
+        model, tasks = folder / "model", folder / "tasks.jsonl"
+        tokenizer = train_tokenizer([], vocab_size=programs.VOCAB_SIZE)
+        self._letters = {letter: _id_of(tokenizer, letter) for letter in LETTERS}
+        tokenizer.save_pretrained(model)
+        programs.write_model(model)
+        tasks.write_bytes(b"\n".join(orjson.dumps({"id": str(number)}) for number in range(NUM_TASKS)))
+        files = {"model": str(model), "tasks": str(tasks), "run_dir": str(folder / "run")}
+        self._config = Config.parse({**SETTINGS, **files, "seed": seed})
+        self.truth = Truth(max_staleness=self._config.max_staleness)
+        programs.truth_now[:] = [self.truth]
+        engine = engine_main(self.truth, self.network, self._letters, end_id=_id_of(tokenizer, END))
+        self._hosts = SimulatedHosts(
+            {
+                "areal_agent.engine": engine,
+                "areal_agent.trainer": trainer_main(self.truth, self._pass, self._try_the_disk),
+                "areal_agent.rollout.worker": lambda argv, sock: worker_process.work(sock),
+            }
+        )
+        self._storm: asyncio.Task[None] | None = None
+        self._main = Program("main")
+        self._life_over: asyncio.Future[str] = loop.create_future()
+        self._dead: list[asyncio.Task[Any]] = []  # what is collected runs its `finally`, which the dead do not
+        self._death: tuple[str, int] | None = None  # the point at which the run dies, and how often it is passed before
+
+    @contextmanager
+    def in_place(self) -> Generator[None]:
+        """Inside, a run that starts gets the hosts, the network and the disk of this story."""
+
+        @asynccontextmanager
+        async def open_hosts(*_: object, **__: object) -> AsyncGenerator[SimulatedHosts]:
+            yield self._hosts
+
+        def connect(address: EngineAddress) -> Any:
+            return self.network.connect(address)
+
+        def no_watchdog(**_: object) -> Any:  # it watches by a thread
+            return nullcontext(mock.Mock(blocked_s=0.0))
+
+        with ExitStack() as stack:
+            for where, name, value in (
+                (EngineAddress, "connect", connect),
+                (run_module, "open_hosts", open_hosts),
+                (local.Watchdog, "of_this_loop", no_watchdog),
+                (WriterAtOnce, "look", staticmethod(self._look)),
+            ):
+                stack.enter_context(mock.patch.object(where, name, value))
+            yield
+
+    # ------------------------------------------------------------------------------------------------ lives
+
+    async def play(self, faults: Sequence[Fault]) -> None:
+        """Live until the run has completed. Raises Broken when it does not, and Deadlock."""
+        self._storm = asyncio.create_task(self._strike_all(faults))
+        end, lives_after, deadline_s = "", 0, math.inf
+        while end != RunStatus.COMPLETED:
+            if self._storm.done():
+                self._storm.result()
+                lives_after += 1
+            if lives_after > MAX_LIVES_AFTER:
+                raise Broken(f"the run has not completed in {MAX_LIVES_AFTER} lives after the last fault: {end}")
+            self._begin_life()
+            while not self._life_over.done():
+                await asyncio.wait({self._life_over}, timeout=END_S / 10)
+                if self._storm.done():
+                    deadline_s = min(deadline_s, self.now_s + END_S)
+                if self.now_s > deadline_s:
+                    raise Broken(f"the run has not completed {END_S:g} s after the last fault: {self.num_steps} steps")
+            end = self._life_over.result()
+            self._say(f"process {self.num_lives} of the run ends after step {self.num_steps}: {end}")
+            await asyncio.sleep(1.0)
+
+    def broken_promises(self) -> list[str]:
+        """Return which promises are broken, once everything has ended."""
+        run = self._folder / "run"
+        checkpoint = latest_checkpoint(run / "checkpoints")
+        lineage = programs.lineage_in(checkpoint.path) if checkpoint else []
+        return broken_promises(self.truth, run / "ledger.sqlite", lineage, self._letters)
+
+    def _begin_life(self) -> None:
+        self.num_lives += 1
+        self._main, self._life_over = Program("main"), self._loop.create_future()
+        context = contextvars.Context()
+        context.run(PROGRAM.set, self._main)
+        self._dead.append(self._loop.create_task(self._live(self._life_over), name="main", context=context))
+
+    async def _live(self, over: "asyncio.Future[str]") -> None:
+        """Be the main process of the run: start it or go on with it, and tell how it ended."""
+        try:
+            over.set_result(await self._train())
+        except ArealAgentError as error:
+            over.set_result(f"{type(error).__name__}: {error}")
+        except Exception as error:  # none of those that a run may end with
+            self.truth.faults.append("".join(traceback.format_exception(error)[-4:]))
+            over.set_result(f"{type(error).__name__}: {error}")
+
+    async def _train(self) -> RunStatus:
+        """Train as `run.loop` does, until the storm is over."""
+        assert self._storm is not None
+        folder = self._folder / "run"
+        is_begun = (folder / "ledger.sqlite").exists() and (folder / "config.yaml").exists()
+        run = Run(self._config, resume=str(folder) if is_begun else None)
+        outcome = Outcome(num_eval_tasks=0, engine_threads=1)
+        async with run:
+            last_step = math.inf
+            while run.step < last_step:
+                if self._storm.done():
+                    last_step = min(last_step, run.step + CALM_STEPS)
+                await run.train_step(await run.prepare_batch())
+                await run.push()
+                self.num_steps = run.step
+                if run.step % CHECKPOINT_EVERY == 0:
+                    await run.save()
+            outcome.status = RunStatus.COMPLETED
+            await run_loop.wind_up(run, outcome)
+        return outcome.status
+
+    # ----------------------------------------------------------------------------------------------- faults
+
+    async def _strike_all(self, faults: Sequence[Fault]) -> None:
+        for fault in faults:
+            await asyncio.sleep(fault.gap_s)
+            if KINDS[fault.kind](self, fault):
+                self.struck[fault.kind] += 1
+                self._say(f"{fault.kind} ({fault.draw:.3f}; {fault.for_s:g} s)")
+        await asyncio.sleep(CALM_S)
+        self._death = None
+
+    @property
+    def now_s(self) -> float:
+        return self._loop.time()
+
+    def set_the_clock(self, seconds: float) -> None:
+        self._clock.offset_s += seconds
+
+    def after(self, seconds: float, action: Callable[[], object]) -> None:
+        self._loop.call_later(seconds, action)
+
+    def processes(self, prefix: str) -> Sequence[SimulatedProcess]:
+        found = sorted(self._hosts.processes.items())
+        return [process for name, process in found if process.is_running and name.startswith(prefix)]
+
+    def engines(self) -> Sequence[StormEngine]:
+        return [engine for _, engine in sorted(self.network.engines.items()) if not engine.program.is_dead]
+
+    def kill_at(self, point: str, times: int) -> None:
+        self._death = (point, times)
+
+    def kill_run(self) -> None:
+        if not self._life_over.done():
+            self._dead += asyncio.all_tasks(self._loop)
+            self._main.kill()
+            for process in self._hosts.processes.values():
+                process.kill()
+            self._life_over.set_result("it was killed")
+
+    def _say(self, what: str) -> None:
+        self.lines.append(f"{self.now_s:9.2f} s  {what}")
+
+    def _dies_here(self, point: str) -> bool:
+        """Count that a point is passed; return whether the run has just been killed there."""
+        if self._death is None or self._death[0] != point:
+            return False
+        times = self._death[1]
+        self._death = (point, times - 1) if times else None
+        if times == 0:
+            self.kill_run()
+        return times == 0
+
+    def _pass(self, point: CommitPoint) -> None:
+        if self._dies_here(point):
+            raise Stopped
+
+    def _look(self, connection: sqlite3.Connection, point: str) -> None:
+        if point == BEFORE_A_COMMIT:
+            (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
+            connection.execute(f"PRAGMA max_page_count = {num_pages if self.now_s < self.full_until_s else 2**30}")
+        self._dies_here(point)
+
+    def _try_the_disk(self) -> None:
+        if self.now_s < self.no_saves_until_s:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def _id_of(tokenizer: Any, token: str) -> int:
+    return int(tokenizer.convert_tokens_to_ids(token))
