@@ -24,7 +24,7 @@ LAYERS = [
     ["config", "testing"],
     ["run", "sft", "config_reference"],
     ["replay"],
-    ["__main__", "new", "train", "eval", "view", "episode", "doctor", "conformance"],
+    ["__main__", "new", "train", "eval", "view", "episode", "doctor", "conformance", "storm"],
     ["plan"],
 ]
 FACADE = "areal_agent"  # __init__.py: the public names, from wherever they live

@@ -185,7 +185,7 @@ class Producer:
     ) -> None:
         self.admission = admission
         self.ready: list[ReadyGroup] = []  # oldest first
-        self._running: dict[str, int] = {}  # the version at which each running group started
+        self.running: dict[str, int] = {}  # by group id: the version at which it started
         self.counts = ProducerCounts()
         self._run_group = run_group
         self.draws = draws
@@ -220,7 +220,7 @@ class Producer:
                 await self._until(self._may_start)
                 draw = self.draws.draw()
                 self.admission.start(self._group_size)
-                self._running[draw.group_id] = self.admission.step
+                self.running[draw.group_id] = self.admission.step
                 groups.create_task(self._produce(draw), name=draw.group_id)
 
     @asynccontextmanager
@@ -330,7 +330,7 @@ class Producer:
         """Put an ended group into the buffer, or give its capacity back. Return whether any rollout completed."""
         ready = await self._finished(group)
         is_kept = ready is not None and not await self._is_replaced(ready)
-        self._running.pop(group.group_id, None)
+        self.running.pop(group.group_id, None)
         if ready is not None and is_kept:
             self.admission.finish(self._group_size)
             self.ready.append(ready)
@@ -361,7 +361,7 @@ class Producer:
     def _stragglers(self, step: int) -> tuple[str, ...]:
         """Return the running groups that would be too stale after train step `step`, the last one that may use them."""
         bound = self.admission.max_staleness
-        return tuple(group_id for group_id, start in self._running.items() if step - start > bound)
+        return tuple(group_id for group_id, start in self.running.items() if step - start > bound)
 
     def _is_stale(self, oldest: int, step: int) -> bool:
         """Return whether a token of version `oldest` is beyond the bound in train step `step`."""

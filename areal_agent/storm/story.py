@@ -36,6 +36,7 @@ from areal_agent.run import loop as run_loop
 from areal_agent.run import run as run_module
 from areal_agent.run.results import Outcome, RunStatus
 from areal_agent.run.run import Run
+from areal_agent.run.sources import OwnRollouts, Source
 from areal_agent.storm import programs
 from areal_agent.storm.faults import BEFORE_A_COMMIT, KINDS, Fault
 from areal_agent.storm.machine import (
@@ -240,7 +241,9 @@ class Story:
             while run.step < last_step:
                 if self._storm.done():
                     last_step = min(last_step, run.step + CALM_STEPS)
-                await run.train_step(await run.prepare_batch())
+                batch = await run.prepare_batch()
+                self._check_capacity(run.source, batch.step)
+                await run.train_step(batch)
                 await run.push()
                 self.num_steps = run.step
                 if run.step % CHECKPOINT_EVERY == 0:
@@ -248,6 +251,16 @@ class Story:
             outcome.status = RunStatus.COMPLETED
             await run_loop.wind_up(run, outcome)
         return outcome.status
+
+    def _check_capacity(self, source: Source, step: int) -> None:
+        """Hold the counts of the staleness bound against the groups that are there, once a batch was taken."""
+        assert isinstance(source, OwnRollouts)
+        producer, size = source.producer, self._config.group_size
+        counts = producer.admission
+        counted = (counts.running, counts.finished, counts.consumed)
+        there = (len(producer.running) * size, len(producer.ready) * size, step * self._config.batch_answers)
+        if counted != there:
+            self.truth.faults.append(f"step {step}: counted as running, finished, consumed: {counted}; there: {there}")
 
     # ----------------------------------------------------------------------------------------------- faults
 

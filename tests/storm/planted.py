@@ -1,0 +1,77 @@
+"""Plants a defect in the product and lets the storm look for it: prints in how many faults it was found, and how.
+
+A helper of tests: `python tests/storm/planted.py DEFECT MAX_FAULTS`.
+"""
+
+import asyncio
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from areal_agent.ledger.encoding import CompletionRow, TurnRow
+from areal_agent.ledger.shard import LedgerShard
+from areal_agent.rollout import producer
+from areal_agent.staleness import Admission
+from areal_agent.storm.faults import draw_faults
+from areal_agent.storm.story import tell
+
+FAULTS_A_STORY = 50
+
+
+def acknowledged_before_the_commit() -> None:
+    """A turn is answered before it is durable."""
+    written: list[asyncio.Task[None]] = []
+    append = LedgerShard.append_rows
+
+    async def append_later(shard: LedgerShard, session: str, turn: TurnRow, rows: Sequence[CompletionRow]) -> None:
+        async def write() -> None:
+            await asyncio.sleep(0.01)
+            await append(shard, session, turn, rows)
+
+        written.append(asyncio.create_task(write()))
+
+    LedgerShard.append_rows = append_later  # type: ignore[method-assign]
+
+
+def capacity_returned_twice() -> None:
+    """A group that failed as a whole gives its capacity back twice."""
+    give_back = Admission.give_back_running
+
+    def twice(admission: Admission, group_size: int) -> None:
+        give_back(admission, group_size)
+        give_back(admission, group_size)
+
+    Admission.give_back_running = twice  # type: ignore[method-assign]
+
+
+def stale_version_accepted() -> None:
+    """What is beyond the bound is trained."""
+    producer.is_stale = lambda *_: False  # type: ignore[assignment]
+
+
+DEFECTS: dict[str, Callable[[], None]] = {
+    one.__name__: one for one in (acknowledged_before_the_commit, capacity_returned_twice, stale_version_accepted)
+}
+
+
+def story(given: tuple[str, int]) -> Sequence[str]:
+    defect, seed = given
+    DEFECTS[defect]()
+    return tell(seed, draw_faults(seed, FAULTS_A_STORY)).broken
+
+
+def main(defect: str, max_faults: int) -> None:
+    stories = [(defect, seed) for seed in range(max_faults // FAULTS_A_STORY)]
+    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+        broken: Any
+        for number, broken in enumerate(pool.imap(story, stories), start=1):
+            if broken:
+                print(f"found within {number * FAULTS_A_STORY} faults: {broken[0]}", flush=True)
+                pool.terminate()
+                return
+    print("not found")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

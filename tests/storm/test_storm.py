@@ -1,0 +1,79 @@
+"""The storm: a run under faults keeps its promises, the same seed tells the same story, and defects are found.
+
+* without faults, and with all kinds of them, every promise holds
+* a story can be told again, event by event
+* faults are left out of a failing story until it is short
+* a promise that the product breaks is found: three defects are planted
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from areal_agent.storm.faults import Fault, draw_faults, shrink
+
+PLANTED = Path(__file__).with_name("planted.py")
+
+
+def run(*words: str) -> str:
+    """Run Python with these words, in which sets have one order; return what it prints."""
+    environment = {**os.environ, "PYTHONHASHSEED": "0"}
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout
+
+
+def test_every_promise_holds() -> None:
+    told = run("-m", "areal_agent.storm", "--faults", "100", "--seed", "1", "--jobs", "2")
+    assert told.endswith("s)\n") and "every promise held" in told, told
+
+
+TELL_TWICE = """
+import multiprocessing
+from areal_agent.storm.faults import draw_faults
+from areal_agent.storm.story import tell
+
+def story(seed):
+    return tell(seed, draw_faults(seed, 25)).lines
+
+with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+    one, other = pool.map(story, [7, 7], chunksize=1)
+print(len(one), one == other)
+"""
+
+
+def test_a_story_can_be_told_again() -> None:
+    num_lines, is_same = run("-c", TELL_TWICE).split()
+    assert int(num_lines) > 20
+    assert is_same == "True"
+
+
+def test_faults_are_left_out_until_a_story_is_short() -> None:
+    faults = draw_faults(seed=3, num_faults=40)
+    guilty = {faults[7].draw, faults[31].draw}
+
+    def fails(left: Sequence[Fault]) -> bool:
+        return guilty <= {one.draw for one in left}
+
+    short = shrink(faults, fails, max_tries=400)
+    assert {one.draw for one in short} == guilty
+    assert sum(one.gap_s for one in short) == pytest.approx(
+        sum(one.gap_s for one in faults[:32])
+    )  # they strike in time
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("defect", "told"),
+    [
+        ("acknowledged_before_the_commit", "reached its agent and is not in the ledger"),
+        ("capacity_returned_twice", "counted as running"),
+        ("stale_version_accepted", "max_staleness is 2"),
+    ],
+)
+def test_a_planted_defect_is_found(defect: str, told: str) -> None:
+    assert told in run(str(PLANTED), defect, "2000")
