@@ -77,6 +77,10 @@ class Machines(Protocol):
         """Kill every process of the run."""
         ...
 
+    def interrupt_run(self) -> None:
+        """Ask the run to save and to end, as Ctrl-C does."""
+        ...
+
     def kill_at(self, point: str, times: int) -> None:
         """Kill the run once it has passed this point so often."""
         ...
@@ -116,6 +120,12 @@ def _engine(do: Callable[[Machines, StormEngine, Fault], object]) -> Strike:
 
 def _kill(machines: Machines, process: SimulatedProcess, fault: Fault) -> None:
     process.kill()
+
+
+def _lose_machine(machines: Machines, process: SimulatedProcess, fault: Fault) -> None:
+    """Kill an engine with the worker of the same number, as if they had shared a machine."""
+    for one in (process, *machines.processes(process.name.replace("engine", "worker"))):
+        one.kill()
 
 
 def _stop(machines: Machines, process: SimulatedProcess, fault: Fault) -> None:
@@ -165,12 +175,14 @@ def _set_the_clock(machines: Machines, fault: Fault) -> None:
 KINDS: Mapping[str, Strike] = {
     "the run is killed": _always(lambda machines, fault: machines.kill_run()),
     "the run is killed at a commit": _always(_kill_at_a_point),
+    "the run is interrupted": _always(lambda machines, fault: machines.interrupt_run()),
     "the trainer is killed": _process("trainer", _kill),
     "the trainer is stopped": _process("trainer", _stop),
     "a worker is killed": _process("worker", _kill),
     "a worker is stopped": _process("worker", _stop),
     "an engine is killed": _process("engine", _kill),
     "an engine is stopped": _process("engine", _stop),
+    "a machine is lost": _process("engine", _lose_machine),
     "an engine is slow": _engine(_slow),
     "an engine's answer is lost": _engine(_lose),
     "an engine is cut off": _engine(_cut),

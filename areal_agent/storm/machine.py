@@ -12,13 +12,13 @@ storm: its clocks are the loop's, and a ledger commits in the event loop. Socket
 import asyncio
 import contextlib
 import contextvars
+import itertools
 import math
 import os
 import random
 import selectors
 import socket
 import sqlite3
-import time
 from asyncio import events
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,6 +29,7 @@ from unittest import mock
 from areal_agent.callback import KEY_VARIABLE, LOOPBACK, call_back
 from areal_agent.errors import ProcessDied
 from areal_agent.ledger import files, shard
+from areal_agent.storm import CLOCKS
 
 BEGINNING_S = 1_700_000_000.0
 """The wall clock when a story begins, in seconds since 1970."""
@@ -75,19 +76,60 @@ def owned(close: Callable[[], object]) -> None:
         program.owned.append(close)
 
 
+SETTLING_S = 0.0005
+"""The real time in which the kernel brings what was sent over loopback."""
+
+
 class _Timers(selectors.DefaultSelector):
     """Looks at the sockets; when they are silent, the clock jumps instead of waiting."""
 
     now_s = 0.0
+    has_talked = False  # something was written to a socket, or read, since the clock jumped
+
+    def _heard(self, timeout: float) -> Any:
+        """Return what sockets have to say to programs that run."""
+        return [(key, mask) for key, mask in super().select(timeout) if not any(map(_is_held, key.data))]
 
     def select(self, timeout: float | None = None) -> Any:
-        ready = [(key, events) for key, events in super().select(0) if not any(map(_is_held, key.data))]
+        ready = self._heard(0)
+        if not ready and self.has_talked:  # the kernel may still be carrying it
+            ready, self.has_talked = self._heard(SETTLING_S), False
         if ready:
+            self.has_talked = True
             return ready
         if timeout is None:
             raise Deadlock
         self.now_s += max(0.0, timeout)
         return ready
+
+
+_numbers = itertools.count()
+
+
+class _Task(asyncio.Task[Any]):
+    """A task with a number for a hash, so that sets of tasks have the same order each time."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._number = next(_numbers)
+        super().__init__(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _Future(asyncio.Future[Any]):
+    """A future with a number for a hash."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._number = next(_numbers)
+        super().__init__(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **given: Any) -> _Task:
+    return _Task(coroutine, loop=loop, **given)
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
@@ -97,6 +139,10 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         self._timers = _Timers()
         super().__init__(self._timers)
         self.slow_callback_duration = math.inf
+        self.set_task_factory(_task)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        return _Future(loop=self)
 
     def time(self) -> float:
         return self._timers.now_s
@@ -115,7 +161,15 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     def _make_socket_transport(self, sock: socket.socket, *args: Any, **kwargs: Any) -> Any:
         owned(lambda: self._hang_up(sock))
-        return super()._make_socket_transport(sock, *args, **kwargs)  # type: ignore[misc]
+        transport: Any = super()._make_socket_transport(sock, *args, **kwargs)  # type: ignore[misc]
+        write = transport.write
+
+        def write_and_tell(data: bytes) -> None:
+            self._timers.has_talked = True
+            write(data)
+
+        transport.write = write_and_tell
+        return transport
 
     def _start_serving(self, protocol_factory: Any, sock: socket.socket, *args: Any, **kwargs: Any) -> Any:
         owned(lambda: self._hang_up(sock))
@@ -193,11 +247,11 @@ def simulated(seed: int) -> Generator[tuple[SimulatedLoop, WallClock]]:
     loop = SimulatedLoop()
     clock, drawn = WallClock(loop), random.Random(seed)
     with ExitStack() as stack:
+        clocks = {"monotonic": loop.time, "perf_counter": loop.time, "time": clock.now}
+        stack.enter_context(mock.patch.dict(CLOCKS, clocks))
         for where, name, value in (
-            (time, "monotonic", loop.time),
-            (time, "perf_counter", loop.time),
-            (time, "time", clock.now),
             (os, "urandom", drawn.randbytes),
+            (random, "_urandom", drawn.randbytes),  # of `secrets`
             (events.Handle, "_run", _run_unless_dead),
             (shard, "GroupCommitWriter", WriterAtOnce),
             (files.FileLock, "take", staticmethod(_take_and_own)),

@@ -307,6 +307,8 @@ class _Trainer:
         self._lineage: list[str] = []
         self._shared = self._begun_with = Path()
         self._num_published = 0
+        self._is_async = False
+        self._saving: asyncio.Task[dict[str, Any]] | None = None
 
     async def carry_out(self, request: Frame) -> dict[str, Any]:
         given = request.header
@@ -315,6 +317,7 @@ class _Trainer:
                 self._lineage = lineage_in(Path(given["setup"]["model"]))
                 self._shared = Path(given["setup"]["shared_memory"])
                 self._begun_with = Path(given["setup"]["model"])
+                self._is_async = given["setup"]["trainer"]["async_save"]
                 return {
                     "step": 0,
                     "num_parameters": 1,
@@ -336,17 +339,25 @@ class _Trainer:
                 folder.mkdir(exist_ok=True)
                 (folder / LINEAGE).write_bytes(orjson.dumps(self._lineage))
                 return {"path": str(folder)}
+            case "save" if self._is_async:
+                while self._saving is not None and not self._saving.done():
+                    await asyncio.wait({self._saving})
+                self._saving = asyncio.create_task(self._save(given, list(self._lineage)))
+                return {}
             case "save":
-                await asyncio.sleep(SAVE_S)
-                return self._save(given)
+                return await self._save(given, self._lineage)
+            case "saved":
+                assert self._saving is not None
+                return self._saving.result() if self._saving.done() else {}
             case unknown:
                 raise ValueError(f"unknown command {unknown!r}")
 
-    def _save(self, given: JsonObject) -> dict[str, Any]:
+    async def _save(self, given: JsonObject, lineage: Sequence[str]) -> dict[str, Any]:
         def write(folder: Path) -> None:
             self._disk_fault()
-            (folder / LINEAGE).write_bytes(orjson.dumps(self._lineage))
+            (folder / LINEAGE).write_bytes(orjson.dumps(lineage))
 
+        await asyncio.sleep(SAVE_S)
         try:
             saved = publish_checkpoint(
                 Path(given["directory"]),

@@ -8,6 +8,7 @@ After the last fault everything recovers; then the run has to complete.
 
 import asyncio
 import contextvars
+import copy
 import errno
 import logging
 import math
@@ -68,15 +69,32 @@ SETTINGS = {
     "steps": 10**6,
     "batch_size": 2,
     "group_size": 2,
-    "max_staleness": 2,
-    "straggler": "wait",
     "eval": {"num_tasks": 0},
     "rollout": {"workers": 2, "max_concurrent": 12, "timeout_s": 120, "max_failed_groups": 1000},
     "engine": {"num_servers": 2, "max_context_tokens": programs.CONTEXT_TOKENS, "wait_s": 300},
     "trainer": {"transfer": "disk", "checkpoint_every": CHECKPOINT_EVERY},
     "observe": {"progress": "none"},
 }
+VARIED = {
+    "rollout.workers": (0, 2),
+    "engine.on_push": ("interrupt", "turn_boundary", "drain"),
+    "trainer.async_save": (False, True),
+    "max_staleness": (0, 1, 2, 4),
+    "straggler": ("wait", "drop", "mask"),
+}
+"""What differs from story to story."""
 NUM_TASKS = 50
+
+
+def settings_of(seed: int) -> tuple[dict[str, Any], str]:
+    """Return the settings of a story's run, and those that are its own in words."""
+    drawn = random.Random(f"settings of {seed}")
+    settings: dict[str, Any] = copy.deepcopy(SETTINGS)
+    chosen = {name: drawn.choice(values) for name, values in VARIED.items()}
+    for name, value in chosen.items():
+        section, _, key = name.rpartition(".")
+        (settings[section] if section else settings)[key] = value
+    return settings, ", ".join(f"{name}={value}" for name, value in chosen.items())
 
 
 class Broken(Exception):
@@ -141,9 +159,11 @@ class Story:
         programs.write_model(model)
         tasks.write_bytes(b"\n".join(orjson.dumps({"id": str(number)}) for number in range(NUM_TASKS)))
         files = {"model": str(model), "tasks": str(tasks), "run_dir": str(folder / "run")}
-        self._config = Config.parse({**SETTINGS, **files, "seed": seed})
+        settings, varied = settings_of(seed)
+        self._config = Config.parse({**settings, **files, "seed": seed})
         self.truth = Truth(max_staleness=self._config.max_staleness)
         programs.truth_now[:] = [self.truth]
+        self._say(f"a run with {varied}")
         engine = engine_main(self.truth, self.network, self._letters, end_id=_id_of(tokenizer, END))
         self._hosts = SimulatedHosts(
             {
@@ -154,6 +174,8 @@ class Story:
         )
         self._storm: asyncio.Task[None] | None = None
         self._main = Program("main")
+        self._main_task: asyncio.Task[None] | None = None
+        self._is_interrupted = False
         self._life_over: asyncio.Future[str] = loop.create_future()
         self._dead: list[asyncio.Task[Any]] = []  # what is collected runs its `finally`, which the dead do not
         self._death: tuple[str, int] | None = None  # the point at which the run dies, and how often it is passed before
@@ -217,12 +239,16 @@ class Story:
         self._main, self._life_over = Program("main"), self._loop.create_future()
         context = contextvars.Context()
         context.run(PROGRAM.set, self._main)
-        self._dead.append(self._loop.create_task(self._live(self._life_over), name="main", context=context))
+        self._is_interrupted = False
+        self._main_task = self._loop.create_task(self._live(self._life_over), name="main", context=context)
+        self._dead.append(self._main_task)
 
     async def _live(self, over: "asyncio.Future[str]") -> None:
         """Be the main process of the run: start it or go on with it, and tell how it ended."""
         try:
             over.set_result(await self._train())
+        except asyncio.CancelledError:
+            over.set_result("it was interrupted before training started")
         except ArealAgentError as error:
             over.set_result(f"{type(error).__name__}: {error}")
         except Exception as error:  # none of those that a run may end with
@@ -231,26 +257,35 @@ class Story:
 
     async def _train(self) -> RunStatus:
         """Train as `run.loop` does, until the storm is over."""
-        assert self._storm is not None
         folder = self._folder / "run"
         is_begun = (folder / "ledger.sqlite").exists() and (folder / "config.yaml").exists()
         run = Run(self._config, resume=str(folder) if is_begun else None)
         outcome = Outcome(num_eval_tasks=0, engine_threads=1)
         async with run:
-            last_step = math.inf
-            while run.step < last_step:
-                if self._storm.done():
-                    last_step = min(last_step, run.step + CALM_STEPS)
-                batch = await run.prepare_batch()
-                self._check_capacity(run.source, batch.step)
-                await run.train_step(batch)
-                await run.push()
-                self.num_steps = run.step
-                if run.step % CHECKPOINT_EVERY == 0:
-                    await run.save()
-            outcome.status = RunStatus.COMPLETED
+            try:
+                await self._learn(run)
+                outcome.status = RunStatus.COMPLETED
+            except asyncio.CancelledError:
+                if not self._is_interrupted or self._main_task is None:
+                    raise
+                self._main_task.uncancel()
+                outcome.status = RunStatus.INTERRUPTED
             await run_loop.wind_up(run, outcome)
         return outcome.status
+
+    async def _learn(self, run: Run) -> None:
+        assert self._storm is not None
+        last_step = math.inf
+        while run.step < last_step:
+            if self._storm.done():
+                last_step = min(last_step, run.step + CALM_STEPS)
+            batch = await run.prepare_batch()
+            self._check_capacity(run.source, batch.step)
+            await run.train_step(batch)
+            await run.push()
+            self.num_steps = run.step
+            if run.step % CHECKPOINT_EVERY == 0:
+                await run.save()
 
     def _check_capacity(self, source: Source, step: int) -> None:
         """Hold the counts of the staleness bound against the groups that are there, once a batch was taken."""
@@ -290,6 +325,11 @@ class Story:
     def engines(self) -> Sequence[StormEngine]:
         return [engine for _, engine in sorted(self.network.engines.items()) if not engine.program.is_dead]
 
+    def interrupt_run(self) -> None:
+        if self._main_task is not None and not self._is_interrupted:
+            self._is_interrupted = True
+            self._main_task.cancel()
+
     def kill_at(self, point: str, times: int) -> None:
         self._death = (point, times)
 
@@ -302,7 +342,7 @@ class Story:
             self._life_over.set_result("it was killed")
 
     def _say(self, what: str) -> None:
-        self.lines.append(f"{self.now_s:9.2f} s  {what}")
+        self.lines.append(f"{self.now_s:9.2f} s  {what.replace(str(self._folder), '.')}")
 
     def _dies_here(self, point: str) -> bool:
         """Count that a point is passed; return whether the run has just been killed there."""

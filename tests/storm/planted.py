@@ -3,6 +3,9 @@
 A helper of tests: `python tests/storm/planted.py DEFECT MAX_FAULTS`.
 """
 
+from areal_agent.storm import CLOCKS  # first: it replaces the clocks that the product keeps
+
+# isort: split
 import asyncio
 import multiprocessing
 import sys
@@ -67,11 +70,12 @@ def main(defect: str, max_faults: int) -> None:
         broken: Any
         for number, broken in enumerate(pool.imap(story, stories), start=1):
             if broken:
-                print(f"found within {number * FAULTS_A_STORY} faults: {broken[0]}", flush=True)
+                print(f"found within {number * FAULTS_A_STORY} faults:", *broken, sep="\n", flush=True)
                 pool.terminate()
                 return
     print("not found")
 
 
 if __name__ == "__main__":
+    assert CLOCKS
     main(sys.argv[1], int(sys.argv[2]))

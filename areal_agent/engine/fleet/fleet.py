@@ -144,15 +144,23 @@ class Fleet:
                 raise failure
 
     async def info(self) -> EngineInfo:
-        """Return what holds for all servers that answer. Raises EngineRejected when they serve different models."""
+        """Return what holds for all servers that answer. Raises EngineRejected when they serve different models.
+
+        Where none answers it waits for one and asks again, as a request would.
+        """
         self._keep()
-        members = await self.roster.wait_for_some(self._patience.wait_s)
-        infos, failures = await ask_all(members, lambda engine: engine.info())
-        for member, error in failures.items():
-            if not isinstance(error, EngineUnreachable):
-                raise error
-            self.roster.fall(member, str(error))
-        if not infos:
+        infos: dict[Member, EngineInfo] = {}
+        failures: dict[Member, EngineError] = {}
+        for _ in range(self._patience.max_failures):
+            members = await self.roster.wait_for_some(self._patience.wait_s)
+            infos, failures = await ask_all(members, lambda engine: engine.info())
+            for member, error in failures.items():
+                if not isinstance(error, EngineUnreachable):
+                    raise error
+                self.roster.fall(member, str(error))
+            if infos:
+                break
+        else:
             raise next(iter(failures.values()))
         if len({info.vocab_size for info in infos.values()}) > 1:
             models = ", ".join(sorted({info.model_path for info in infos.values()}))
