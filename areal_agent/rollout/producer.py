@@ -316,7 +316,13 @@ class Producer:
         return ReadyGroup(group=group, trainable=trainable) if trainable else None
 
     async def _produce(self, draw: Draw) -> None:
-        has_completed = await self._finish(await self._run_group(draw.group_id, draw.task))
+        try:
+            has_completed = await self._finish(await self._run_group(draw.group_id, draw.task))
+        except BaseException:  # it was cut off: who waits until no group is under way must not wait for this one
+            if self.running.pop(draw.group_id, None) is not None:
+                self.admission.give_back_running(self._group_size)
+                self._changed.set()
+            raise
         self._failed_in_a_row = 0 if has_completed else self._failed_in_a_row + 1
         if self._failed_in_a_row >= self._max_failed_groups:
             raise RolloutsFailing(

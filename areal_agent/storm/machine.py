@@ -39,6 +39,10 @@ class Deadlock(Exception):
     """Nothing is ready, and no timer is set."""
 
 
+_dead: list[asyncio.Task[Any]] = []
+"""Tasks, which are kept for ever: those that are collected run their `finally`, and the dead run nothing."""
+
+
 class Program:
     """What runs between a start and an end. Everything that it opens is closed when it is killed, as a kernel would."""
 
@@ -52,6 +56,7 @@ class Program:
     def kill(self) -> None:
         """End it between two callbacks, like SIGKILL."""
         self.is_dead = True
+        _dead.extend(asyncio.all_tasks())
         for close in reversed(self.owned):
             with contextlib.suppress(OSError, ValueError, sqlite3.Error):
                 close()
@@ -160,9 +165,14 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return done
 
     def _make_socket_transport(self, sock: socket.socket, *args: Any, **kwargs: Any) -> Any:
-        owned(lambda: self._hang_up(sock))
         transport: Any = super()._make_socket_transport(sock, *args, **kwargs)  # type: ignore[misc]
         write = transport.write
+
+        def hang_up() -> None:
+            self._hang_up(sock)
+            transport._closing, transport._conn_lost = True, 1  # else it closes, when collected, what has its number
+
+        owned(hang_up)
 
         def write_and_tell(data: bytes) -> None:
             self._timers.has_talked = True

@@ -177,7 +177,6 @@ class Story:
         self._main_task: asyncio.Task[None] | None = None
         self._is_interrupted = False
         self._life_over: asyncio.Future[str] = loop.create_future()
-        self._dead: list[asyncio.Task[Any]] = []  # what is collected runs its `finally`, which the dead do not
         self._death: tuple[str, int] | None = None  # the point at which the run dies, and how often it is passed before
 
     @contextmanager
@@ -241,7 +240,6 @@ class Story:
         context.run(PROGRAM.set, self._main)
         self._is_interrupted = False
         self._main_task = self._loop.create_task(self._live(self._life_over), name="main", context=context)
-        self._dead.append(self._main_task)
 
     async def _live(self, over: "asyncio.Future[str]") -> None:
         """Be the main process of the run: start it or go on with it, and tell how it ended."""
@@ -335,7 +333,6 @@ class Story:
 
     def kill_run(self) -> None:
         if not self._life_over.done():
-            self._dead += asyncio.all_tasks(self._loop)
             self._main.kill()
             for process in self._hosts.processes.values():
                 process.kill()

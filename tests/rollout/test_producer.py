@@ -181,6 +181,16 @@ async def test_drained_lets_groups_end_and_none_start(tmp_path: Path) -> None:
         await settled(lambda: script.started == [0, 1, 2])
 
 
+async def test_drained_does_not_wait_for_groups_that_were_cut_off(tmp_path: Path) -> None:
+    async with AsyncExitStack() as stack:
+        async with producing(tmp_path, Script(held=(0,))) as producer:
+            await settled(lambda: producer.admission.running > 0)
+            entering = asyncio.create_task(stack.enter_async_context(producer.drained()))
+            await asyncio.sleep(0)
+        await asyncio.wait_for(entering, 10.0)
+        assert (producer.admission.running, producer.running) == (0, {})
+
+
 async def test_wait_waits_for_the_group_that_would_be_too_stale(tmp_path: Path) -> None:
     script = Script(lambda number: [[min(number, 1)]] * 2, held=(0,))
     async with producing(tmp_path, script, max_staleness=1) as producer:
