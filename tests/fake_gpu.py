@@ -204,13 +204,12 @@ class _Operations(TorchDispatchMode):
         if name in COPIES:
             self._gpu.note(TO_GPU if on[0] else TO_HOST)
             return
-        largest = max(one.ndim for one, is_on in zip(given, on, strict=True) if is_on)
-        if any(one.ndim and not is_on for one, is_on in zip(given, on, strict=True)) or (largest == 0 and len(on) > 1):
+        if any(one.ndim and not is_on for one, is_on in zip(given, on, strict=True)):  # numbers may be the host's
             if _in_distributed():
                 for one in given:
                     put(one)
                 return
-            places = ", ".join(f"{tuple(one.shape)} on {GPU if is_on else CPU}" for one, is_on in zip(given, on))
+            places = ", ".join(f"{tuple(one.shape)} on {GPU if is_on else CPU}" for one, is_on in zip(given, on, strict=True))
             raise WrongDevice(f"{name} got tensors of two devices: {places}, at {_line()}")
 
 
