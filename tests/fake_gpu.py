@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -33,7 +32,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 PACKAGE = str(Path(__file__).parent.parent / "areal_agent")
 TO_HOST, TO_GPU, WAITS = "to host", "to GPU", "waits"
 
-aten = torch.ops.aten
+aten, functorch = torch.ops.aten, torch._C._functorch
 COPIES = (aten.copy_, aten._foreach_copy_)
 WAITING = (aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten._unique2, aten.is_nonzero)
 INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
@@ -46,6 +45,8 @@ class WrongDevice(RuntimeError):
 
 def on_gpu(tensor: Tensor) -> bool:
     held = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    while functorch.is_functorch_wrapped_tensor(held):  # within a vmap
+        held = functorch.get_unwrapped(held)
     return getattr(held.untyped_storage(), "is_on_fake_gpu", False)
 
 
@@ -70,7 +71,8 @@ class FakeGpu(TorchFunctionMode):
         self._operations = _Operations(self)
 
     def __enter__(self) -> Any:
-        self._replaced = [patch(name, one) for name, one in _REPLACED.items()]
+        own = {"areal_agent.trainer.tree_attention.create_block_mask": self._mask}
+        self._replaced = [patch(name, one) for name, one in (_REPLACED | own).items()]
         for one in self._replaced:
             one.start()
         self._operations.__enter__()
@@ -84,6 +86,11 @@ class FakeGpu(TorchFunctionMode):
 
     def note(self, kind: str) -> None:
         self.copies[kind, _line()] += 1
+
+    def _mask(self, *args: Any, _compile: bool, **more: Any) -> Any:
+        """Make FlexAttention's mask, not compiled and not checked; what it calls inside is not ours."""
+        with self.setting("is_moving", True):
+            return create_block_mask(*args, **more)
 
     @contextmanager
     def setting(self, name: str, value: bool) -> Iterator[None]:
@@ -147,7 +154,6 @@ class FakeGpu(TorchFunctionMode):
         return put(moved) if device.type == "cuda" else moved
 
 
-
 def _kernel(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scaling: float) -> Tensor:
     """What kernels for packed rows compute; shapes are those of `attention.Kernel`."""
     place = torch.arange(len(q), device=q.device)
@@ -170,9 +176,8 @@ _REPLACED = {
     },
     "torch.autocast": lambda _, **more: _AUTOCAST("cpu", **more),
     "areal_agent.trainer.model.packed_kernel": lambda: _kernel,
-    "areal_agent.trainer.tree_attention.create_block_mask": lambda *args, _compile, **more: _MASK(*args, **more),
 }
-_AUTOCAST, _MASK, _GROUPED = torch.autocast, create_block_mask, clip_grad._group_tensors_by_device_and_dtype
+_AUTOCAST, _GROUPED = torch.autocast, clip_grad._group_tensors_by_device_and_dtype
 _SAID = {Tensor.device.__get__: GPU, Tensor.is_cuda.__get__: True, Tensor.is_cpu.__get__: False}
 
 
@@ -209,7 +214,9 @@ class _Operations(TorchDispatchMode):
                 for one in given:
                     put(one)
                 return
-            places = ", ".join(f"{tuple(one.shape)} on {GPU if is_on else CPU}" for one, is_on in zip(given, on, strict=True))
+            places = ", ".join(
+                f"{tuple(one.shape)} on {GPU if is_on else CPU}" for one, is_on in zip(given, on, strict=True)
+            )
             raise WrongDevice(f"{name} got tensors of two devices: {places}, at {_line()}")
 
 

@@ -57,12 +57,19 @@ def answers(work: Workload, *rows: Row):
 def conversation(folder, other, device: str, ask, **sampling):
     """Answers of several rows, of two that go on from them, after new weights, and after a release of memory."""
     work = work_on(folder, device)
-    rows = [Row(request=ask(n, prompt_length=9 + 5 * n, **sampling), matcher=EvenIds() if n == 2 else None) for n in range(4)]
+    rows = [
+        Row(request=ask(n, prompt_length=9 + 5 * n, **sampling), matcher=EvenIds() if n == 2 else None)
+        for n in range(4)
+    ]
     found = answers(work, *rows)
     ids = [(*row.request.input_ids, *one.token_ids, 1, 2) for row, one in zip(rows, found, strict=True)]
-    later = [GenerateRequest(request_id=f"later-{n}", input_ids=ids[n], sampling=rows[n].request.sampling) for n in (0, 3)]
+    later = [
+        GenerateRequest(request_id=f"later-{n}", input_ids=ids[n], sampling=rows[n].request.sampling) for n in (0, 3)
+    ]
     found += answers(work, *(Row(request=one) for one in later))
-    work.swap(work._runner.layout.prove(load_file(other / "model.safetensors")), WeightVersion(step=8), flush_cache=True)
+    work.swap(
+        work._runner.layout.prove(load_file(other / "model.safetensors")), WeightVersion(step=8), flush_cache=True
+    )
     found += answers(work, Row(request=ask(20, **sampling)))
     work.release_memory()
     work.resume_memory()

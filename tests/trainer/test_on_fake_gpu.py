@@ -24,11 +24,11 @@ PENALISED = {"reference": "initial", "kl_coefficient": 0.1, "entropy_coefficient
 BY_SEQUENCE = {"preset": "gspo", "aggregation": "sequence_mean", "behavior_weight_level": "sequence"}
 CASES = {
     "ppo_clip": ({"packing": "balanced"}, {"dual_clip": 3.0}),
-    "gspo": ({"packing": "first_fit"}, BY_SEQUENCE),
+    "gspo": ({"packing": "first_fit", "gradient_checkpointing": True}, BY_SEQUENCE),
     "cispo": ({"packing": "padded"}, {"preset": "cispo", **PENALISED}),
     "tree": ({"packing": "tree"}, {**PENALISED, "kl_in": "reward", "minibatches": 2}),
     "tree, half": ({"packing": "tree", "dtype": "bfloat16"}, {}),
-    "tree, critic": ({"packing": "tree", "gradient_checkpointing": True}, {"preset": "ppo", "minibatches": 2}),
+    "tree, critic": ({"packing": "tree"}, {"preset": "ppo", "minibatches": 2}),
     "critic, half": ({"packing": "balanced", "dtype": "bfloat16"}, {"preset": "ppo"}),
     "adapters": ({"lora": LORA}, PENALISED),
     "adapters, half": ({"lora": LORA, "dtype": "bfloat16", "packing": "balanced"}, PENALISED),
@@ -67,7 +67,8 @@ def step_input(make_batch, as_input):
     def make(step: int, num_groups: int):
         batch = make_batch(step, num_groups=num_groups)
         same = np.arange(10, dtype=np.int32)
-        return as_input(batch, [replace(one, token_ids=np.append(same, one.token_ids[10:])[: len(one.token_ids)].astype(np.int32)) for one in batch.records])
+        ids = [np.append(same, one.token_ids[10:])[: len(one.token_ids)] for one in batch.records]
+        return as_input(batch, [replace(one, token_ids=own) for one, own in zip(batch.records, ids, strict=True)])
 
     return make
 
@@ -87,7 +88,7 @@ def test_a_step(case, model_folder, step_input, open_trainer, tmp_path):
             counted.append((metrics["num_micro_batches"], dict(gpu.copies)))
     (of_small, few), (of_large, many) = counted
     assert {where for kind, where in many if kind in (TO_HOST, WAITS)} <= FROM_GPU
-    assert all(many[one] <= few[one] * max(1, of_large / of_small) for one in many)
+    assert {one: n for one, n in many.items() if n > few[one] * max(1, of_large / of_small)} == {}
     assert (metrics["shared_positions"] > 0) is config.packing.startswith("tree")
     if config.dtype == "float32":
         plain = open_trainer(model_folder, config.model_copy(update={"device": "cpu"}), AlgorithmConfig(**algorithm))
@@ -100,7 +101,8 @@ def test_a_step(case, model_folder, step_input, open_trainer, tmp_path):
 @pytest.mark.parametrize("changes", [{"transfer": "shared_memory"}, {"transfer": "disk"}, {"lora": LORA}], ids=str)
 def test_a_push(changes, model_folder, step_input, open_trainer):
     with FakeGpu() as gpu:
-        trainer = open_trainer(model_folder, TrainerConfig(device="cuda", dtype="float32", **changes), AlgorithmConfig())
+        config = TrainerConfig(device="cuda", dtype="float32", **changes)
+        trainer = open_trainer(model_folder, config, AlgorithmConfig())
         runner = ModelRunner(str(model_folder), device="cuda", num_slots=2, max_context_tokens=64, kv_tokens=512)
         trainer.train_step(step_input(1, 1))
         proved = take_weights(trainer.publish(), runner.layout, runner.device)
@@ -124,7 +126,8 @@ def test_what_the_fake_gpu_finds():
         with pytest.raises(WrongDevice):
             weights.weight.grad + torch.zeros(2, 3)  # made on the host
         with pytest.raises(WrongDevice):
-            loss.detach()[None].numpy()
+            loss.detach().numpy()
+        loss = loss.detach()
         assert float(loss * torch.tensor(2.0)) == pytest.approx(2 * float(loss)), "a number may come from the host"
         gpu.copies.clear()
         sums = [row.sum().item() for row in torch.ones(5, 3, device=GPU)]
