@@ -119,7 +119,9 @@ class Tree:
         """Return this row on `device`; `places` stay."""
         if device.type == "cpu":
             return self
-        blocks = tuple(replace(one, keys=one.keys.to(device)) for one in self.blocks)
+        keys = torch.cat([one.keys for one in self.blocks]).to(device)  # one transfer for all blocks
+        parts = keys.split([len(one.keys) for one in self.blocks])
+        blocks = tuple(replace(one, keys=part) for one, part in zip(self.blocks, parts, strict=True))
         moved = {name: getattr(self, name).to(device) for name in ("inputs", "depths", "ends")}
         return replace(self, **moved, blocks=blocks)
 

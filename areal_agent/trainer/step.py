@@ -403,13 +403,13 @@ class Stepper:
 
     def _keep(self, samples: Sequence[Sample], tokens: LossTokens) -> None:
         """Keep what the loss is computed from, of those trajectories that are chosen for it."""
-        end = 0
-        for one in samples:
-            start, end = end, end + one.num_loss_tokens
-            if self._recorder is not None and self._recorder.keeps(one.rollout):
-                columns = (tokens.logprobs, tokens.proximal, tokens.advantages)
-                kept = (column[start:end].detach().float().cpu().numpy() for column in columns)
-                seen = SeenTokens((one.predicting + 1).int().numpy(), *kept)
+        if self._recorder is None or not any(self._recorder.keeps(one.rollout) for one in samples):
+            return
+        columns = torch.stack([tokens.logprobs.detach(), tokens.proximal.detach(), tokens.advantages]).float().cpu()
+        parts = columns.split([one.num_loss_tokens for one in samples], dim=1)  # after one transfer for all samples
+        for one, part in zip(samples, parts, strict=True):
+            if self._recorder.keeps(one.rollout):
+                seen = SeenTokens((one.predicting + 1).int().numpy(), *part.numpy())
                 self._recorder.add(one.rollout, one.branch, seen)
 
     def _proximal(self, batch: MicroBatch, start: Tensor, logprobs: Tensor, start_version: WeightVersion) -> Tensor:

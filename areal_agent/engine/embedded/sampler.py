@@ -150,7 +150,8 @@ def _likeliest(scaled: Tensor, num_top: Sequence[int]) -> list[TopLogprobs]:
     found: list[TopLogprobs] = [()] * len(scaled)
     asking = [row for row, number in enumerate(num_top) if number]
     if asking:
-        values, ids = torch.log_softmax(scaled[asking], dim=-1).topk(max(num_top), dim=-1)
+        rows = scaled[torch.tensor(asking, device=scaled.device)]
+        values, ids = torch.log_softmax(rows, dim=-1).topk(max(num_top), dim=-1)
         for row, row_values, row_ids in zip(asking, values.tolist(), ids.tolist(), strict=True):
             found[row] = tuple(zip(row_ids, row_values, strict=True))[: num_top[row]]
     return found

@@ -1,0 +1,114 @@
+"""The embedded engine's code on a GPU that is not there (tests/fake_gpu.py).
+
+- Answers are those of the CPU, token by token: prefills in chunks and over a prefix, every kind of sampling, a grammar,
+  a swap of weights, memory that is released and taken again. All tensors of an operation are on one device.
+- A decode step crosses between host and GPU as often for six rows as for two.
+"""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.workload import Row, Workload
+from areal_agent.types import GenerateRequest, SamplingParams, WeightVersion
+from tests.fake_gpu import FakeGpu
+
+KINDS = {
+    "plain": {},
+    "greedy": {"temperature": 0.0},
+    "filtered": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.02},
+    "penalised": {"frequency_penalty": 0.4, "presence_penalty": 0.2, "repetition_penalty": 1.3},
+    "biased": {"logit_bias": ((3, 4.0), (5, -2.0))},
+    "held open": {"min_tokens": 4, "stop_token_ids": (7, 8)},
+}
+
+
+class EvenIds:
+    """The grammar of answers in even ids."""
+
+    def allowed(self):
+        return np.arange(97) % 2 == 0
+
+    def follow(self, token_id: int) -> None:
+        assert token_id % 2 == 0
+
+    def failure(self) -> None:
+        return None
+
+
+def work_on(folder, device: str) -> Workload:
+    runner = ModelRunner(
+        str(folder), device=device, dtype="float32", num_slots=8, max_context_tokens=512, kv_tokens=16 * 512
+    )
+    return Workload(runner, WeightVersion(step=7))
+
+
+def answers(work: Workload, *rows: Row):
+    for row in rows:
+        work.add(row)
+    while work.has_work():
+        work.step()
+    return [row.answer.result() for row in rows]
+
+
+def conversation(folder, other, device: str, ask, **sampling):
+    """Answers of several rows, of two that go on from them, after new weights, and after a release of memory."""
+    work = work_on(folder, device)
+    rows = [
+        Row(request=ask(n, prompt_length=9 + 5 * n, **sampling), matcher=EvenIds() if n == 2 else None)
+        for n in range(4)
+    ]
+    found = answers(work, *rows)
+    ids = [(*row.request.input_ids, *one.token_ids, 1, 2) for row, one in zip(rows, found, strict=True)]
+    later = [
+        GenerateRequest(request_id=f"later-{n}", input_ids=ids[n], sampling=rows[n].request.sampling) for n in (0, 3)
+    ]
+    found += answers(work, *(Row(request=one) for one in later))
+    work.swap(
+        work._runner.layout.prove(load_file(other / "model.safetensors")), WeightVersion(step=8), flush_cache=True
+    )
+    found += answers(work, Row(request=ask(20, **sampling)))
+    work.release_memory()
+    work.resume_memory()
+    return found + answers(work, Row(request=ask(21, **sampling)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_the_cpu(kind, tiny, other, ask):
+    expected = conversation(tiny, other, "cpu", ask, **KINDS[kind])
+    with FakeGpu():
+        found = conversation(tiny, other, "cuda", ask, **KINDS[kind])
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours.token_ids, ours.cached_tokens) == (theirs.token_ids, theirs.cached_tokens)
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+    assert found[4].cached_tokens > 10, "it began as an answer before"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_crosses_as_often_for_many_rows_as_for_few(kind, tiny):
+    def crossed(num_rows: int) -> Counter[tuple[str, str]]:
+        with FakeGpu() as gpu:
+            work = work_on(tiny, "cuda")
+            sampling = SamplingParams(**({"max_tokens": 6, "ignore_eos": True} | KINDS[kind]))
+            for n in range(num_rows):
+                request = GenerateRequest(
+                    request_id=str(n), input_ids=(n, 40 + n, 3), sampling=sampling, num_top_logprobs=2
+                )
+                work.add(Row(request=request, matcher=EvenIds() if kind == "plain" else None))
+            for _ in range(2):  # the prefill, and a step for which what the rows ask is put together
+                work.step()
+            gpu.copies.clear()
+            for _ in range(2):
+                work.step()
+        return gpu.copies
+
+    few, many = crossed(2), crossed(6)
+    assert few == many
+    assert {site for kind, site in many if kind == "to host"} == {
+        "engine/embedded/sampler.py sample",
+        "engine/embedded/sampler.py _likeliest",
+    }
+    assert not any(kind == "waits" for kind, _ in many)

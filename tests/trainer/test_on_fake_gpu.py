@@ -1,0 +1,136 @@
+"""The train step and pushes on a GPU that is not there (tests/fake_gpu.py).
+
+- With every loss, layout, precision, adapters, critic, reference and shared prefixes all tensors of an operation are on
+  one device. In float32 metrics are those of the CPU.
+- What crosses between host and GPU in a step is known, and grows with the micro-batches, not with the samples.
+- What the trainer pushes is what an engine on the GPU then holds.
+- The fake GPU finds a tensor on the wrong device, one that was not moved, and an `item` in a loop.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.engine.embedded.model import ModelRunner, take_weights
+from areal_agent.trainer.config import LoraConfig, TrainerConfig
+from areal_agent.trainer.ranks import Group
+from tests.fake_gpu import CPU, GPU, TO_HOST, WAITS, FakeGpu, WrongDevice
+
+LORA = LoraConfig(rank=2, alpha=4.0)
+PENALISED = {"reference": "initial", "kl_coefficient": 0.1, "entropy_coefficient": 0.01}
+BY_SEQUENCE = {"preset": "gspo", "aggregation": "sequence_mean", "behavior_weight_level": "sequence"}
+CASES = {
+    "ppo_clip": ({"packing": "balanced"}, {"dual_clip": 3.0}),
+    "gspo": ({"packing": "first_fit", "gradient_checkpointing": True}, BY_SEQUENCE),
+    "cispo": ({"packing": "padded"}, {"preset": "cispo", **PENALISED}),
+    "tree": ({"packing": "tree"}, {**PENALISED, "kl_in": "reward", "minibatches": 2}),
+    "tree, half": ({"packing": "tree", "dtype": "bfloat16"}, {}),
+    "tree, critic": ({"packing": "tree"}, {"preset": "ppo", "minibatches": 2}),
+    "critic, half": ({"packing": "balanced", "dtype": "bfloat16"}, {"preset": "ppo"}),
+    "adapters": ({"lora": LORA}, PENALISED),
+    "adapters, half": ({"lora": LORA, "dtype": "bfloat16", "packing": "balanced"}, PENALISED),
+    "float32 head": (
+        {"dtype": "bfloat16", "fp32_lm_head": True, "packing": "padded"},
+        {"proximal": "approximate", "minibatches": 2},
+    ),
+}
+FROM_GPU = {
+    "algorithms/losses.py of",  # sums of a micro-batch, in one transfer
+    "algorithms/losses.py sequence_sums",  # the number of sequences
+    "algorithms/losses.py value_loss",
+    "trainer/digests.py weights_digest",  # of each parameter, after the step
+    "trainer/forward.py hidden_states",  # transformers looks for packed sequences, once a forward pass
+    "trainer/metrics.py of",
+    "trainer/model.py backward",
+    "trainer/optimizer.py update",  # the norm of the gradient
+    "trainer/step.py _backward",
+    "trainer/step.py _keep",
+    "trainer/step.py _measure",
+}
+"""The places at which a step may wait for the GPU."""
+
+
+@pytest.fixture(autouse=True)
+def fsdp_on_the_cpu(monkeypatch) -> None:
+    """FSDP2 runs on a CPU mesh, since it asks the device's own streams for more than a fake has."""
+    of_one = Group.of_one
+    monkeypatch.setattr(Group, "of_one", lambda _: of_one(CPU))
+
+
+@pytest.fixture
+def step_input(make_batch, as_input):
+    """The input of a step in which all rollouts begin with the same ten tokens."""
+
+    def make(step: int, num_groups: int):
+        batch = make_batch(step, num_groups=num_groups)
+        same = np.arange(10, dtype=np.int32)
+        ids = [np.append(same, one.token_ids[10:])[: len(one.token_ids)] for one in batch.records]
+        return as_input(batch, [replace(one, token_ids=own) for one, own in zip(batch.records, ids, strict=True)])
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_step(case, model_folder, step_input, open_trainer, tmp_path):
+    changes, algorithm = CASES[case]
+    config = TrainerConfig(**({"device": "cuda", "dtype": "float32"} | changes))
+    more = {"token_records": tmp_path, "token_records_share": 1.0}
+    small, large = step_input(1, 1), step_input(2, 3)
+    with FakeGpu() as gpu:
+        trainer = open_trainer(model_folder, config, AlgorithmConfig(**algorithm), **more)
+        counted = []
+        for given in (small, large):
+            gpu.copies.clear()
+            metrics = trainer.train_step(given).metrics
+            counted.append((metrics["num_micro_batches"], dict(gpu.copies)))
+    (of_small, few), (of_large, many) = counted
+    assert {where for kind, where in many if kind in (TO_HOST, WAITS)} <= FROM_GPU
+    assert {one: n for one, n in many.items() if n > few[one] * max(1, of_large / of_small)} == {}
+    assert (metrics["shared_positions"] > 0) is config.packing.startswith("tree")
+    if config.dtype == "float32":
+        plain = open_trainer(model_folder, config.model_copy(update={"device": "cpu"}), AlgorithmConfig(**algorithm))
+        plain.train_step(small)
+        expected = plain.train_step(large).metrics
+        names = [name for name in expected if "seconds" not in name]
+        assert [metrics[one] for one in names] == pytest.approx([expected[one] for one in names], rel=1e-2, abs=1e-4)
+
+
+@pytest.mark.parametrize("changes", [{"transfer": "shared_memory"}, {"transfer": "disk"}, {"lora": LORA}], ids=str)
+def test_a_push(changes, model_folder, step_input, open_trainer):
+    with FakeGpu() as gpu:
+        config = TrainerConfig(device="cuda", dtype="float32", **changes)
+        trainer = open_trainer(model_folder, config, AlgorithmConfig())
+        runner = ModelRunner(str(model_folder), device="cuda", num_slots=2, max_context_tokens=64, kv_tokens=512)
+        trainer.train_step(step_input(1, 1))
+        proved = take_weights(trainer.publish(), runner.layout, runner.device)
+        assert not runner.layout.holds(proved)
+        assert {one.device for one in proved.values()} == {GPU}, "they are there before the swap"
+        gpu.copies.clear()
+        runner.layout.copy(proved)
+        assert not gpu.copies
+        assert runner.layout.holds(proved)
+
+
+def test_what_the_fake_gpu_finds():
+    with FakeGpu() as gpu:
+        weights = torch.nn.Linear(3, 2).to(GPU)
+        assert (weights.weight.device, weights.weight.is_cuda) == (GPU, True)
+        with pytest.raises(WrongDevice, match="two devices"):
+            weights(torch.ones(4, 3))  # not moved
+        loss = weights(torch.ones(4, 3).to(GPU)).sum()
+        loss.backward()
+        assert weights.weight.grad.device == GPU
+        with pytest.raises(WrongDevice):
+            weights.weight.grad + torch.zeros(2, 3)  # made on the host
+        with pytest.raises(WrongDevice):
+            loss.detach().numpy()
+        loss = loss.detach()
+        assert float(loss * torch.tensor(2.0)) == pytest.approx(2 * float(loss)), "a number may come from the host"
+        gpu.copies.clear()
+        sums = [row.sum().item() for row in torch.ones(5, 3, device=GPU)]
+        assert (sums, gpu.copies[WAITS, "a test"]) == ([3.0] * 5, 5)
+        torch.ones(5, device=GPU)[torch.ones(5, device=GPU) > 0].cpu()
+        assert (gpu.copies[WAITS, "a test"], gpu.copies[TO_HOST, "a test"]) == (6, 1)
