@@ -1,18 +1,18 @@
 """Whatever reads what comes from outside takes a damaged or hostile file, or refuses it by its documented error:
 
-1. any damage done to a valid file at random; 2. what is made to do harm, which is refused: nesting, huge numbers, bombs,
-links, SQL that never ends, code that would run when it is loaded. None runs code, hangs, or takes memory out of
+1. any damage done to a valid file at random; 2. what is made to do harm, which is refused: nesting, huge numbers,
+bombs, links, SQL that never ends, code that would run when it is loaded. None runs code, hangs, or takes memory out of
 proportion.
 
-The readers run in a process of their own, which says what it tries next, has a bound on its memory, and is killed when
-it falls silent. `--hypothesis-profile=search`, as in .ci/full, does more and other damage each time.
+The readers run in a process of their own, which says what it tries next, has a bound on its memory, and ends where a
+case takes too long. `--hypothesis-profile=search`, as in .ci/full, does more and other damage each time.
 """
 
 import asyncio
+import faulthandler
 import json
 import os
 import pickle
-import queue
 import random
 import resource
 import shutil
@@ -20,7 +20,6 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -63,7 +62,7 @@ from sandboxes.folder import Entry, entries_in, entries_of, pack
 from sandboxes.tasks.harbor import HarborTask, reported
 from tests.ledger.record import record
 
-SILENT_S = 90.0  # a case takes milliseconds, and starting takes seconds
+CASE_S = 60.0  # the longest time that a case may take; it takes milliseconds
 SPARE_BYTES = 2**29  # that a reader may allocate
 HARM = "harmed"
 """The file that code would make, if any ran."""
@@ -86,7 +85,7 @@ class Harm:
         return os.system, (f"touch {HARM}",)
 
 
-DEEP, LONG, PICKLE = "[" * 100_000, "9" * 5000, pickle.dumps(Harm())
+DEEP, LONG, PICKLE = "[" * 20_000, "9" * 5000, pickle.dumps(Harm())
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT x FROM n"
 CONFIG = "model: tiny\nworkflow: mine:solve\ntasks: {source: tasks.jsonl}\neval: {num_tasks: 0}\nsteps: 3\n"
 TASK = {
@@ -102,7 +101,7 @@ SAMPLE = {"session_id": "s", "task_id": "t", "status": "completed", "reward": 1.
           "num_turns": 1, "seconds": 0.5, "is_truncated": False}  # fmt: skip
 RESULT = {"model": "m", "success_reward": 1.0, "scores": {"pass_at_1": {"mean": 1.0}}, "answers": [SAMPLE]}
 VALUES = [None, True, -1, 0, 2**63, 2**200, 1e308, "", "x", "\0", "../../etc/passwd", [], {}, [[]], {"x": {}}, ["x"]]
-PIECES = [b"\0", b"\xff", b"\xed\xa0\x80", b"\n", b"[", b"{", b'"', b"-", DEEP.encode(), LONG.encode(), b"1e999", b"NaN",
+PIECES = [b"\0", b"\xff", b"\xed\xa0\x80", b"\n", b"[", b"{", b'"', b"-", b"[" * 2000, LONG.encode(), b"1e999", b"NaN",
           b'"\\ud800"', b"null", b"{}", b"../../etc/passwd", b"&a", b"*a", b"!!timestamp x"]  # fmt: skip
 
 
@@ -114,9 +113,9 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
         start, end = sorted((chance.randint(0, len(data)), chance.randint(0, len(data))))
         near = min(start + chance.randint(0, 8), len(data))
         flipped = bytes(byte ^ 1 << chance.randrange(8) for byte in data[start:near])
-        new, rest = chance.choice([(b"", b""), (flipped, data[near:]), (b"", data[end:]), (data[start:end], data[start:]),
-                                   (chance.choice(PIECES), data[near:])])  # fmt: skip
-        data = data[:start] + new + rest
+        piece = chance.choice(PIECES)
+        rests = [b"", flipped + data[near:], data[end:], data[start:end] + data[start:], piece + data[near:]]
+        data = data[:start] + chance.choice(rests)
     return data
 
 
@@ -175,8 +174,8 @@ def override(folder: Path) -> object:
     return Config.load(folder / "config.yaml", [(folder / "override").read_bytes().decode(errors="replace")])
 
 
-def read_tasks(name: str, folder: Path) -> object:
-    return load_tasks(TasksConfig(source=str(folder / name)), "train", 0)
+def read_tasks(suffix: str, folder: Path) -> object:
+    return load_tasks(TasksConfig(source=str((folder / "t").rename(folder / f"t{suffix}"))), "train", 0)
 
 
 def read_task_folder(folder: Path) -> object:
@@ -205,7 +204,7 @@ def read_weights(folder: Path) -> object:
     return read_shapes(folder), prove_manifest(folder)
 
 
-def header(fields: object) -> bytes:
+def header(**fields: object) -> bytes:
     """Return a safetensors file without tensors."""
     return len(encoded := orjson.dumps(fields)).to_bytes(8, "little") + encoded
 
@@ -282,43 +281,44 @@ def arrays(**arrays: Any) -> Change:
 # fmt: off
 PARSERS = {
     "config": Parser(file("config.yaml", CONFIG), "*.yaml", lambda at: Config.load(at / "config.yaml"), ConfigError, {
-        "lists": bomb("[", "]", "[x]") + "\nsteps: *a29", "merges": bomb("{<<: [", "]}", "{k: 1}"), "deep": f"steps: {DEEP}",
-        "in itself": "steps: &a [*a]", "a mapping in itself": "&a\nengine: *a", "no timestamp": "steps: !!timestamp x",
-        "code": f"model: !!python/object/apply:os.system ['touch {HARM}']", "a long integer": f"steps: {LONG}",
-        "no date": "steps: 2001-99-99", "an empty integer": "steps: !!int ''", "no bool": "steps: !!bool x",
-        "many keys": "\n".join(f"k{n}: 1" for n in range(10_000)),
+        "lists": bomb("[", "]", "[x]") + "\nsteps: *a29", "merges": bomb("{<<: [", "]}", "{k: 1}"),
+        "deep": f"steps: {DEEP}", "in itself": "steps: &a [*a]", "a mapping in itself": "&a\nengine: *a",
+        "no timestamp": "steps: !!timestamp x", "code": f"model: !!python/object/apply:os.system ['touch {HARM}']",
+        "a long integer": f"steps: {LONG}", "no date": "steps: 2001-99-99", "an empty integer": "steps: !!int ''",
+        "no bool": "steps: !!bool x", "many keys": "\n".join(f"k{n}: 1" for n in range(3000)),
     }),
     "override": Parser(file("override", "steps=4"), "override", override, ConfigError, {
         "code": f"model=!!python/object/apply:os.system ['touch {HARM}']", "no date": "steps=2001-99-99",
         "a long integer": f"steps={LONG}", "deep": f"steps={DEEP}", "an empty integer": "steps=!!int ''",
         "a bomb": "tasks={" + bomb("[", "]", "[x]").replace("\n", ", ") + "}",
     }),
-    "tasks": Parser(file("t.jsonl", '{"id": "a", "n": 3}\n{"n": [1.5]}\n'), "*", partial(read_tasks, "t.jsonl"), ConfigError, {
+    "tasks": Parser(file("t", '{"id": "a", "n": 3}\n{"n": [1.5]}\n'), "*", partial(read_tasks, ".jsonl"), ConfigError, {
         "deep": DEEP, "deep with digits": "[" + "1" * 20 + "," + DEEP, "a long integer": LONG,
     }),
-    "parquet": Parser(lambda at: pq.write_table(pa.table({"n": list(range(100))}), at / "t.parquet"), "*",
-        partial(read_tasks, "t.parquet"), ConfigError, {"a pickle": PICKLE}),
+    "parquet": Parser(lambda at: pq.write_table(pa.table({"n": list(range(100))}), at / "t"), "*",
+        partial(read_tasks, ".parquet"), ConfigError, {"a pickle": PICKLE}),
     "chats": Parser(file("c.jsonl", CHAT * 2), "*", lambda at: read_chats(at / "c.jsonl"), ConfigError, {
         "deep": '{"messages": ' + DEEP, "a long integer": f'{{"messages": [{LONG}]}}',
     }),
     "task folder": Parser(files(TASK), "**/*", read_task_folder, ValueError, {
         "deep": file("task.toml", f"x = {DEEP}"), "a deep key": file("task.toml", f"[metadata]\n{'a.' * 20_000}a = 1"),
-        "a deep table": file("task.toml", f"[{'a . ' * 20_000}a]"), "quoted": file("task.toml", "'a'." * 20_000 + "a = 1"),
+        "a deep table": file("task.toml", f"[{'a . ' * 20_000}a]"),
+        "a quoted key": file("task.toml", "'a'." * 20_000 + "a = 1"),
         "a size without end": file("task.toml", f"[environment]\nmemory = '{LONG}G'"),
         "a long integer": file("task.toml", f"[environment]\nmemory_mb = {LONG}"),
         "a link to the host": link("instruction.md", "/etc/passwd"), "an endless link": link("task.toml", "/dev/zero"),
-        "a link in the tests": link("tests/stolen", "/etc/passwd"), "a link in the image": link("environment/x", "/etc"),
+        "a link in the tests": link("tests/stolen", "/etc/passwd"), "in the image": link("environment/x", "/etc"),
         "a link in circles": link("tests/test.sh", "test.sh"), "no UTF-8": file("instruction.md", b"\xff"),
     }),
     "tar": Parser(lambda at: put("a.tar", pack([Entry("a", None), Entry("a/b", b"x" * 600, True)]), at), "*",
         lambda at: entries_of((at / "a.tar").read_bytes()), ValueError, {"a pickle": PICKLE}),
-    "reward": Parser(files({"reward.txt": "0.5", "reward.json": '{"reward": 0.5, "speed": 3}'}), "*", read_reward, ValueError, {
-        "deep": DEEP[:60_000], "a long integer": LONG, "no number": file("reward.txt", "nan"),
+    "reward": Parser(files({"reward.txt": "1", "reward.json": '{"reward": 1, "b": 3}'}), "*", read_reward, ValueError, {
+        "deep": DEEP, "a long integer": LONG, "no number": file("reward.txt", "nan"),
     }),
     "Dockerfile": Parser(file("Dockerfile", TASK["environment/Dockerfile"]), "*",
         lambda at: images_of((at / "Dockerfile").read_text(errors="replace")), SandboxError,
-        {"a file of the host": "FROM x\nADD http://h/x /", "many lines": "FROM x\nRUN " + "\\\n" * 50_000 + "\nADD x x"}),
-    "checkpoint": Parser(files({"run.json": '{"position": 3}'}, step=3, incarnation=1), "*", read_checkpoint, ValueError, {
+        {"a file of the host": "FROM x\nADD http://h/x /", "lines": "FROM x\nRUN " + "\\\n" * 50_000 + "\nADD x x"}),
+    "checkpoint": Parser(files({"run.json": "{}"}, step=3, incarnation=1), "*", read_checkpoint, ValueError, {
         "deep": DEEP, "infinite": '{"files": {}, "step": 1e999, "incarnation": 0}', "no step": '{"files": {}}',
         "a device": '{"files": {"/dev/zero": {"num_bytes": 0, "sha256": ""}}, "step": 1, "incarnation": 0}',
         "no name": '{"files": {"\\u0000": {"num_bytes": 0, "sha256": ""}}, "step": 1, "incarnation": 0}',
@@ -326,7 +326,7 @@ PARSERS = {
     }),
     "weights": Parser(make_weights, "*", read_weights, WeightUpdateError, {
         "a pickle": file("model-1.safetensors", PICKLE), "a huge header": file("model-1.safetensors", b"\xff" * 8),
-        "huge": file("model-1.safetensors", header({"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}})),
+        "huge": file("model-1.safetensors", header(x={"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]})),
         "deep": file("model.safetensors.index.json", DEEP),
         "numbers": file("model.safetensors.index.json", '{"weight_map": {"a": 1, "b": "x"}}'),
         "a device": file("model.safetensors.index.json", '{"weight_map": {"a": "/dev/zero"}}'),
@@ -335,19 +335,20 @@ PARSERS = {
     "model": Parser(lambda at: shutil.copytree(sys.argv[1], at, dirs_exist_ok=True), "*", read_model, ConfigError, {
         "only a pickle": only_pickled, "a pickle": file("model.safetensors", PICKLE), "deep": file("config.json", DEEP),
         "code": with_config(model_type="own", auto_map={"AutoConfig": "code.Y", "AutoModelForCausalLM": "code.X"}),
-        "wide": with_config(hidden_size=2**20, vocab_size=2**20), "long": with_config(num_hidden_layers=10**7, layer_types=None),
-        "a deep tokenizer": file("tokenizer.json", DEEP),
+        "wide": with_config(hidden_size=2**20, vocab_size=2**20),
+        "long": with_config(num_hidden_layers=10**7, layer_types=None), "a tokenizer": file("tokenizer.json", DEEP),
         "an escape": file("chat_template.jinja", "{{ cycler.__init__.__globals__.os.system('touch harmed') }}"),
     }),
     "template": Parser(file("chat.jinja", TEMPLATE), "*", read_template, (ConfigError, RequestError), {
         "an escape": "{{ ''.__class__.__mro__[1].__subclasses__() }}", "deep lists": "{{ " + DEEP,
         "a function": f"{{{{ cycler.__init__.__globals__.os.system('touch {HARM}') }}}}", "deep": "{{ " + "(" * 50_000,
-        "nested": "{% if true %}" * 5000 + "{% endif %}" * 5000, "endless": "{% for i in range(10 ** 12) %}x{% endfor %}",
+        "nested": "{% if true %}" * 5000 + "{% endif %}" * 5000,
+        "endless": "{% for i in range(10 ** 12) %}x{% endfor %}",
         "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     }),
     "ledger": Parser(make_ledger, "*.sqlite", read_ledger, LedgerError, {
         "a view": sql(f"ALTER TABLE leases RENAME TO l; CREATE VIEW leases AS {ENDLESS}"),
-        "a view in the shard": sql(f"ALTER TABLE turns RENAME TO l; CREATE VIEW turns AS {ENDLESS}", "ledger-w0.sqlite"),
+        "in a shard": sql(f"ALTER TABLE turns RENAME TO l; CREATE VIEW turns AS {ENDLESS}", "ledger-w0.sqlite"),
         "an old trigger": sql(f"CREATE TRIGGER t BEFORE UPDATE ON leases BEGIN SELECT count(*) FROM ({ENDLESS}); END;"
                               "PRAGMA user_version = 2"),
         "a virtual table": sql("DROP TABLE leases; CREATE VIRTUAL TABLE leases USING fts5(session)"),
@@ -389,6 +390,7 @@ def faults_of(parser: Parser, top: Path, seed: str, number: int) -> Iterator[str
         cases.append((f"{name}, {seed}-{index}", file(name, damaged((valid / name).read_bytes(), chance))))
     for name, change in cases:
         print(json.dumps(name), flush=True)
+        faulthandler.dump_traceback_later(CASE_S, exit=True)  # also where Python is not asked any more
         shutil.copytree(valid, folder := top / "case", symlinks=True)
         change(folder)
         os.chdir(folder)
@@ -415,51 +417,34 @@ def serve() -> None:
         name, seed, number = json.loads(line)
         with tempfile.TemporaryDirectory() as top:
             faults = list(faults_of(PARSERS[name], Path(top), seed, number))
+            faulthandler.cancel_dump_traceback_later()
             os.chdir("/")
         print(json.dumps(faults), flush=True)
 
 
 class Readers:
-    """The readers' process, started when it is needed."""
+    """The readers' process, started when it is needed. Its stderr is the test's."""
 
     def __init__(self, model: Path) -> None:
-        self._model = model
+        self._command = [sys.executable, __file__, str(model)]
         self._process: subprocess.Popen[str] | None = None
-        self._lines: queue.Queue[str] = queue.Queue()
 
     def faults(self, *asked: object) -> Sequence[str]:
-        """Return what was wrong with a parser's cases, or the one at which the process fell silent or ended."""
-        process = self._process or self._start()
-        print(json.dumps(asked), file=process.stdin, flush=True)
-        told: str | list[str] = "the start"
-        while isinstance(told, str):
-            try:
-                if line := self._lines.get(timeout=SILENT_S):
-                    told = json.loads(line)
-                    continue
-                fault = f"{told}: the process ended with {process.wait()}"
-            except queue.Empty:
-                fault = f"{told}: nothing for {SILENT_S:g} s"
-            self.close()
-            return [fault]
-        return told
-
-    def _start(self) -> "subprocess.Popen[str]":
-        lines = self._lines = queue.Queue()
-        path, pipe = str(Path(__file__).parents[1]), subprocess.PIPE
-        self._process = process = subprocess.Popen(
-            [sys.executable, __file__, str(self._model)],
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"},
-            stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True,
-        )  # fmt: skip
-
-        def pass_on() -> None:
-            for line in process.stdout or ():
-                lines.put(line)
-            lines.put("")
-
-        threading.Thread(target=pass_on, daemon=True).start()
-        return process
+        """Return what was wrong with a parser's cases, or the case at which the process ended."""
+        if self._process is None:
+            threads = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
+            variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), **threads}
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(self._command, env=variables, stdin=pipe, stdout=pipe, text=True)
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        told: str | list[str] = "at the start"
+        while isinstance(told, str) and self._process.stdout and (line := self._process.stdout.readline()):
+            told = json.loads(line)
+        if isinstance(told, list):
+            return told
+        status = self._process.wait()
+        self.close()
+        return [f"{told}: the process ended with {status}; 1: it took more than {CASE_S:g} s"]
 
     def close(self) -> None:
         if self._process is not None:

@@ -99,8 +99,8 @@ def restore(directory: Path, ledger: Path, *, claimed: int) -> int:
         raise LedgerError(f"{directory} has no snapshot: the run was lost before its first checkpoint; start it anew")
     try:
         step = [int(read_intact(part)["step"]) for part in parts][-1]
-    except ValueError as error:
-        raise LedgerError(f"{error}; delete that part and those after it, to restore the ones before") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise LedgerError(f"{directory}, {newest}: {error}; delete that part and those after it, to restore the ones before") from None
     for part in parts:
         for source in part.glob("*.sqlite"):
             require_plain(source)
