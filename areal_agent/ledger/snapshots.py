@@ -100,7 +100,9 @@ def restore(directory: Path, ledger: Path, *, claimed: int) -> int:
     try:
         step = [int(read_intact(part)["step"]) for part in parts][-1]
     except (ValueError, KeyError, TypeError) as error:
-        raise LedgerError(f"{directory}, {newest}: {error}; delete that part and those after it, to restore the ones before") from None
+        raise LedgerError(
+            f"{directory}, {newest}: {error}; delete that part and those after it, to restore the ones before"
+        ) from None
     for part in parts:
         for source in part.glob("*.sqlite"):
             require_plain(source)
