@@ -4,8 +4,10 @@ Each section stands beside the component it configures; `Config` puts them toget
 cannot. Derived values are computed where they are needed and never asked for.
 """
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
@@ -338,22 +340,50 @@ class _UniqueKeysLoader(yaml.SafeLoader):
     """YAML forbids a key that is given twice; PyYAML silently lets the last one win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        nodes = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        keys = [self.construct_object(key, deep=True) for key in nodes]
-        for key in keys:
-            if keys.count(key) > 1:
-                second = nodes[len(keys) - 1 - keys[::-1].index(key)]
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is given twice; keep one", second.start_mark
-                )
+        known: set[Hashable] = set()
+        for inner in (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"):
+            key = self.construct_object(inner, deep=True)
+            if isinstance(key, Hashable):  # PyYAML refuses others
+                if key in known:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key!r} is given twice; keep one", inner.start_mark
+                    )
+                known.add(key)
         return super().construct_mapping(node, deep)
+
+
+MAX_VALUES = 100_000
+"""The most values of a config, those behind an alias counted wherever it stands."""
+
+
+def _parse_yaml(text: str) -> tuple[yaml.Node | None, Any]:
+    """Return the tree of nodes, and the values. Raises yaml.YAMLError."""
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+        if root is not None and _num_values(root, {}) > MAX_VALUES:
+            raise yaml.YAMLError(f"it has more than {MAX_VALUES:,} values, or one within itself; use fewer aliases")
+        return root, yaml.load(text, _UniqueKeysLoader)
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:  # of a tag, or of what looks like a date
+        raise yaml.YAMLError(f"one of its values is not of its kind: {error}") from None
+
+
+def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
+    """Return the number of values with all aliases written out; infinite for one within itself."""
+    if id(node) not in known:
+        known[id(node)] = math.inf
+        inner = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        is_scalar = isinstance(node, yaml.ScalarNode)
+        known[id(node)] = 1 if is_scalar else 1 + sum(_num_values(one, known) for one in inner)
+    return known[id(node)]
 
 
 def _read_yaml(path: Path) -> tuple[yaml.Node | None, dict[str, Any]]:
     """Return the tree of a file's nodes, which know their lines, and its values."""
     try:
         text = path.read_text()
-        root, values = yaml.compose(text, yaml.SafeLoader), yaml.load(text, _UniqueKeysLoader)
+        root, values = _parse_yaml(text)
     except OSError as error:
         raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from None
     except yaml.MarkedYAMLError as error:
@@ -361,7 +391,7 @@ def _read_yaml(path: Path) -> tuple[yaml.Node | None, dict[str, Any]]:
         place = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
         what = ", ".join(text for text in (error.context, error.problem) if text)
         raise ConfigError(f"{path}{place}: not a YAML config: {what}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a YAML config: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict | NoneType):  # an empty file is one without keys
         raise ConfigError(f"{path}: a config is a mapping of keys to values, got {type(values).__name__}")
@@ -392,7 +422,7 @@ def _apply(values: dict[str, Any], override: str, shorthands: Mapping[str, str])
     if not (equals and key):
         raise ConfigError(f"override {override!r} is not of the form key=value, for example steps=10")
     try:
-        value = yaml.safe_load(text)
+        _, value = _parse_yaml(text)
     except yaml.YAMLError:
         raise ConfigError(f"override {override!r}: {text!r} is not a YAML value") from None
     *sections, leaf = key.split(".")

@@ -96,10 +96,13 @@ def read_intact(folder: Path) -> JsonObject:
     files, facts = read_manifest(folder)
     for name, digest in files.items():
         file = folder / name
-        if not file.is_file():
-            raise ValueError(f"{file} is missing")
-        if not digest.is_of_file(file):
-            raise ValueError(f"{file} is not what was written: its size or SHA-256 differs from {MANIFEST}")
+        try:
+            if not file.is_file():
+                raise ValueError(f"{file} is missing")
+            if not digest.is_of_file(file):
+                raise ValueError(f"{file} is not what was written: its size or SHA-256 differs from {MANIFEST}")
+        except OSError as error:
+            raise ValueError(f"{file} cannot be read: {error.strerror}") from None
     return facts
 
 

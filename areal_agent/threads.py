@@ -3,11 +3,11 @@
 `share_out` is the rule: one thread for a small model; else half of the cores each. Imports no torch.
 """
 
-import json
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import orjson
 from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
@@ -33,7 +33,7 @@ def num_cores() -> int:
 def cores_for(model: Path) -> int:
     """Return the cores that a model can make use of. One that is not here is of the hub, and taken for large."""
     try:
-        fields = json.loads((model / "config.json").read_bytes())
+        fields: dict[str, Any] = orjson.loads((model / "config.json").read_bytes())
         return num_cores() if fields.get("text_config", fields)["hidden_size"] >= LARGE else 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # whoever loads the model reports a damaged file
         return num_cores()

@@ -100,7 +100,7 @@ def test_a_key_that_is_given_twice_is_named(tmp_path: Path) -> None:
             r"override 'engin\.threads=2': unknown key 'engin'; did you mean 'engine'",
         ),
         ("tasks: a:b\ntrainer:\n# all left out\n", (), r"c\.yaml:2: trainer is None, and it is a section: give its"),
-        (f"tasks: a:b\nrun_dir: {'[' * 1000}\n", (), r"c\.yaml: not a YAML config: maximum recursion"),
+        (f"tasks: a:b\nrun_dir: {'[' * 1000}\n", (), r"c\.yaml: not a YAML config: it is nested too deeply"),
     ],
 )
 def test_a_fault_has_its_line(tmp_path: Path, text: str, overrides: tuple[str, ...], place: str) -> None:

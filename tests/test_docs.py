@@ -3,7 +3,7 @@
 1. configuration.md lists what the sections say; 2. reliability.md names tests that exist, and says which of them
 `pytest` leaves out by default (slow); 3. Python in a page compiles, and what it imports from us and finds on `rollout`
 exists; 4. commands in a page have these options, keys and config files; 5. README's environment trains, by README's own
-command (slow). `mkdocs build` checks links (.ci/run).
+command (slow); 6. the code of testing.md runs. `mkdocs build` checks links (.ci/run).
 """
 
 import ast
@@ -76,6 +76,11 @@ def test_its_python_compiles_and_what_it_uses_of_us_exists(page: Path) -> None:
 
 def _names_of_a_rollout() -> set[str]:
     return {*dir(Rollout), *inspect.signature(Rollout.__init__).parameters}
+
+
+def test_the_page_of_test_tools_runs() -> None:
+    for code in PYTHON.findall((DOCS / "testing.md").read_text()):
+        exec(compile(code, "docs/testing.md", "exec"), {"__name__": "page"})
 
 
 @pages

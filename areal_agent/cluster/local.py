@@ -226,7 +226,7 @@ def read_described(path: Path) -> dict[str, Any]:
     """Return the config.json of a folder, or of that file under whatever name. Raises ConfigError."""
     try:
         described: object = json.loads((path if path.is_file() else path / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model {str(path)!r}: its config.json cannot be read: {error}") from None
     if not isinstance(described, dict):
         raise ConfigError(f"model {str(path)!r}: its config.json is {described!r:.100}, and no object")

@@ -35,7 +35,7 @@ from areal_agent.types import (
     WeightVersion,
 )
 
-DAMAGE = (ValueError, TypeError, KeyError)
+DAMAGE = (ValueError, TypeError, KeyError, AttributeError)
 """The exceptions that decoding a damaged row raises (those of orjson and of enums are ValueErrors)."""
 
 SampledTokens = tuple[str, Sequence[int], Sequence[float]]

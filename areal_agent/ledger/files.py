@@ -320,8 +320,28 @@ def _uri(path: Path, mode: str) -> str:
     return f"{path.absolute().as_uri()}?mode={mode}{'&immutable=1' if is_fixed else ''}"
 
 
+def require_plain(path: Path) -> None:
+    """Raise LedgerError for a file with a view, a trigger or a virtual table."""
+    with _connected(path, "ro") as connection, closing(connection):
+        _require_tables(connection, path)
+
+
+def _require_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Raise LedgerError for a view, a trigger or a virtual table, whose SQL would run within ours, perhaps for ever."""
+    odd = "SELECT type, name FROM sqlite_master WHERE type NOT IN ('table', 'index') OR coalesce(rootpage, 0) = 0"
+    try:
+        found = connection.execute(odd).fetchone()
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # SQLite's own message may have damaged bytes
+        if isinstance(error, sqlite3.Error) and not is_damage(error):
+            raise
+        return  # then SQLite runs nothing on that file, and whoever reads it reports the damage
+    if found:
+        raise LedgerError(f"{path} has the {found[0]} {found[1]!r}, and a ledger has only tables; do not use that file")
+
+
 def _version(connection: sqlite3.Connection, path: Path, kind: FileKind) -> int:
     """Return the version of a file. Raises LedgerError when it is of another kind or cannot be upgraded."""
+    _require_tables(connection, path)
     application_id = _pragma(connection, "application_id")
     if application_id not in tuple(FileKind):
         raise LedgerError(

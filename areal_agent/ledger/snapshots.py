@@ -19,7 +19,7 @@ from pathlib import Path
 from areal_agent.errors import LedgerError
 from areal_agent.files import MANIFEST, bring_to_disk, encode_manifest, read_intact, require_claim, sync
 from areal_agent.ledger.encoding import encode_note
-from areal_agent.ledger.files import reading
+from areal_agent.ledger.files import reading, require_plain
 from areal_agent.ledger.questions import CLAIM_NOTE
 from areal_agent.ledger.writes import set_note
 
@@ -99,10 +99,13 @@ def restore(directory: Path, ledger: Path, *, claimed: int) -> int:
         raise LedgerError(f"{directory} has no snapshot: the run was lost before its first checkpoint; start it anew")
     try:
         step = [int(read_intact(part)["step"]) for part in parts][-1]
-    except ValueError as error:
-        raise LedgerError(f"{error}; delete that part and those after it, to restore the ones before") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise LedgerError(
+            f"{directory}, {newest}: {error}; delete that part and those after it, to restore the ones before"
+        ) from None
     for part in parts:
         for source in part.glob("*.sqlite"):
+            require_plain(source)
             target = ledger.with_name(source.name)
             if target.exists():
                 _append(source, target)

@@ -56,9 +56,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(orjson.loads(line))
-        except orjson.JSONDecodeError:
-            raise ArealAgentError(f"{path}, line {number} is not JSON: {line[:80]!r}; remove that line") from None
+            rows.append({**orjson.loads(line)})
+        except (orjson.JSONDecodeError, TypeError):
+            raise ArealAgentError(f"{path}, line {number} is not JSON of a row: {line[:80]!r}; remove it") from None
     return rows
 
 

@@ -15,9 +15,12 @@ from httpx_aiohttp import AiohttpTransport
 from openai import APIError, AsyncOpenAI
 
 from areal_agent.errors import ConfigError
+from areal_agent.gateway.auth import MIN_HIDDEN_CHARS
 from areal_agent.rollout.config import OtherModel
 
 MAX_SHOWN = 200
+OF_BYTES = ("content-encoding", "content-length", "transfer-encoding")
+"""The headers that do not hold for a changed answer."""
 
 
 class OtherClient(AsyncOpenAI):
@@ -56,7 +59,9 @@ class OtherModels:
             base_url=model.url,
             timeout=model.timeout_s,
             max_retries=model.max_retries,
-            http_client=httpx.AsyncClient(transport=_Recorder(self._transport, name, logged), trust_env=False),
+            http_client=httpx.AsyncClient(
+                transport=_Recorder(self._transport, name, logged, self._keys[name]), trust_env=False
+            ),
         )
         client.model = model.model
         return client
@@ -82,12 +87,16 @@ async def open_models(models: Mapping[str, OtherModel]) -> AsyncGenerator[OtherM
 
 
 class _Recorder(httpx.AsyncBaseTransport):
-    """Keeps each call, also one that fails or is tried again, as `NAME.NUMBER`. A streamed answer comes at its end."""
+    """Keeps each call, also one that fails or is tried again, as `NAME.NUMBER`. A streamed answer comes at its end.
 
-    def __init__(self, transport: httpx.AsyncBaseTransport, name: str, logged: dict[str, Any]) -> None:
+    A provider may repeat the key in an error, which then goes into logs and the ledger, so it is taken out of answers.
+    """
+
+    def __init__(self, transport: httpx.AsyncBaseTransport, name: str, logged: dict[str, Any], key: str) -> None:
         self._transport = transport
         self._name = name
         self._logged = logged
+        self._key = key.encode()
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         number = sum(key.startswith(f"{self._name}.") for key in self._logged) + 1
@@ -95,7 +104,12 @@ class _Recorder(httpx.AsyncBaseTransport):
         start_s = time.monotonic()
         try:
             response = await self._transport.handle_async_request(request)
-            call["answer"] = answer = _as_json(await response.aread())
+            body = await response.aread()
+            if len(self._key) >= MIN_HIDDEN_CHARS and self._key in body:
+                body = body.replace(self._key, b"***")
+                headers = {name: value for name, value in response.headers.items() if name not in OF_BYTES}
+                response = httpx.Response(response.status_code, headers=headers, content=body, request=request)
+            call["answer"] = answer = _as_json(body)
         except httpx.TransportError as error:
             call["error"] = repr(error)
             raise

@@ -18,6 +18,7 @@ from typing import Any
 
 import orjson
 import yaml
+from pydantic import TypeAdapter
 
 from areal_agent.cluster.local import obtain_model
 from areal_agent.cluster.ray_hosts import open_hosts
@@ -40,6 +41,7 @@ from areal_agent.types import SessionPurpose, Status, Task, WeightVersion
 BENCHMARKS = "envs.benchmarks"
 RESULTS = "results.json"
 SAMPLES_NOTE = "samples"
+SAMPLES = TypeAdapter(list[Sample])
 MAX_ATTEMPTS = 3
 RETRIED = (Status.INFRA, Status.ORPHAN, Status.CANCELLED)
 """How a rollout ends that another attempt may end better."""
@@ -251,14 +253,12 @@ async def _answers(serving: Serving, tasks: Sequence[Task], num_samples: int, pr
 def compare(one: Path, other: Path) -> str:
     """Compare two evaluations, paired by task, and return what to print. Raises ConfigError."""
     first, second = _results_in(one), _results_in(other)
-    by_task = [_shares(found) for found in (first, second)]
-    comparison = Comparison.of(*by_task)
+    comparison = Comparison.of(first.shares, second.shares)
     if comparison is None:
         raise ConfigError(f"--compare: {str(one)!r} and {str(other)!r} have no task in common; evaluate the same tasks")
-    models = (first["model"], second["model"])
     lines = [
-        f"{folder}: pass@1 {found['scores']['pass_at_1']['mean']:.3f}  {model}"
-        for folder, found, model in zip((one, other), (first, second), models, strict=True)
+        f"{folder}: pass@1 {found.pass_at_1:.3f}  {found.model}"
+        for folder, found in zip((one, other), (first, second), strict=True)
     ]
     num_better = sum(after > before for _, before, after in comparison.changed)
     lines += [
@@ -272,15 +272,26 @@ def compare(one: Path, other: Path) -> str:
     return "\n".join(lines)
 
 
-def _results_in(folder: Path) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Results:
+    """What a comparison needs of an evaluation."""
+
+    model: str
+    pass_at_1: float
+    shares: Mapping[str, float]  # of each task's samples that are a success
+
+
+def _results_in(folder: Path) -> _Results:
     try:
-        return orjson.loads((folder / RESULTS).read_bytes())
-    except (OSError, ValueError) as error:
+        found: dict[str, Any] = orjson.loads((folder / RESULTS).read_bytes())
+        samples = SAMPLES.validate_python(found["answers"])
+        return _Results(
+            model=str(found["model"]),
+            pass_at_1=float(found["scores"]["pass_at_1"]["mean"]),
+            shares=success_by_task(samples, float(found["success_reward"])),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"--compare {str(folder)!r}: its {RESULTS} cannot be read ({error!s:.200}); name the folder of an "
             "evaluation that has ended"
         ) from None
-
-
-def _shares(results: Mapping[str, Any]) -> dict[str, float]:
-    return success_by_task((Sample(**one) for one in results["answers"]), results["success_reward"])

@@ -53,7 +53,7 @@ class ChatTemplate:
             self._template = environment.from_string(source, globals=dict(_FUNCTIONS))
             self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
             """The variables that the template reads."""
-        except TemplateError as error:
+        except (TemplateError, ValueError, RecursionError) as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}; correct chat_template.jinja") from error
         self.source = source
         self._template.globals = dict(self._template.globals)  # one flat dict, because each rendering copies it

@@ -16,19 +16,20 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Self, cast
 
+import orjson
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from areal_agent.algorithms.batching import MicroBatch
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.losses import value_loss
-from areal_agent.engine.foreign.weight_folders import TIED_HEAD, read_file_shapes
+from areal_agent.engine.foreign.weight_folders import TIED_HEAD, read_file_shapes, read_shapes
 from areal_agent.engine.pushes import weight_files
-from areal_agent.errors import ConfigError, WeightUpdateError
+from areal_agent.errors import ConfigError
 from areal_agent.models.causal import fault_of
 from areal_agent.trainer.attention import Kernel, packed_kernel
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
@@ -48,6 +49,22 @@ from areal_agent.weights.channels import layout
 
 UNUSED = "rotary_emb.inv_freq"
 """Tensors in the files of old models, which every program computes itself."""
+
+
+def _require_layers(folder: Path, what: str) -> None:
+    """Raise ConfigError for a config.json with more layers than its files have tensors: transformers lists them all."""
+    fields: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())
+    num_layers, num_tensors = fields.get("text_config", fields).get("num_hidden_layers", 0), len(read_shapes(folder))
+    if num_layers > num_tensors:
+        raise ConfigError(f"{what}: its config.json has {num_layers:,} layers, and its files {num_tensors:,} tensors")
+
+
+def _require_in_proportion(config: PreTrainedConfig, folder: Path, what: str) -> None:
+    """Raise ConfigError for a model of twice the size of its files, before memory is taken for it."""
+    with torch.device("meta"):
+        size = AutoModelForCausalLM.from_config(config).num_parameters()
+    if size > 2 * (found := sum(map(math.prod, read_shapes(folder).values()))):
+        raise ConfigError(f"{what}: its config.json is of {size:,} parameters, and its files have {found:,}")
 
 
 class Policy:
@@ -80,9 +97,11 @@ class Policy:
         """
         what = f"cannot load a causal language model from {str(folder)!r}"
         try:
+            _require_layers(folder, what)
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
             if fault := fault_of(config.to_dict()):
                 raise ConfigError(f"{what}: {fault}")
+            _require_in_proportion(config, folder, what)
             with group.sharing():
                 model, loaded = cast(
                     tuple[PreTrainedModel, Mapping[str, Collection[str]]],
@@ -96,8 +115,11 @@ class Policy:
                         ignore_mismatched_sizes=True,  # they are refused below, by name
                     ),
                 )
-        except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-            raise ConfigError(f"{what}: {str(error).strip().splitlines()[0]}") from error
+        except ConfigError:
+            raise
+        except Exception as error:  # transformers' errors about damaged files share no type
+            cause = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ConfigError(f"{what}: {cause}") from error
         if loaded["missing_keys"]:  # transformers would fill them with random numbers
             raise ConfigError(f"{what}: its files lack the weights {sorted(loaded['missing_keys'])[:3]}")
         if mismatched := sorted(map(str, loaded["mismatched_keys"])):
@@ -252,11 +274,8 @@ class Policy:
 
     def _compare_with(self, folder: Path) -> None:
         """Note what the folder's files hold besides this model. Raises ConfigError if they lack some of it."""
-        try:
-            paths = [folder / file for file in weight_files(folder)]
-            files = {name: path for path in paths for name in read_file_shapes(path) if not name.endswith(UNUSED)}
-        except WeightUpdateError as error:
-            raise ConfigError(f"cannot train the model in {str(folder)!r}: {error}") from error
+        paths = [folder / file for file in weight_files(folder)]
+        files = {name: path for path in paths for name in read_file_shapes(path) if not name.endswith(UNUSED)}
         if TIED_HEAD not in dict(self.model.named_parameters()):  # the files may repeat the embedding
             files.pop(TIED_HEAD, None)
         ours = {entry.name for entry in self.published()}

@@ -14,7 +14,6 @@ not exist.
 import argparse
 import asyncio
 import io
-import json
 import logging
 import math
 import posixpath
@@ -30,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import orjson
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from areal_agent.errors import Reject, SandboxError
@@ -61,7 +61,9 @@ MAX_NAMED = 5
 
 
 VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
-SIZE = re.compile(r"([\d.]+)\s*([KMG])B?", re.IGNORECASE)
+SIZE = re.compile(r"([\d.]{1,12})\s*([KMG])B?", re.IGNORECASE)
+DEEP_KEY = re.compile(r"""(?<![\w-])(?:(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){64}""")
+"""A dotted key for which tomllib takes memory by the square of its length."""
 MIB_OF = {"K": 1 / 1024, "M": 1, "G": 1024}
 OLD_KEYS = {"memory": "memory_mb", "storage": "storage_mb"}
 
@@ -192,18 +194,23 @@ class TaskToml(Section):
 def read_task_toml(path: Path) -> TaskToml:
     """Read a `task.toml`; ValueError that names the file, the key, the value and the remedy."""
     try:
-        return TaskToml.model_validate(tomllib.loads(path.read_text()))
-    except tomllib.TOMLDecodeError as error:
+        text = path.read_text()
+        if DEEP_KEY.search(text):
+            raise RecursionError("a key is too deep")
+        settings = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not TOML: {error}") from error
+    try:
+        return TaskToml.model_validate(settings)
     except ValidationError as error:
         raise ValueError("; ".join(f"{path}: {told(problem)}" for problem in error.errors())) from error
 
 
 def told(problem: Mapping[str, Any]) -> str:
-    key = ".".join(map(str, problem["loc"]))
+    value = f"{'.'.join(map(str, problem['loc']))} is {problem['input']!r:.200}"
     if problem["type"] == "extra_forbidden":
-        return f"{key} is {problem['input']!r}, and there is no such key, or it is not supported here; leave it out"
-    return f"{key} is {problem['input']!r}: {problem['msg'].removeprefix('Value error, ')}"
+        return f"{value}, and there is no such key, or it is not supported here; leave it out"
+    return f"{value}: {problem['msg'].removeprefix('Value error, ')}"
 
 
 def filled(env: Mapping[str, str], variables: Mapping[str, str], where: str) -> dict[str, str]:
@@ -286,6 +293,8 @@ class HarborTask:
         needed = ["task.toml", "instruction.md", "tests/test.sh"]
         if missing := [name for name in needed if not (folder / name).is_file()]:
             raise ValueError(f"{folder} is not a task: it lacks {', '.join(missing)}")
+        if link := next((path for path in folder.rglob("*") if path.is_symlink()), None):
+            raise ValueError(f"{link} is a link, which may lead to files of yours; put the file itself there")
         for name in ("environment/docker-compose.yaml", "tests/Dockerfile"):
             if (folder / name).exists():
                 raise ValueError(f"{folder / name} asks for more than one image, which is not supported; remove it")
@@ -294,7 +303,11 @@ class HarborTask:
             raise ValueError(f"{folder} names no image; add environment/Dockerfile, or set [environment] docker_image")
         if config.environment.workdir is not None:
             config.declared_paths(config.environment.workdir, folder)
-        return cls(folder, config, without_canary((folder / "instruction.md").read_text()), variables or {})
+        try:
+            instruction = without_canary((folder / "instruction.md").read_text())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{folder / 'instruction.md'}: not UTF-8: {error}") from error
+        return cls(folder, config, instruction, variables or {})
 
     async def prepare(self) -> None:
         """Find the image, or build it unless it was built; SandboxError when neither works."""
@@ -494,7 +507,7 @@ async def reported(archives: Archives) -> dict[str, float]:
     agent worked. Two files that disagree are refused: tests write one, and code that they run may write the other.
     """
     found: list[dict[str, float]] = []
-    for path, read in ((REWARD_TEXT, str), (REWARD_JSON, json.loads)):
+    for path, read in ((REWARD_TEXT, str), (REWARD_JSON, orjson.loads)):
         with tempfile.TemporaryFile() as tar:
             try:
                 await archives.save(path, tar, MAX_REWARD_BYTES)

@@ -330,6 +330,7 @@ async def judged(task, rollout) -> float:
         ([(200, answered("good"))], Status.ERROR, "ValueError"),
         *[([(status, "{}")], Status.INFRA, str(status)) for status in (400, 401, 404, 429, 500)],
         ([(200, "<html>")], Status.INFRA, "<html>"),
+        ([(401, '{"error": {"message": "no key sk-judge"}}')], Status.INFRA, "no key ***"),
         ([(200, answered("1", error={"message": "overloaded"}))], Status.INFRA, "overloaded"),
     ],
 )

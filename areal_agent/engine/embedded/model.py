@@ -58,7 +58,7 @@ def load_model(model_path: str, place: torch.device, choice: DType, *, max_conte
     _check_there(model_path)
     is_gpu = place.type == "cuda"
     try:
-        config = AutoConfig.from_pretrained(model_path)
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
         _check_supported(config, max_context_tokens)
         layers: torch.dtype = getattr(torch, computed_in(choice, config.hidden_size, is_gpu=is_gpu))
         dtype = layers if is_gpu else torch.float32
