@@ -11,9 +11,9 @@ import importlib.util
 import json
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import orjson
 import yaml
@@ -43,6 +43,7 @@ from areal_agent.types import SessionPurpose, Status, Task, WeightVersion
 Result = TypeVar("Result")
 BENCHMARKS = "envs.benchmarks"
 RESULTS = "results.json"
+ROWS = "results.parquet"
 SAMPLES_NOTE = "samples"
 SAMPLES = TypeAdapter(list[Sample])
 MAX_ATTEMPTS = 3
@@ -149,12 +150,38 @@ def _evaluate(preflight: Preflight, num_samples: int) -> int:
         "answers": [asdict(one) for one in samples],
     }
     (folder.path / RESULTS).write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
+    has_rows = _write_rows(folder.path / ROWS, preflight.eval_tasks, samples, success)
     print("\n".join(scores.lines()))
     for tag, one in by_tag.items():
         print(f"  {tag}: pass@1 {one.pass_at_1}  ({one.num_tasks} tasks)")
+    rows = f"{ROWS}, " if has_rows else ""
     kept = "every call; an API gives no token records" if api else "every token"
-    print(f"in {folder.path}: {RESULTS}, summary.json, and the ledger with {kept}")
+    print(f"in {folder.path}: {RESULTS}, {rows}summary.json, and the ledger with {kept}")
     return 0
+
+
+def _write_rows(path: Path, tasks: Sequence[Task], samples: Sequence[Sample], success: float) -> bool:
+    """Write a row for each sample, as Parquet. Returns False without the extra `parquet`."""
+    try:
+        # imported here: an evaluation does without the extra
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError:
+        return False
+    tags = {task.id: tags_of(task) for task in tasks}
+    types: dict[Any, Any] = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+    columns = [(one.name, types[next(iter(get_args(one.type)), one.type)]) for one in fields(Sample)]
+    columns += [("is_success", pa.bool_()), ("tags", pa.list_(pa.string()))]
+    rows = [
+        {
+            **asdict(one),
+            "is_success": None if one.reward is None else one.reward >= success,
+            "tags": tags[one.task_id],
+        }
+        for one in samples
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(columns)), path)
+    return True
 
 
 def _by_tag(tasks: Sequence[Task], samples: Sequence[Sample], success: float) -> dict[str, Scores]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow.parquet import read_table
 
 from areal_agent.errors import ArealAgentError, ConfigError
 from areal_agent.ledger import questions
@@ -121,6 +122,12 @@ def test_it_is_graded_as_any_other(server: Server, tmp_path: Path, capsys: pytes
     assert "pass@1      0.500" in told and "7 tokens, 1.0 turns" in told and "an API gives no token records" in told
     found = results(folder)
     assert (found["model"], found["url"], found["has_token_records"]) == ("large", server.url, False)
+    rows = read_table(folder / "results.parquet").to_pylist()
+    assert [(one["task_id"], one["reward"], one["is_success"], one["tags"]) for one in rows[1:3]] == [
+        ("easy", 1.0, True, ["sum"]),
+        ("hard", 0.0, False, []),
+    ]
+    assert {(one["num_tokens"], one["num_turns"], one["answer"]) for one in rows} == {(7, 1, None)}
     assert found["by_tag"]["sum"]["pass_at_1"]["mean"] == 1.0
     with sqlite3.connect(folder / "ledger.sqlite") as connection:  # as if it had been interrupted before the last one
         connection.execute("UPDATE endings SET status = 'cancelled' WHERE number = (SELECT max(number) FROM endings)")
