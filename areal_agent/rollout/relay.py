@@ -21,7 +21,7 @@ import orjson
 from aiohttp import web
 
 from areal_agent.errors import ArealAgentError, ConfigError, RequestError
-from areal_agent.gateway.auth import caller_hashes, key_hash, new_key
+from areal_agent.gateway.auth import MIN_HIDDEN_CHARS, caller_hashes, key_hash, new_key
 from areal_agent.gateway.bodies import BodyReader, Limits
 from areal_agent.gateway.metrics import Counters, GatewayStats
 from areal_agent.gateway.server import json_reply, serve_app
@@ -45,6 +45,7 @@ OVERRIDDEN = (
     *("temperature", "top_p", "top_k", "min_p", "logit_bias"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty"),
 )
+ENDS = ("finish_reason", "stop_reason", "status")
 CUT_OFF = ("length", "max_tokens", "incomplete")
 """What the APIs say of an answer that reached its limit."""
 CHAT = "chat/completions"
@@ -70,29 +71,21 @@ class ApiUse:
         7
         """
         calls = [one for one in _calls(logged) if one.get("status") == 200 and "error" not in one]
-        answers = [list(_objects(one["answer"])) for one in calls]
+        answers = [list(_objects(one.get("answer"))) for one in calls]
         usages = [[one.get("usage") or {} for one in objects] for objects in answers]
-        tokens = [
-            max((one.get("completion_tokens", one.get("output_tokens", 0)) or 0 for one in of_one), default=0)
-            for of_one in usages
-        ]
-        ends = [
-            end
-            for one in (answers[-1] if answers else ())
-            for part in (one, one.get("delta"), *(one.get("choices") or ()))
-            if isinstance(part, dict)
-            for end in (part.get("finish_reason"), part.get("stop_reason"), part.get("status"))
-        ]
+        tokens = [[one.get("completion_tokens") or one.get("output_tokens") or 0 for one in given] for given in usages]
+        last = answers[-1] if answers else []
+        parts = [part for one in last for part in (one, *(one.get("choices") or ()))]
         return cls(
             ids=frozenset(one["id"] for objects in answers for one in objects if isinstance(one.get("id"), str)),
             num_answers=len(calls),
-            num_tokens=sum(tokens),
-            is_truncated=any(end in CUT_OFF for end in ends),
+            num_tokens=sum(max(given, default=0) for given in tokens),
+            is_truncated=any(part.get(name) in CUT_OFF for part in parts for name in ENDS),
         )
 
 
 def _calls(logged: JsonObject) -> list[dict[str, Any]]:
-    return [one for name, one in logged.items() if name.startswith(f"{API}.")]
+    return [one for name, one in logged.items() if name.startswith(f"{API}.") and isinstance(one, dict)]
 
 
 def _failure(logged: JsonObject) -> str | None:
@@ -114,7 +107,7 @@ def _objects(answer: Any) -> Iterator[dict[str, Any]]:
     for line in answer.splitlines() if isinstance(answer, str) else ():
         with suppress(ValueError):  # not of an event, or [DONE]
             event: Any = orjson.loads(line.removeprefix("data:"))
-            parts = (event, event.get("response"), event.get("message")) if isinstance(event, dict) else ()
+            parts = (event, *map(event.get, ("response", "message", "delta"))) if isinstance(event, dict) else ()
             yield from (part for part in parts if isinstance(part, dict))
 
 
@@ -219,9 +212,8 @@ class Relay:
             body[NEWER] = body.pop("max_tokens")  # some of OpenAI's models know the limit by this name alone
             response = await self._ask(session, path, body)
         kind = response.headers.get("content-type", "application/json").partition(";")[0]
-        return web.Response(
-            status=response.status_code, text=self._without_key(response.text), content_type=kind, charset="utf-8"
-        )
+        text = response.text if response.is_success else self._without_key(response.text)
+        return web.Response(status=response.status_code, text=text, content_type=kind, charset="utf-8")
 
     async def _ask(self, session: _Session, path: str, body: JsonObject) -> httpx.Response:
         """Ask the API. Raises RequestError, which makes the rollout `infra`, when it does not answer for good."""
@@ -257,8 +249,8 @@ class Relay:
         raise RequestError("the key belongs to no open session", status=401, code="invalid_api_key")
 
     def _without_key(self, text: str) -> str:
-        key = self._api.key("eval.api") if self._api.key_env else ""
-        return hide_keys(text.replace(key, "***") if key else text)
+        key = self._api.key("eval.api")
+        return hide_keys(text.replace(key, "***") if len(key) >= MIN_HIDDEN_CHARS else text)
 
 
 @asynccontextmanager

@@ -11,9 +11,9 @@ import importlib.util
 import json
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import orjson
 import yaml
@@ -169,18 +169,10 @@ def _write_rows(path: Path, tasks: Sequence[Task], samples: Sequence[Sample], su
     except ModuleNotFoundError:
         return False
     tags = {task.id: tags_of(task) for task in tasks}
-    types: dict[Any, Any] = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
-    columns = [(one.name, types[next(iter(get_args(one.type)), one.type)]) for one in fields(Sample)]
-    columns += [("is_success", pa.bool_()), ("tags", pa.list_(pa.string()))]
-    rows = [
-        {
-            **asdict(one),
-            "is_success": None if one.reward is None else one.reward >= success,
-            "tags": tags[one.task_id],
-        }
-        for one in samples
-    ]
-    pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(columns)), path)
+    right = [None if one.reward is None else one.reward >= success for one in samples]
+    rows = [asdict(one) | {"is_success": is_right} for one, is_right in zip(samples, right, strict=True)]
+    tags_column = pa.array([tags[one.task_id] for one in samples], pa.list_(pa.string()))
+    pq.write_table(pa.Table.from_pylist(rows).append_column("tags", tags_column), path)
     return True
 
 

@@ -141,9 +141,11 @@ SUM = "```python\nprint(sum(map(int, input().split())))\n```"
 METHOD = f"```python\n{CALLS['starter_code']}return reduce(add, all, 0) + more\n```"
 
 
-def load_row(
-    tmp_path: Path, load: Callable[..., list[dict[str, Any]]], row: object, **more: str
-) -> list[dict[str, Any]]:
+Load = Callable[..., list[dict[str, Any]]]
+LIVE, CODE, FORCE = contests.livecodebench, contests.codecontests, contests.codeforces
+
+
+def load_row(tmp_path: Path, load: Load, row: object, **more: str) -> list[dict[str, Any]]:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row))
     return load("test", 0, source=str(path), **more)
@@ -152,21 +154,15 @@ def load_row(
 @pytest.mark.parametrize(
     ("load", "row", "said", "reward"),
     [
-        *((load, row, SUM, 1.0) for load, row in (
-            (contests.livecodebench, TEXTS), (contests.codecontests, CONTEST), (contests.codeforces, FORCES),
-        )),
-        *((load, row, "```\nprint(3)\n```", 0.0) for load, row in (
-            (contests.livecodebench, TEXTS), (contests.codecontests, CONTEST), (contests.codeforces, FORCES),
-        )),
-        (contests.livecodebench, CALLS, METHOD, 1.0),
-        (contests.livecodebench, CALLS, METHOD.replace("+ more", "+ 3"), 0.0),
-        (contests.codeforces, CHECKED, SUM.replace("split()))", "split())) + 10"), 1.0),
-        (contests.codeforces, CHECKED, SUM.replace("split()))", "split())) + 1"), 0.0),
-        (contests.codeforces, CHECKED, "I cannot.", 0.0),
+        *((load, row, SUM, 1.0) for load, row in ((LIVE, TEXTS), (CODE, CONTEST), (FORCE, FORCES))),
+        *((load, row, "```\nprint(3)\n```", 0.0) for load, row in ((LIVE, TEXTS), (CODE, CONTEST), (FORCE, FORCES))),
+        *((LIVE, CALLS, METHOD.replace("more\n", given), reward) for given, reward in (("more\n", 1.0), ("3\n", 0.0))),
+        *((FORCE, CHECKED, SUM.replace("t()))", f"t())) + {more}"), reward) for more, reward in ((10, 1.0), (1, 0.0))),
+        (FORCE, CHECKED, "I cannot.", 0.0),
     ],
-)  # fmt: skip
+)
 def test_all_tests_of_a_contest_judge(
-    tmp_path: Path, load: Callable[..., list[dict[str, Any]]], row: dict[str, Any], said: str, reward: float
+    tmp_path: Path, load: Load, row: dict[str, Any], said: str, reward: float
 ) -> None:
     (task,) = load_row(tmp_path, load, row)
     trajectory = play(contests.solve, task, said)
@@ -176,28 +172,21 @@ def test_all_tests_of_a_contest_judge(
 @pytest.mark.parametrize(
     ("load", "row", "message"),
     [
-        (contests.livecodebench, {"question_id": "x"}, "rows.jsonl:1 has no field 'private_test_cases'"),
-        (
-            contests.livecodebench,
-            TEXTS | {"private_test_cases": packed(os.system)},
-            "imports posix.system; it was not run",
-        ),
-        (contests.livecodebench, TEXTS | {"private_test_cases": packed(3)}, "a pickle of a int, not of a text"),
-        (contests.livecodebench, TEXTS | {"private_test_cases": "?"}, "neither JSON nor base64"),
-        (contests.livecodebench, TEXTS | {"private_test_cases": packed("[]")[:12]}, "end too early"),
-        (
-            contests.livecodebench,
-            CALLS | {"public_test_cases": '[{"input": "a", "output": "1"}]'},
-            "an argument is not JSON",
-        ),
-        (contests.codecontests, CONTEST | {"public_tests": {"input": ["1"], "output": []}}, "rows.jsonl:1: zip() "),
-        (contests.codeforces, FORCES | {"official_tests": [{"input": 1}]}, "its field 'input' is 1, not a text"),
-        (contests.codeforces, "row", "rows.jsonl:1: "),
+        (LIVE, {"question_id": "x"}, "rows.jsonl:1 has no field 'question_content'"),
+        *((LIVE, TEXTS | {"private_test_cases": text}, message) for text, message in (
+            (packed(os.system), "imports posix.system; it was not run"),
+            (packed(3), "a pickle of a int, not of a text"),
+            (packed("[]")[:12], "end too early"),
+            ("?", "rows.jsonl:1 cannot be read (Only base64"),
+            ('[{"input": "a"}]', "rows.jsonl:1 has no field 'output'"),
+        )),
+        (LIVE, CALLS | {"public_test_cases": '[{"input": "a", "output": "1"}]'}, "cannot be read (Expecting value"),
+        (CODE, CONTEST | {"public_tests": {"input": ["1"], "output": []}}, "rows.jsonl:1 cannot be read (zip() "),
+        (FORCE, FORCES | {"official_tests": [{"input": 1}]}, "its field 'input' is 1, not a text"),
+        (FORCE, "row", "rows.jsonl:1 cannot be read ("),
     ],
-)
-def test_a_bad_row_of_a_contest_is_named(
-    tmp_path: Path, load: Callable[..., list[dict[str, Any]]], row: object, message: str
-) -> None:
+)  # fmt: skip
+def test_a_bad_row_of_a_contest_is_named(tmp_path: Path, load: Load, row: object, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         load_row(tmp_path, load, row)
 
@@ -205,16 +194,15 @@ def test_a_bad_row_of_a_contest_is_named(
 @pytest.mark.parametrize(
     ("load", "row", "more"),
     [
-        (contests.livecodebench, TEXTS, {"since": "2024-12"}),
-        (contests.livecodebench, TEXTS, {"until": "2024-11"}),
-        (contests.codecontests, CONTEST | {"input_file": "sum.in"}, {}),
-        *((contests.codeforces, FORCES | more, {}) for more in (
-            {"input_mode": "file"}, {"interaction_format": "Ask."}, {"official_tests": []},
-            {"generated_checker": "print(eval(input()))"},
+        *((LIVE, TEXTS, more) for more in ({"since": "2024-12"}, {"until": "2024-11"})),
+        (CODE, CONTEST | {"input_file": "sum.in"}, {}),
+        *((FORCE, FORCES | {name: value}, {}) for name, value in (
+            *(("input_mode", "file"), ("interaction_format", "Ask."), ("official_tests", [])),
+            ("generated_checker", "print(eval(input()))"),
         )),
     ],
 )  # fmt: skip
 def test_what_cannot_be_judged_is_left_out(
-    tmp_path: Path, load: Callable[..., list[dict[str, Any]]], row: dict[str, Any], more: dict[str, str]
+    tmp_path: Path, load: Load, row: dict[str, Any], more: dict[str, str]
 ) -> None:
     assert load_row(tmp_path, load, row, **more) == []

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 from pyarrow.parquet import read_table
 
-from areal_agent.errors import ArealAgentError, ConfigError
+from areal_agent.config import Config
+from areal_agent.errors import ConfigError
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import reading
 from areal_agent.rollout.relay import ApiUse
@@ -236,18 +237,12 @@ def test_use_is_read_from_answers(answer: object, ids: set[str], tokens: int, is
     [
         (["eval.api.key_env=NOT_SET"], "eval.api.key_env is 'NOT_SET', a variable that is not set"),
         (["rollout.workers=2"], "rollout.workers is 2, and with eval.api one process runs all rollouts"),
-        (["eval.api.url=localhost"], "eval.api.url"),
     ],
 )
 def test_what_does_not_fit_is_refused(server: Server, keys: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         evaluate("c.yaml", [*server.keys(), *keys])
-
-
-def test_it_is_not_for_training(server: Server) -> None:
-    from areal_agent.config import Config
-
-    with pytest.raises(ArealAgentError, match=r"eval.api is .* and a run trains and evaluates `model`"):
+    with pytest.raises(ConfigError, match=r"eval.api is .* and a run trains and evaluates `model`"):
         Run(Config.load("c.yaml", [*server.keys(), "rollout.max_tokens=64"]))
 
 
