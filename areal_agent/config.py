@@ -163,7 +163,8 @@ class Config(ConfigFile):
             require_online(self)
             return self
         require_room(self)
-        require_answers_fit(self)
+        if self.eval.api is None:
+            require_answers_fit(self)
         require_one_client(self)
         if self.engine.url is not None:
             raise ValueError(

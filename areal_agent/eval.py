@@ -1,12 +1,20 @@
 """The command line of `python -m areal_agent.eval`. The work is in run/grading.py."""
 
 import argparse
+import json
 import os
 from pathlib import Path
 
 from areal_agent.command import Parser, run_command
 
-SHORT = {"tasks": "eval.num_tasks", "temperature": "rollout.temperature", "concurrency": "rollout.max_concurrent"}
+SHORT = {
+    "tasks": "eval.num_tasks",
+    "temperature": "rollout.temperature",
+    "concurrency": "rollout.max_concurrent",
+    "url": "eval.api.url",
+    "model": "eval.api.model",
+    "key_env": "eval.api.key_env",
+}
 """Options that stand for a key of the config."""
 
 
@@ -15,7 +23,9 @@ def main() -> int:
     # imported here: it loads the project, and --help or a misspelt option need not wait for that
     from areal_agent.run.grading import benchmark, compare, evaluate, resume
 
-    overrides = [f"{key}={getattr(args, name)}" for name, key in SHORT.items() if getattr(args, name) is not None]
+    overrides = [
+        f"{key}={json.dumps(getattr(args, name))}" for name, key in SHORT.items() if getattr(args, name) is not None
+    ]
     if args.compare:
         print(compare(*args.compare))
         return 0
@@ -39,6 +49,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tasks", metavar="N", type=int, help="the first N held-out tasks (eval.num_tasks)")
     parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (rollout.temperature)")
     parser.add_argument("--concurrency", metavar="N", type=int, help="rollouts at once (rollout.max_concurrent)")
+    parser.add_argument("--url", help="grade the model behind this OpenAI-compatible URL (eval.api.url)")
+    parser.add_argument("--model", metavar="NAME", help="its name there (eval.api.model)")
+    parser.add_argument("--key-env", metavar="VARIABLE", help="the variable with its key (eval.api.key_env)")
     parser.add_argument("--resume", metavar="FOLDER", type=Path, help="go on with an interrupted evaluation")
     parser.add_argument(
         "--compare", metavar=("A", "B"), nargs=2, type=Path, help="compare two evaluations of the same tasks"
@@ -49,7 +62,9 @@ def _parse() -> argparse.Namespace:
         parser.error("give --config FILE, --benchmark NAME or both; or else --resume FOLDER, or --compare A B")
     if args.samples is not None and args.samples < 1:
         parser.error(f"--samples is {args.samples}; give 1 or more")
-    kept = args.overrides or any(one is not None for one in (args.samples, args.tasks, args.temperature))
+    kept = args.overrides or any(
+        getattr(args, name) is not None for name in ("samples", *SHORT) if name != "concurrency"
+    )
     if kept and (args.resume or args.compare):
         parser.error("what is resumed or compared stays as it began: only --concurrency may be given with --resume")
     return args

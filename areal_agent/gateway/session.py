@@ -351,7 +351,7 @@ class Session:
         self.bodies.forget()
         self.translated.forget()
         self.responses.clear()
-        status, error = _outcome(request, self._rewards, num_turns=self._log.num_turns)
+        status, error = outcome_of(request, self._rewards, num_turns=self._log.num_turns)
         trajectory = Trajectory(
             session_id=self.record.id,
             group_id=self.record.group_id,
@@ -377,7 +377,7 @@ class Session:
             raise has_ended(self.record.id, f"is {self.state}")
 
 
-def _outcome(request: EndRequest, rewards: Rewards, *, num_turns: int) -> tuple[Status, str | None]:
+def outcome_of(request: EndRequest, rewards: Rewards, *, num_turns: int) -> tuple[Status, str | None]:
     if request.status is not Status.COMPLETED:
         return request.status, request.error
     if num_turns == 0:

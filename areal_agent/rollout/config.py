@@ -168,14 +168,13 @@ class OtherModel(Section):
     max_retries: Annotated[int, Field(ge=0)] = 2
     """More tries after answers 408, 409, 429 and 5xx, garbage, and a connection that fails."""
 
-    def key(self, name: str) -> str:
-        """Return the key. Raises ConfigError."""
+    def key(self, section: str) -> str:
+        """Return the key; an error names this section of the config. Raises ConfigError."""
         if self.key_env is None:
             return "none"
         if not (key := os.environ.get(self.key_env)):
             raise ConfigError(
-                f"rollout.models.{name}.key_env is {self.key_env!r}, a variable that is not set; export it before the "
-                "run starts"
+                f"{section}.key_env is {self.key_env!r}, a variable that is not set; export it before the run starts"
             )
         return key
 
@@ -330,6 +329,10 @@ class EvalConfig(Section):
     0: only before and after. Pushes go on meanwhile: its row in metrics.jsonl counts the answers of each weight
     version. A due evaluation is left out while the one before it is under way. A run that completes waits for the last
     one; an interrupted run cancels it, and a resume makes up for the last one due.
+    """
+    api: OtherModel | None = None
+    """The model that `python -m areal_agent.eval` grades instead of `model`, behind any OpenAI-compatible URL. Then
+    `engine` has no effect, and there are no token records. Not for training.
     """
     success_reward: float = 1.0
     """A rollout whose total reward is at least this is a success."""

@@ -7,7 +7,7 @@ A watchdog beside the event loop finds workflows that block it.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,38 +65,51 @@ class RolloutExecutor(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalSettings:
-    """The settings that all rollouts of one process share. `tokenizer` is a Hugging Face folder."""
+class RunnerSettings:
+    """The settings that all rollouts of one process share. `port` is the gateway's."""
 
     model_name: str
-    tokenizer: Path
     port: int
     max_concurrent: int
     rollout: RolloutConfig
     sandbox: SandboxConfig
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalSettings(RunnerSettings):
+    """Those of rollouts behind a gateway of their own. `tokenizer` is a Hugging Face folder."""
+
+    tokenizer: Path
+
+
 class LocalRollouts:
     """A `RolloutExecutor`. Made by `open_local`."""
 
-    def __init__(self, gateway: Gateway, runner: RolloutRunner, watchdog: Watchdog) -> None:
-        self._gateway = gateway
+    def __init__(
+        self,
+        gateway_stats: Callable[[], GatewayStats],
+        runner: RolloutRunner,
+        watchdog: Watchdog,
+        failing: asyncio.Future[ArealAgentError],
+    ) -> None:
+        self._gateway_stats = gateway_stats
         self._runner = runner
         self._watchdog = watchdog
+        self._failing = failing
 
     async def run(self, spec: RolloutSpec) -> EndedRollout:
         return EndedRollout(session_id=spec.session_id, status=await self._runner.run(spec))
 
     async def stats(self) -> RolloutStats:
         return RolloutStats(
-            gateway=self._gateway.stats(),
+            gateway=self._gateway_stats(),
             rolling_s=self._runner.running.busy_s,
             loop_blocked_s=self._watchdog.blocked_s,
         )
 
     async def failure(self) -> ArealAgentError:
-        """Never return: an error in this process is raised where it happens."""
-        return await asyncio.get_running_loop().create_future()
+        """Wait until an API refuses every call; other errors in this process are raised where they happen."""
+        return await asyncio.shield(self._failing)
 
 
 @asynccontextmanager
@@ -125,9 +138,26 @@ async def open_local(
         )
         served = await gateway.serve("127.0.0.1", settings.port)
         stack.push_async_callback(served.aclose)
+        endless = asyncio.get_running_loop().create_future()
+        opening = open_runner(settings, workflow, served.base_url, admin_key, gateway.stats, endless)
+        yield await stack.enter_async_context(opening)
+
+
+@asynccontextmanager
+async def open_runner(
+    settings: RunnerSettings,
+    workflow: Workflow,
+    gateway_url: str,
+    admin_key: str,
+    gateway_stats: Callable[[], GatewayStats],
+    failing: asyncio.Future[ArealAgentError],
+) -> AsyncGenerator[LocalRollouts]:
+    """Run rollouts of this process against the gateway at a URL, until `failing` says that none can run any more."""
+    config = settings.rollout
+    async with AsyncExitStack() as stack:
         runner = RolloutRunner(
             workflow,
-            gateway_url=served.base_url,
+            gateway_url=gateway_url,
             admin_key=admin_key,
             model=settings.model_name,
             clients=await stack.enter_async_context(open_clients()),
@@ -140,4 +170,4 @@ async def open_local(
             unawaited=stack.enter_context(unawaited_calls()),
         )
         watchdog = stack.enter_context(Watchdog.of_this_loop(warn_s=config.block_warn_s, limit_s=config.block_limit_s))
-        yield LocalRollouts(gateway, runner, watchdog)
+        yield LocalRollouts(gateway_stats, runner, watchdog, failing)

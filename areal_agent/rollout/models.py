@@ -4,10 +4,11 @@ client("judge") ── openai's client, its retries ──▶ _Recorder ──�
                                                         └──▶ `rollout.logged`: what was asked and answered
 """
 
+import re
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import orjson
@@ -21,6 +22,7 @@ from areal_agent.rollout.config import OtherModel
 MAX_SHOWN = 200
 OF_BYTES = ("content-encoding", "content-length", "transfer-encoding")
 """The headers that do not hold for a changed answer."""
+FAULTY_EVENT = re.compile(r'^data: ?\{"error": ?[^n ]', re.MULTILINE)
 
 
 class OtherClient(AsyncOpenAI):
@@ -28,12 +30,27 @@ class OtherClient(AsyncOpenAI):
 
     model: str = ""
 
+    def copy(self, **options: Any) -> Self:
+        copied = super().copy(**options)
+        copied.model = self.model
+        return copied
+
+    with_options = copy
+
 
 class RolloutClient(AsyncOpenAI):
     """`rollout.client`: a stock client of this rollout's session. Called with a name, it returns another model's."""
 
     others: "OtherModels"
     logged: dict[str, Any]
+
+    def copy(self, **options: Any) -> Self:
+        """Return a client with other options, of the same rollout."""
+        copied = super().copy(**options)
+        copied.others, copied.logged = self.others, self.logged
+        return copied
+
+    with_options = copy
 
     def __call__(self, name: str) -> OtherClient:
         """Return a client of the model that `rollout.models` has under this name. Raises ConfigError."""
@@ -46,7 +63,7 @@ class OtherModels:
     def __init__(self, models: Mapping[str, OtherModel], transport: httpx.AsyncBaseTransport) -> None:
         self._models = models
         self._transport = transport
-        self._keys = {name: model.key(name) for name, model in models.items()}
+        self._keys = {name: model.key(f"rollout.models.{name}") for name, model in models.items()}
 
     def client(self, name: str, logged: dict[str, Any]) -> OtherClient:
         """Return a client whose calls are kept in `logged`. Raises ConfigError for a name that there is not."""
@@ -116,11 +133,22 @@ class _Recorder(httpx.AsyncBaseTransport):
         finally:
             call["seconds"] = round(time.monotonic() - start_s, 3)
         call["status"] = response.status_code
-        is_stream = "text/event-stream" in response.headers.get("content-type", "")
-        fault: Any = answer.get("error") if isinstance(answer, dict) else answer
-        if response.is_success and not is_stream and fault:
-            raise httpx.RemoteProtocolError(f"{request.url} answered with {fault!r:.{MAX_SHOWN}}")
+        fault = _fault_of(answer, response, request.url.path)
+        if response.is_success and fault is not None:
+            call["error"] = f"{request.url} answered with {fault!r:.{MAX_SHOWN}}"
+            raise httpx.RemoteProtocolError(call["error"])
         return response
+
+
+def _fault_of(answer: Any, response: httpx.Response, path: str) -> Any:
+    """Return what shows that a success is none, or None."""
+    if not answer:
+        return "nothing"
+    if "text/event-stream" in response.headers.get("content-type", ""):
+        return answer if FAULTY_EVENT.search(str(answer)) else None
+    if not isinstance(answer, dict) or (path.endswith("/chat/completions") and not answer.get("choices")):
+        return answer
+    return answer.get("error")
 
 
 def _as_json(body: bytes) -> Any:

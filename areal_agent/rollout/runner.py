@@ -120,6 +120,7 @@ class RolloutRunner:
         self._client = RolloutClient(
             api_key=NO_KEY, base_url=f"{gateway_url}/v1", max_retries=0, http_client=clients.agents
         )
+        self._client.others, self._client.logged = models, {}
         self._sync_client = openai.OpenAI(
             api_key=NO_KEY, base_url=f"{gateway_url}/v1", max_retries=0, http_client=clients.threads
         )
@@ -181,7 +182,7 @@ class RolloutRunner:
             sandbox=self._sandbox,
             shared=self._shared,
         )
-        rollout.client.others, rollout.client.logged = self._models, rollout.logged
+        rollout.client.logged = rollout.logged
         return rollout
 
     async def _outcome(self, spec: RolloutSpec, rollout: Rollout) -> _Outcome:

@@ -8,13 +8,12 @@ interrupted evaluation has in its ledger is kept, and a checkpoint graded again 
 
 import asyncio
 import importlib.util
-import itertools
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 import yaml
@@ -23,23 +22,28 @@ from pydantic import TypeAdapter
 from areal_agent.cluster.local import obtain_model
 from areal_agent.cluster.ray_hosts import open_hosts
 from areal_agent.config import Config
-from areal_agent.errors import ConfigError, RolloutsFailing
+from areal_agent.errors import ArealAgentError, ConfigError, RolloutsFailing
 from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import reading
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.progress import Progress
 from areal_agent.process import INTERRUPTED_CODE, start_logging
+from areal_agent.rollout.local import RolloutExecutor, RunnerSettings
 from areal_agent.rollout.producer import rollout_seed, run_all
+from areal_agent.rollout.relay import open_relayed
 from areal_agent.rollout.runner import RolloutSpec
+from areal_agent.rollout.workflow import Workflow
 from areal_agent.run.preflight import Preflight
 from areal_agent.run.results import RunStatus
 from areal_agent.run.scores import Comparison, Sample, Scores, success_by_task, tags_of
-from areal_agent.run.serving import Serving, open_serving
+from areal_agent.run.serving import open_serving
 from areal_agent.types import SessionPurpose, Status, Task, WeightVersion
 
+Result = TypeVar("Result")
 BENCHMARKS = "envs.benchmarks"
 RESULTS = "results.json"
+ROWS = "results.parquet"
 SAMPLES_NOTE = "samples"
 SAMPLES = TypeAdapter(list[Sample])
 MAX_ATTEMPTS = 3
@@ -119,9 +123,11 @@ def _evaluate(preflight: Preflight, num_samples: int) -> int:
         return INTERRUPTED_CODE
     success = config.eval.success_reward
     scores = Scores.of(samples, success)
+    api = config.eval.api
+    model = api.model if api else config.model
     summary = {
         "status": "failed" if scores is None else "completed",
-        "model": config.model,
+        "model": model,
         "success": 0.0 if scores is None else scores.pass_at_1.mean,
         "reward_mean": 0.0 if scores is None else scores.reward_mean,
         "num_tasks": len(preflight.eval_tasks),
@@ -132,7 +138,9 @@ def _evaluate(preflight: Preflight, num_samples: int) -> int:
         raise RolloutsFailing(f"every rollout failed; the causes are in {folder.logs / 'main.log'}")
     by_tag = _by_tag(preflight.eval_tasks, samples, success)
     results = {
-        "model": config.model,
+        "model": model,
+        "url": api.url if api else None,
+        "has_token_records": api is None,
         "samples": num_samples,
         "temperature": config.rollout.temperature,
         "max_tokens": config.rollout.max_tokens,
@@ -142,11 +150,30 @@ def _evaluate(preflight: Preflight, num_samples: int) -> int:
         "answers": [asdict(one) for one in samples],
     }
     (folder.path / RESULTS).write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
+    has_rows = _write_rows(folder.path / ROWS, preflight.eval_tasks, samples, success)
     print("\n".join(scores.lines()))
     for tag, one in by_tag.items():
         print(f"  {tag}: pass@1 {one.pass_at_1}  ({one.num_tasks} tasks)")
-    print(f"in {folder.path}: {RESULTS}, summary.json, and the ledger with every token")
+    rows = f"{ROWS}, " if has_rows else ""
+    kept = "every call; an API gives no token records" if api else "every token"
+    print(f"in {folder.path}: {RESULTS}, {rows}summary.json, and the ledger with {kept}")
     return 0
+
+
+def _write_rows(path: Path, tasks: Sequence[Task], samples: Sequence[Sample], success: float) -> bool:
+    """Write a row for each sample, as Parquet. Returns False without the extra `parquet`."""
+    try:
+        # imported here: an evaluation does without the extra
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ModuleNotFoundError:
+        return False
+    tags = {task.id: tags_of(task) for task in tasks}
+    right = [None if one.reward is None else one.reward >= success for one in samples]
+    rows = [asdict(one) | {"is_success": is_right} for one, is_right in zip(samples, right, strict=True)]
+    tags_column = pa.array([tags[one.task_id] for one in samples], pa.list_(pa.string()))
+    pq.write_table(pa.Table.from_pylist(rows).append_column("tags", tags_column), path)
+    return True
 
 
 def _by_tag(tasks: Sequence[Task], samples: Sequence[Sample], success: float) -> dict[str, Scores]:
@@ -166,16 +193,16 @@ class _Counting:
         self._progress = progress
         self._num_all = num_all
         self._success = success
-        self._numbers = itertools.count(1)
+        self.num_done = 0
         self._num_graded = self._num_right = 0
 
     def add(self, sample: Sample) -> None:
         if sample.reward is not None:
             self._num_graded += 1
             self._num_right += sample.reward >= self._success
-        number = next(self._numbers)
+        self.num_done += 1
         so_far = f", {self._num_right / self._num_graded:.3f} so far" if self._num_graded else ""
-        self._progress.phase_progress(number / self._num_all, f"{number}/{self._num_all} answers{so_far}")
+        self._progress.phase_progress(self.num_done / self._num_all, f"{self.num_done}/{self._num_all} answers{so_far}")
 
 
 async def _sampled(preflight: Preflight, num_samples: int) -> tuple[Sample, ...]:
@@ -183,55 +210,95 @@ async def _sampled(preflight: Preflight, num_samples: int) -> tuple[Sample, ...]
     config, folder = preflight.config, preflight.folder
     assert preflight.workflow is not None  # preflight makes sure of it: held-out tasks need a workflow
     progress = Progress(total_steps=config.steps, mode=config.observe.progress)
+    counting = _Counting(progress, len(preflight.eval_tasks) * num_samples, config.eval.success_reward)
     status, has_started = RunStatus.INTERRUPTED, preflight.is_resumed
     try:
         folder.make()
         start_logging(folder.logs / "main.log", show=progress.note)
         folder.config.write_text(config.to_yaml())
-        model = await obtain_model(config.model, config.seed, folder.logs, progress)
         async with aclosing(await Ledger.open(folder.ledger, create=not preflight.is_resumed)) as ledger:
             await ledger.begin_incarnation(0)
             await ledger.set_note(SAMPLES_NOTE, num_samples)
-            progress.phase("starting the engine")
             try:
-                async with (
-                    open_hosts(config.cluster, config.engine, config.rollout, shared=[model]) as hosts,
-                    open_serving(
-                        config,
-                        preflight.workflow,
-                        ledger,
-                        workflow_path=preflight.workflow_path,
-                        weights=model,
-                        tokenizer=model,
-                        version=WeightVersion(),
-                        logs=folder.logs,
-                        hosts=hosts,
-                    ) as serving,
-                ):
+                async with _open_rollouts(preflight, preflight.workflow, ledger, progress) as rollouts:
                     has_started = True
                     progress.phase("evaluating")
-                    samples = await _answers(serving, preflight.eval_tasks, num_samples, progress)
+                    answering = _answers(preflight, rollouts, ledger, num_samples, counting)
+                    samples = await _unless(rollouts.failure(), answering)
                 status = RunStatus.COMPLETED
                 return samples
             finally:
                 await ledger.set_note(questions.STATUS_NOTE, status)
     except BaseException as error:
-        if not has_started:
+        refused_at_once = isinstance(error, ConfigError) and not (preflight.is_resumed or counting.num_done)
+        if not has_started or refused_at_once:
             folder.give_up(keep_logs=not isinstance(error, ConfigError | asyncio.CancelledError))
         raise
     finally:
         progress.close()
 
 
-async def _answers(serving: Serving, tasks: Sequence[Task], num_samples: int, progress: Progress) -> tuple[Sample, ...]:
+@asynccontextmanager
+async def _open_rollouts(
+    preflight: Preflight, workflow: Workflow, ledger: Ledger, progress: Progress
+) -> AsyncGenerator[RolloutExecutor]:
+    """Start what rolls out: before the API that is to be graded, or else with an engine for the model."""
+    config, logs = preflight.config, preflight.folder.logs
+    if (api := config.eval.api) is not None:
+        settings = RunnerSettings(
+            model_name=api.model,
+            port=config.rollout.gateway_port,
+            max_concurrent=config.rollout.max_concurrent,
+            rollout=config.rollout,
+            sandbox=config.sandbox,
+        )
+        async with open_relayed(settings, workflow, api=api, journal=ledger.own) as rollouts:
+            yield rollouts
+        return
+    model = await obtain_model(config.model, config.seed, logs, progress)
+    progress.phase("starting the engine")
+    async with (
+        open_hosts(config.cluster, config.engine, config.rollout, shared=[model]) as hosts,
+        open_serving(
+            config,
+            workflow,
+            ledger,
+            workflow_path=preflight.workflow_path,
+            weights=model,
+            tokenizer=model,
+            version=WeightVersion(),
+            logs=logs,
+            hosts=hosts,
+        ) as serving,
+    ):
+        yield serving.rollouts
+
+
+async def _unless(failing: Coroutine[Any, Any, ArealAgentError], work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of `work`; when the failure comes first, cancel `work` and raise that."""
+    working, failure = asyncio.ensure_future(work), asyncio.ensure_future(failing)
+    try:
+        await asyncio.wait({working, failure}, return_when=asyncio.FIRST_COMPLETED)
+        if failure.done():
+            raise failure.result()
+        return working.result()
+    finally:
+        working.cancel()
+        failure.cancel()
+        await asyncio.wait({working, failure})
+
+
+async def _answers(
+    preflight: Preflight, rollouts: RolloutExecutor, ledger: Ledger, num_samples: int, counting: _Counting
+) -> tuple[Sample, ...]:
     """Return a sample for each slot, of this process or of an earlier one."""
+    config = preflight.config
     slots = {
         one.session_id: one
-        for number, task in enumerate(tasks)
+        for number, task in enumerate(preflight.eval_tasks)
         for one in (Slot(task=task, number=number, sample=sample) for sample in range(num_samples))
     }
-    ended = await serving.ledger.ask(questions.eval_endings)
-    counting = _Counting(progress, len(slots), serving.config.eval.success_reward)
+    ended = await ledger.ask(questions.eval_endings)
 
     async def answer_of(first: RolloutSpec) -> Sample:
         slot = slots[first.session_id]
@@ -239,15 +306,15 @@ async def _answers(serving: Serving, tasks: Sequence[Task], num_samples: int, pr
         done = next((one for one in earlier if ended[one] not in RETRIED), None)
         attempt = len(earlier)
         while done is None:
-            result = await serving.rollouts.run(slot.spec(serving.config.seed, attempt))
+            result = await rollouts.run(slot.spec(config.seed, attempt))
             attempt += 1
             if result.status not in RETRIED or attempt >= len(earlier) + MAX_ATTEMPTS:
                 done = result.session_id
-        sample = Sample.of(await serving.ledger.trajectory(done))
+        sample = Sample.of(await ledger.trajectory(done))
         counting.add(sample)
         return sample
 
-    return await run_all(answer_of, tuple(slot.spec(serving.config.seed, 0) for slot in slots.values()))
+    return await run_all(answer_of, tuple(slot.spec(config.seed, 0) for slot in slots.values()))
 
 
 def compare(one: Path, other: Path) -> str:

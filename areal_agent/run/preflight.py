@@ -29,6 +29,7 @@ from areal_agent.errors import ConfigError
 from areal_agent.files import RunFolder
 from areal_agent.gateway.auth import find_admin_key
 from areal_agent.models.recipe import RECIPE, demonstrations_of, load_demonstrations, model_name
+from areal_agent.rollout.config import OtherModel
 from areal_agent.rollout.draws import Curriculum, in_order
 from areal_agent.rollout.tasks import TaskSet, load_tasks, require_json
 from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
@@ -81,9 +82,12 @@ class Preflight:
             require_ray()
         source = config.workflow if workflow is None else workflow
         tasks, eval_tasks = TaskSet(sources=()), ()
-        if resume is None or demonstrations_of(config.model) is None:  # a tiny model is in the folder of its run
-            check_model(config.model, config.engine)
-        check_context(config)
+        if config.eval.api is not None:
+            check_api(config, config.eval.api, trains=trains)
+        else:
+            if resume is None or demonstrations_of(config.model) is None:  # a tiny model is in the folder of its run
+                check_model(config.model, config.engine)
+            check_context(config)
         check_teacher(config)
         if config.is_online:
             if source is not None:
@@ -96,7 +100,7 @@ class Preflight:
                 raise ConfigError("'workflow' is missing; give it as 'package.module:name'")
             check_ports(config)
             for name, model in config.rollout.models.items():
-                model.key(name)
+                model.key(f"rollout.models.{name}")
             check_engine(config.engine)
             tasks, eval_tasks = load_all_tasks(config, trains=trains)
             check_sandbox(source, config.sandbox.backend)
@@ -191,6 +195,19 @@ def check_ports(config: Config) -> None:
         check_port(port, "rollout.gateway_port")
         if port and port == config.engine.port:
             raise ConfigError(f"engine.port and rollout.gateway_port are both {port}; they must differ")
+
+
+def check_api(config: Config, api: OtherModel, *, trains: bool) -> None:
+    """Raise ConfigError for a model behind an API that is to be trained, or whose key is missing."""
+    if trains:
+        raise ConfigError(
+            f"eval.api is {api.url!r}, and a run trains and evaluates `model`; leave it out, or use areal_agent.eval"
+        )
+    if config.rollout.workers:
+        raise ConfigError(
+            f"rollout.workers is {config.rollout.workers}, and with eval.api one process runs all rollouts; set it to 0"
+        )
+    api.key("eval.api")
 
 
 def check_teacher(config: Config) -> None:

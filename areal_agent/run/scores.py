@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any, Self
 
+from areal_agent.rollout.relay import ApiUse
 from areal_agent.types import FinishReason, JsonObject, Status, Task, Trajectory
 
 Z = 1.96
@@ -30,7 +31,7 @@ class Sample:
     status: str  # of `Status`
     reward: float | None  # in total; None: it failed
     answer: str | None  # what the workflow logged as its answer
-    num_tokens: int  # sampled
+    num_tokens: int  # sampled; of an API as many as it says, or 0
     num_turns: int
     seconds: float
     is_truncated: bool  # its last answer was ended by the token limit
@@ -38,17 +39,18 @@ class Sample:
     @classmethod
     def of(cls, trajectory: Trajectory) -> Self:
         last = trajectory.turns[-1].completions if trajectory.turns else ()
+        used = ApiUse.of({} if trajectory.turns else trajectory.logged)
         answer = trajectory.logged.get(ANSWER)
         return cls(
             session_id=trajectory.session_id,
             task_id=trajectory.task_id,
-            status=trajectory.status,
+            status=trajectory.status.value,
             reward=trajectory.rewards.total if trajectory.status is Status.COMPLETED else None,
             answer=None if answer is None else str(answer),
-            num_tokens=trajectory.num_sampled_tokens,
-            num_turns=len(trajectory.turns),
+            num_tokens=trajectory.num_sampled_tokens or used.num_tokens,
+            num_turns=len(trajectory.turns) or used.num_answers,
             seconds=trajectory.ended_s - trajectory.started_s,
-            is_truncated=any(one.finish_reason is FinishReason.LENGTH for one in last),
+            is_truncated=used.is_truncated or any(one.finish_reason is FinishReason.LENGTH for one in last),
         )
 
 
@@ -156,8 +158,9 @@ class Scores:
         if self.majority is not None:
             lines.append(f"majority    {self.majority:.3f}")
         lines.append(f"mean reward {self.reward_mean:.3f}")
+        tokens = f"{self.tokens:.0f}" if self.tokens else "uncounted"
         lines.append(
-            f"an answer   {self.tokens:.0f} tokens, {self.turns:.1f} turns, {self.seconds:.1f} s; "
+            f"an answer   {tokens} tokens, {self.turns:.1f} turns, {self.seconds:.1f} s; "
             f"{self.truncated:.1%} cut off by the token limit"
         )
         if self.failures:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_agent import ConfigError, Rollout
-from envs.code.conversation import fenced_code
+from envs.code.conversation import asked_for_code
 from envs.code.judging import open_sandboxes
 from sandboxes import Pool
 from sandboxes.judge import UnitTests, Verdict, grade
@@ -48,12 +48,7 @@ def _of_package() -> Path:
 async def solve(task: dict[str, Any], rollout: Rollout) -> float:
     """Return 1.0 when the function passes the problem's tests, else 0.0."""
     pool = await rollout.shared(open_sandboxes)
-    reply = await rollout.client.chat.completions.create(
-        model=rollout.model, messages=[{"role": "user", "content": HOW.format(task["prompt"])}]
-    )
-    said = reply.choices[0].message.content or ""
-    code = fenced_code(said)
-    rollout.log(answer=code or "")
+    code = await asked_for_code(rollout, HOW.format(task["prompt"]))
     return 0.0 if code is None else (await judged(code, task, pool)).reward
 
 

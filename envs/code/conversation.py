@@ -1,4 +1,4 @@
-"""The parts that both workflows share: a turn of the model, its calls, and the code in its answers.
+"""The parts that workflows share: a turn of the model, its calls, and the code in its answers.
 
 Ordinary agent code over a stock `openai` client.
 """
@@ -31,6 +31,16 @@ async def take_turn(
         content = await toolbox.call(name, arguments)
         messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
     return message
+
+
+async def asked_for_code(rollout: Rollout, question: str) -> str | None:
+    """Ask once, and return the program in the answer, which is logged; None when there is none."""
+    reply = await rollout.client.chat.completions.create(
+        model=rollout.model, messages=[{"role": "user", "content": question}]
+    )
+    code = fenced_code(reply.choices[0].message.content)
+    rollout.log(answer=code or "")
+    return code
 
 
 def fenced_code(text: str | None) -> str | None:

@@ -5,7 +5,7 @@
 5. a plain function runs in a thread, with a client of its own kind; when its time is up its next call is refused;
 6. a call that was not awaited is named with its line;
 7. with `sampling_override` an agent's top-p is ignored, and its `max_tokens` counts; the model may have aliases;
-8. calls of other models are kept, without keys, and what fails there is `infra`.
+8. calls of other models are kept, without keys, and what fails there is `infra`; copies of clients know them, too.
 """
 
 import asyncio
@@ -315,7 +315,7 @@ def answered(text: str, **more: object) -> str:
 
 async def judged(task, rollout) -> float:
     await ask(rollout)
-    judge = rollout.client("judge")
+    judge = rollout.client.with_options(timeout=60.0)("judge").with_options(timeout=60.0)
     reply = await judge.chat.completions.create(model=judge.model, messages=[{"role": "user", "content": "good?"}])
     return float(reply.choices[0].message.content)
 
@@ -331,6 +331,7 @@ async def judged(task, rollout) -> float:
         *[([(status, "{}")], Status.INFRA, str(status)) for status in (400, 401, 404, 429, 500)],
         ([(200, "<html>")], Status.INFRA, "<html>"),
         ([(401, '{"error": {"message": "no key sk-judge"}}')], Status.INFRA, "no key ***"),
+        ([(200, 'data: {"error": {"message": "overloaded"}}\n\n')], Status.INFRA, "overloaded"),
         ([(200, answered("1", error={"message": "overloaded"}))], Status.INFRA, "overloaded"),
     ],
 )
@@ -368,7 +369,7 @@ async def test_a_model_that_is_gone_or_that_there_is_not(play) -> None:
     with pytest.raises(ConfigError, match=r"rollout.models has no 'critic'; it has none"):
         NO_MODELS.client("critic", {})
     with pytest.raises(ConfigError, match=r"rollout.models.x.key_env is 'JUDGE_KEY', a variable that is not set"):
-        OtherModel(url="http://h", model="m", key_env="JUDGE_KEY").key("x")
+        OtherModel(url="http://h", model="m", key_env="JUDGE_KEY").key("rollout.models.x")
 
 
 def test_the_page_on_workflows_has_a_judge_that_a_test_scripts() -> None:
