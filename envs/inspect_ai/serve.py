@@ -6,6 +6,7 @@ one `eval` at a time, and importing the package takes seconds: hence the forks. 
 interrupts its `eval`, which then cleans up its sandboxes.
 """
 
+import importlib
 import json
 import math
 import os
@@ -63,7 +64,7 @@ def evaluate(task: Any, sample: int | str, base_url: str, api_key: str, model: s
     asked = get_model(f"openai-api/areal/{model}", base_url=base_url, api_key=api_key, config=once)
     with tempfile.TemporaryDirectory() as folder:
         quiet: dict[str, Any] = {"display": "none", "ctl_server": False, "score_display": False, "log_realtime": False}
-        alone: dict[str, Any] = {"sample_id": sample, "epochs": 1, "retry_on_error": 0}
+        alone: dict[str, Any] = {"sample_id": sample, "epochs": 1, "retry_on_error": 0, "fail_on_error": False}
         (log,) = run(task, model=asked, log_dir=folder, log_samples=True, **alone, **quiet)
         played = log.samples[0] if log.samples else None  # read from the folder
     error = (played and played.error) or log.error
@@ -95,7 +96,8 @@ def number_of(value: Any) -> float | None:
 
 
 def main(path: str, task: str, args: str) -> None:
-    import inspect_ai.model._providers.openai_compatible  # pyright: ignore  # noqa: F401  # once, not in each fork
+    for module in ("inspect_ai.hooks", "inspect_ai.model._providers.openai_compatible", "openai.resources.chat", "acp"):
+        importlib.import_module(module)  # once, not in each fork
 
     with Server(path, Handler) as server:
         server.task = open_task(task, json.loads(args))

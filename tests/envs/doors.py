@@ -23,8 +23,8 @@ async def play_all(
 ) -> list[Trajectory]:
     """Play the tasks at once; return their trajectories in this order.
 
-    A prompt with a key of `said` is answered with its texts in turn; then the engine fails. The last task writes to
-    `fifo` as it starts to wait, is cancelled, and writes as it ends.
+    A prompt with a key of `said` is answered with its texts in turn; then the engine fails. The last task calls
+    `wait_forever`, and is cancelled there.
     """
     renderer, journal = plain_renderer(), MemoryJournal()
     left = {key: iter(texts) for key, texts in said.items()}
@@ -76,3 +76,13 @@ async def play_all(
     finally:
         await served.aclose()
     return sorted(journal.closed, key=lambda trajectory: trajectory.session_id)
+
+
+async def wait_forever(fifo: Path) -> None:
+    """Wait for a cancellation, as a tool of the last task."""
+    write = fifo.write_text
+    write(STARTED)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        write(ENDED)

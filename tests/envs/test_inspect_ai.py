@@ -21,14 +21,14 @@ from areal_agent.testing import play, tool_call
 from areal_agent.tokens.records import token_records
 from envs.inspect_ai.tasks import load
 from envs.inspect_ai.workflow import solve
-from tests.envs.doors import CONTEXT, ENDED, STARTED, play_all
+from tests.envs.doors import CONTEXT, play_all, wait_forever
 
 pytest.importorskip("inspect_ai")
-from inspect_ai import Task, task  # noqa: E402
-from inspect_ai.dataset import Sample  # noqa: E402
-from inspect_ai.scorer import Score, accuracy, mean, scorer  # noqa: E402
-from inspect_ai.solver import generate, use_tools  # noqa: E402
-from inspect_ai.tool import tool  # noqa: E402
+from inspect_ai import Task, task
+from inspect_ai.dataset import Sample
+from inspect_ai.scorer import Score, accuracy, mean, scorer
+from inspect_ai.solver import generate, use_tools
+from inspect_ai.tool import tool
 
 HERE = f"{__name__}:arithmetic"
 SAID = {
@@ -57,11 +57,7 @@ def add(fifo: str) -> Any:
         if a == 6:
             os._exit(1)
         if a == 9:
-            Path(fifo).write_text(STARTED)
-            try:
-                await asyncio.Event().wait()
-            finally:
-                Path(fifo).write_text(ENDED)
+            await wait_forever(Path(fifo))
         return "long " * CONTEXT if a == 7 else str(a + b)
 
     return execute
@@ -102,7 +98,7 @@ async def command(given: dict[str, Any], rollout: Rollout) -> float:
         *(sys.executable, "-m", "inspect_ai", "eval", *asked), env=env, cwd=Path(__file__).parent
     )
     assert await process.wait() == 0
-    (log,) = Path(given["folder"]).glob("*.json")
+    (log,) = await asyncio.to_thread(lambda: Path(given["folder"]).glob("*.json"))
     return json.loads(log.read_text())["results"]["scores"][0]["metrics"]["accuracy"]["value"]
 
 
