@@ -33,6 +33,7 @@ EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 FOR_DEVELOPERS = {"all", "dev", "docs", "test"}
 LIBRARIES = {
     "gymnasium",
+    "inspect-ai",
     "mcp",
     "reasoning-gym",
     "textarena",
