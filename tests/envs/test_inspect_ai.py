@@ -91,7 +91,8 @@ def arithmetic(size: int = 10, fifo: str = "") -> Any:
 
 async def command(given: dict[str, Any], rollout: Rollout) -> float:
     """Return the accuracy that `inspect eval` finds."""
-    env = {**os.environ, "AREAL_BASE_URL": rollout.base_url, "AREAL_API_KEY": rollout.api_key}
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "AREAL_BASE_URL": rollout.base_url, "AREAL_API_KEY": rollout.api_key, "PYTHONPATH": paths}
     options = ["-T", "size=1", "--log-dir", given["folder"], "--log-format", "json", "--display", "none"]
     asked = [f"{Path(__file__).name}@arithmetic", "--model", f"openai-api/areal/{rollout.model}", *options]
     process = await asyncio.create_subprocess_exec(
