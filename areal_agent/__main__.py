@@ -18,6 +18,7 @@ COMMANDS = {
     "ledger": "verify RUN_DIR proves what a run recorded; export RUN_DIR hands it out",
     "gateway": "serve agents that live elsewhere, and lease their rollouts to a trainer",
     "conformance": "prove that every protocol gives the same records, and that templates leave nothing out",
+    "storm": "let runs on simulated machines meet thousands of faults, and hold their ledgers against what happened",
     "engine": "serve a model with the embedded inference engine",
     "engine.environment": "make the environment of SGLang or vLLM",
     "models.tiny": "build the quickstart's model",
