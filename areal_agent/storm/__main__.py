@@ -18,7 +18,11 @@ FAULTS_A_STORY = 50
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
-    arguments = _parser().parse_args(words)
+    parser = _parser()
+    arguments = parser.parse_args(words)
+    for name in ("faults", "jobs"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name} is {getattr(arguments, name)}; give 1 or more")
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of names have the same order in each process
         module = ["-m", "areal_agent.storm", *words]
         os.execve(sys.executable, [sys.executable, *module], {**os.environ, "PYTHONHASHSEED": "0"})

@@ -2,6 +2,7 @@
 
 * without faults, and with all kinds of them, every promise holds
 * a story can be told again, event by event
+* numbers below 1 and unknown kinds are refused
 * faults are left out of a failing story until it is short
 * a promise that the product breaks is found: three defects are planted
 """
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_agent.storm.__main__ import main
 from areal_agent.storm.faults import Fault, draw_faults, shrink
 
 PLANTED = Path(__file__).with_name("planted.py")
@@ -30,6 +32,13 @@ def run(*words: str) -> str:
 def test_every_promise_holds() -> None:
     told = run("-m", "areal_agent.storm", "--faults", "100", "--seed", "1", "--jobs", "2")
     assert told.endswith("s)\n") and "every promise held" in told, told
+
+
+@pytest.mark.parametrize(("words", "told"), [(["--faults", "0"], "--faults is 0"), (["--kinds", "rain"], "rain")])
+def test_what_is_refused(words: Sequence[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert told in capsys.readouterr().err
 
 
 TELL_TWICE = """
