@@ -81,7 +81,7 @@ def test_faults_are_left_out_until_a_story_is_short() -> None:
     [
         ("acknowledged_before_the_commit", "reached its agent and is not in the ledger"),
         ("capacity_returned_twice", "counted as running"),
-        ("stale_version_accepted", "max_staleness is 2"),
+        ("stale_version_accepted", "trains a token of version"),
     ],
 )
 def test_a_planted_defect_is_found(defect: str, told: str) -> None:
