@@ -378,6 +378,7 @@ class Session:
 
 
 def outcome_of(request: EndRequest, rewards: Rewards, *, num_turns: int) -> tuple[Status, str | None]:
+    """Return how a session ends, and why: one without a turn is `error`, one without a reward `missing_reward`."""
     if request.status is not Status.COMPLETED:
         return request.status, request.error
     if num_turns == 0:

@@ -66,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def work(sock: socket.socket) -> None:
+    """Be a worker of the run that was called back over `sock`, until it ends."""
     channel = await Channel.over(sock)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, channel.end)
     try:

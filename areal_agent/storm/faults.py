@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from areal_agent.engine.fake import Operation
 from areal_agent.errors import EngineUnreachable
-from areal_agent.storm.machine import SimulatedProcess
+from areal_agent.storm.machine import AFTER_A_COMMIT, BEFORE_A_COMMIT, SimulatedProcess
 from areal_agent.storm.programs import Network, StormEngine
 from areal_agent.trainer.checkpoint import CommitPoint
 
@@ -16,8 +16,6 @@ T = TypeVar("T")
 GAP_S = 6.0
 """The mean time between two faults that do not come together."""
 
-BEFORE_A_COMMIT, AFTER_A_COMMIT = "before a commit", "after a commit"
-"""Points of the ledger; those of the trainer are the `CommitPoint`s of a checkpoint."""
 POINTS = (
     BEFORE_A_COMMIT,
     AFTER_A_COMMIT,

@@ -35,6 +35,10 @@ BEGINNING_S = 1_700_000_000.0
 """The wall clock when a story begins, in seconds since 1970."""
 
 
+BEFORE_A_COMMIT, AFTER_A_COMMIT = "before a commit", "after a commit"
+"""The points of the ledger at which a program may be killed."""
+
+
 class Deadlock(Exception):
     """Nothing is ready, and no timer is set."""
 
@@ -69,6 +73,8 @@ class Program:
         """Continue like SIGCONT."""
         self.is_stopped, held, self.held = False, self.held, []
         for handle in held:
+            if handle.cancelled():
+                continue
             asyncio.get_running_loop().call_soon(handle._run)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -111,8 +117,8 @@ class _Timers(selectors.DefaultSelector):
 _numbers = itertools.count()
 
 
-class _Task(asyncio.Task[Any]):
-    """A task with a number for a hash, so that sets of tasks have the same order each time."""
+class _Numbered:
+    """Has a number for a hash, so that sets of tasks and futures have the same order each time."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._number = next(_numbers)
@@ -122,15 +128,12 @@ class _Task(asyncio.Task[Any]):
         return self._number
 
 
-class _Future(asyncio.Future[Any]):
-    """A future with a number for a hash."""
+class _Task(_Numbered, asyncio.Task[Any]):
+    pass
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._number = next(_numbers)
-        super().__init__(*args, **kwargs)
 
-    def __hash__(self) -> int:
-        return self._number
+class _Future(_Numbered, asyncio.Future[Any]):
+    pass
 
 
 def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **given: Any) -> _Task:
@@ -212,7 +215,7 @@ def _run_unless_dead(handle: events.Handle) -> None:
 
 
 class WriterAtOnce(shard.GroupCommitWriter):
-    """Commits a group in the event loop. `look` is called before and after each commit, and may raise for a fault."""
+    """Commits a group in the event loop. `look` is called before and after each commit, and may kill the program."""
 
     @staticmethod
     def look(connection: sqlite3.Connection, point: str) -> None: ...
@@ -222,9 +225,11 @@ class WriterAtOnce(shard.GroupCommitWriter):
 
     def _hand_over(self, group: Sequence[shard.Request] | None) -> None:
         if group is not None:
-            WriterAtOnce.look(self._connection, "before a commit")
+            WriterAtOnce.look(self._connection, BEFORE_A_COMMIT)
+            if PROGRAM.get().is_dead:
+                return
             self._commit(group)
-            WriterAtOnce.look(self._connection, "after a commit")
+            WriterAtOnce.look(self._connection, AFTER_A_COMMIT)
             self._loop.call_soon(self._deliver, group)
 
     def _finish(self) -> None:

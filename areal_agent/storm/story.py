@@ -39,8 +39,9 @@ from areal_agent.run.results import Outcome, RunStatus
 from areal_agent.run.run import Run
 from areal_agent.run.sources import OwnRollouts, Source
 from areal_agent.storm import programs
-from areal_agent.storm.faults import BEFORE_A_COMMIT, KINDS, Fault
+from areal_agent.storm.faults import KINDS, Fault
 from areal_agent.storm.machine import (
+    BEFORE_A_COMMIT,
     PROGRAM,
     Deadlock,
     Program,

@@ -54,7 +54,8 @@ UNUSED = "rotary_emb.inv_freq"
 def _require_layers(folder: Path, what: str) -> None:
     """Raise ConfigError for a config.json with more layers than its files have tensors: transformers lists them all."""
     fields: dict[str, Any] = orjson.loads((folder / "config.json").read_bytes())
-    num_layers, num_tensors = fields.get("text_config", fields).get("num_hidden_layers", 0), len(read_shapes(folder))
+    num_layers = (fields.get("text_config") or fields).get("num_hidden_layers") or 0
+    num_tensors = len(read_shapes(folder))
     if num_layers > num_tensors:
         raise ConfigError(f"{what}: its config.json has {num_layers:,} layers, and its files {num_tensors:,} tensors")
 

@@ -16,6 +16,7 @@ import asyncio
 import io
 import logging
 import math
+import os
 import posixpath
 import re
 import sys
@@ -213,6 +214,13 @@ def told(problem: Mapping[str, Any]) -> str:
     return f"{value}: {problem['msg'].removeprefix('Value error, ')}"
 
 
+def leads_out(path: Path, folder: Path) -> bool:
+    """Return whether this is a link to outside of a task's folder. Those that go into an image as links may be."""
+    parts = path.relative_to(folder).parts
+    is_copied = parts[0] == "environment" and len(parts) > 1 and parts[1] != "Dockerfile"
+    return path.is_symlink() and not is_copied and not Path(os.path.realpath(path)).is_relative_to(folder.resolve())
+
+
 def filled(env: Mapping[str, str], variables: Mapping[str, str], where: str) -> dict[str, str]:
     """Return variables with `${NAME}` and `${NAME:-default}` replaced; ValueError for a name that is not given.
 
@@ -293,8 +301,8 @@ class HarborTask:
         needed = ["task.toml", "instruction.md", "tests/test.sh"]
         if missing := [name for name in needed if not (folder / name).is_file()]:
             raise ValueError(f"{folder} is not a task: it lacks {', '.join(missing)}")
-        if link := next((path for path in folder.rglob("*") if path.is_symlink()), None):
-            raise ValueError(f"{link} is a link, which may lead to files of yours; put the file itself there")
+        if link := next((path for path in folder.rglob("*") if leads_out(path, folder)), None):
+            raise ValueError(f"{link} is a link to outside of the task, perhaps to a file of yours; put the file there")
         for name in ("environment/docker-compose.yaml", "tests/Dockerfile"):
             if (folder / name).exists():
                 raise ValueError(f"{folder / name} asks for more than one image, which is not supported; remove it")
