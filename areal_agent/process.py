@@ -351,8 +351,9 @@ async def uninterrupted(work: Awaitable[Result]) -> Result:
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        if not task.done():
-            await asyncio.wait({task})
+        while not task.done():  # a failure elsewhere may cancel once more while a signal's cancellation waits here
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait({task})
         if not task.cancelled():
             task.exception()  # mark its error as seen: the cancellation is what is raised
         raise

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_agent.process import ManagedProcess, peak_memory_bytes
+from areal_agent.process import ManagedProcess, peak_memory_bytes, uninterrupted
 
 CHILD = "from areal_agent.process import exit_with_parent; exit_with_parent(); import time; print('up', flush=True); "
 
@@ -107,3 +107,30 @@ def test_peak_memory_is_what_was_held_once_and_none_of_a_process_that_is_gone() 
     done = subprocess.Popen([sys.executable, "-c", ""])
     done.wait()
     assert peak_memory_bytes(done.pid) is None
+
+
+async def test_work_that_must_not_be_cut_ends_however_often_it_is_cancelled() -> None:
+    ended: list[bool] = []
+    going_on = asyncio.Event()
+
+    async def work() -> None:
+        await going_on.wait()
+        ended.append(True)
+
+    async def caller() -> None:
+        try:
+            await uninterrupted(work())
+        except asyncio.CancelledError:
+            assert ended, "it was told before the work had ended"
+            raise
+
+    task = asyncio.create_task(caller())
+    for _ in range(3):
+        await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    going_on.set()
+    await asyncio.wait({task})
+    assert task.cancelled()
+    assert ended
