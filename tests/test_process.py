@@ -3,6 +3,7 @@ with its status and its last log lines; 3. closing ends one that ignores SIGTERM
 name; a second process appends; warnings are in it, too, and libraries that log each request from WARNING on. 5. Peak
 memory is at least what a process once held; one that is gone has none."""
 
+import asyncio
 import os
 import signal
 import subprocess
