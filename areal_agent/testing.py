@@ -10,7 +10,8 @@ Gateway, socket, client and sandboxes are the real ones. A user's test needs no 
 import asyncio
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -123,8 +124,39 @@ async def run_scripted(
     max_context_tokens: int = 100_000,
 ) -> None:
     """Run one rollout, in which the model samples `texts`; it is in `journal` as `SESSION_ID` when this returns."""
+    async with open_scripted(
+        workflow,
+        FakeEngine([renderer.ids_of(text) for text in texts]),
+        renderer=renderer,
+        journal=journal,
+        sandbox=sandbox,
+        others=others,
+        timeout_s=timeout_s,
+        max_tokens=max_tokens,
+        max_context_tokens=max_context_tokens,
+    ) as runner:
+        data = Task(id="t", data=dict(task))
+        purpose = SessionPurpose.TRAIN
+        await runner.run(RolloutSpec(session_id=SESSION_ID, group_id="g", task=data, seed=0, purpose=purpose))
+
+
+@asynccontextmanager
+async def open_scripted(
+    workflow: object,
+    engine: FakeEngine,
+    *,
+    renderer: Renderer,
+    journal: Journal,
+    sandbox: Mapping[str, Any],
+    others: Mapping[str, Sequence[str]] = NOBODY,
+    timeout_s: float = 60.0,
+    max_tokens: int = 10_000,
+    max_context_tokens: int = 100_000,
+    max_concurrent: int = 1,
+) -> AsyncGenerator[RolloutRunner]:
+    """Open what runs rollouts of a workflow against a scripted engine."""
     gateway = Gateway(
-        sampler=FakeEngine([renderer.ids_of(text) for text in texts]),
+        sampler=engine,
         renderer=renderer,
         journal=journal,
         model_name="model",
@@ -135,21 +167,18 @@ async def run_scripted(
     served = await gateway.serve()
     try:
         async with open_clients() as clients, SharedResources() as shared:
-            runner = RolloutRunner(
+            yield RolloutRunner(
                 load_workflow(workflow),
                 gateway_url=served.base_url,
                 admin_key=ADMIN_KEY,
                 model="model",
                 clients=clients,
                 shared=shared,
-                max_concurrent=1,
+                max_concurrent=max_concurrent,
                 timeout_s=timeout_s,
                 session={"sampling": {"max_tokens": max_tokens}},
                 sandbox=sandbox,
                 models=scripted_models(others),
             )
-            data = Task(id="t", data=dict(task))
-            purpose = SessionPurpose.TRAIN
-            await runner.run(RolloutSpec(session_id=SESSION_ID, group_id="g", task=data, seed=0, purpose=purpose))
     finally:
         await served.aclose()

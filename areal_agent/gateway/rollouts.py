@@ -7,7 +7,6 @@ session's key gives access to that session only.
 
 import contextlib
 import hmac
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -149,15 +148,7 @@ class RolloutCalls:
             )
         self.sessions.require_free(start.session_id)
         api_key = new_key()
-        record = SessionRecord(
-            id=start.session_id,
-            group_id=start.group_id,
-            task_id=start.task_id,
-            purpose=start.purpose,
-            seed=start.seed,
-            key_hash=key_hash(api_key),
-            started_s=time.time(),
-        )
+        record = start.record(api_key)
         session = self.make_session(record, start)
         with contextlib.ExitStack() as undo:
             self.traffic.enter(record.id)

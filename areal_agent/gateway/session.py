@@ -22,6 +22,7 @@ from pydantic import Field, PlainValidator, model_validator
 
 from areal_agent.errors import EngineUnreachable, RequestError
 from areal_agent.gateway.answers import Answer, Deliveries, EngineCalls, completion_ids, response_id
+from areal_agent.gateway.auth import key_hash
 from areal_agent.gateway.bodies import Body, GrowingBody, Name, ShallowObject, refuse, wrong
 from areal_agent.gateway.conversation import Conversation, Translated
 from areal_agent.gateway.draft import Outlet
@@ -92,6 +93,18 @@ class StartRequest(Body):
     truncates: bool = Field(
         default=False, alias="truncate", description="With a full context, return an empty answer instead of an error."
     )
+
+    def record(self, api_key: str) -> SessionRecord:
+        """Return the record of a session that starts now, with this key."""
+        return SessionRecord(
+            id=self.session_id,
+            group_id=self.group_id,
+            task_id=self.task_id,
+            purpose=self.purpose,
+            seed=self.seed,
+            key_hash=key_hash(api_key),
+            started_s=time.time(),
+        )
 
 
 class RewardRequest(Body):

@@ -159,15 +159,7 @@ class Relay:
         if self._admin_hash not in caller_hashes(request.headers):
             raise RequestError("this call needs the key of the evaluation", status=401, code="invalid_api_key")
         start, key = StartRequest.read(await self._bodies.control(request)), new_key()
-        record = SessionRecord(
-            id=start.session_id,
-            group_id=start.group_id,
-            task_id=start.task_id,
-            purpose=start.purpose,
-            seed=start.seed,
-            key_hash=key_hash(key),
-            started_s=time.time(),
-        )
+        record = start.record(key)
         await self._journal.open_session(record)
         logged: dict[str, Any] = {}
         client = self._models.client(API, logged)

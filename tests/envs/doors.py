@@ -7,11 +7,9 @@ from typing import Any
 
 from areal_agent.engine.fake import FakeEngine, Reply
 from areal_agent.errors import EngineError
-from areal_agent.gateway.app import Gateway
 from areal_agent.models.recipe import END
-from areal_agent.rollout.context import SharedResources
-from areal_agent.rollout.runner import RolloutRunner, RolloutSpec, open_clients
-from areal_agent.testing import ADMIN_KEY, SANDBOX, MemoryJournal, plain_renderer
+from areal_agent.rollout.runner import RolloutSpec
+from areal_agent.testing import SANDBOX, MemoryJournal, open_scripted, plain_renderer
 from areal_agent.types import GenerateRequest, SessionPurpose, Task, Trajectory
 
 CONTEXT = 8_000
@@ -34,47 +32,32 @@ async def play_all(
         text = next((next(texts, None) for key, texts in left.items() if key in prompt), None)
         return EngineError("no answer is left") if text is None else renderer.ids_of(text + END)
 
-    gateway = Gateway(
-        sampler=FakeEngine(answer),
+    async with open_scripted(
+        workflow,
+        FakeEngine(answer),
         renderer=renderer,
         journal=journal,
-        model_name="model",
-        admin_key=ADMIN_KEY,
+        sandbox=SANDBOX,
+        timeout_s=300.0,
+        max_tokens=1_000,
         max_context_tokens=CONTEXT,
-        vocab_size=renderer.vocab_size,
-    )
-    served = await gateway.serve()
-    try:
-        async with open_clients() as clients, SharedResources() as shared:
-            runner = RolloutRunner(
-                workflow,
-                gateway_url=served.base_url,
-                admin_key=ADMIN_KEY,
-                model="model",
-                clients=clients,
-                shared=shared,
-                max_concurrent=len(tasks),
-                timeout_s=300.0,
-                session={"sampling": {"max_tokens": 1_000}},
-                sandbox=SANDBOX,
+        max_concurrent=len(tasks),
+    ) as runner:
+        specs = [
+            RolloutSpec(
+                session_id=f"s{index:02}",
+                group_id="g",
+                task=Task(id=f"t{index}", data=dict(task)),
+                seed=0,
+                purpose=SessionPurpose.TRAIN,
             )
-            specs = [
-                RolloutSpec(
-                    session_id=f"s{index:02}",
-                    group_id="g",
-                    task=Task(id=f"t{index}", data=dict(task)),
-                    seed=0,
-                    purpose=SessionPurpose.TRAIN,
-                )
-                for index, task in enumerate(tasks)
-            ]
-            running = [asyncio.ensure_future(runner.run(spec)) for spec in specs]
-            assert await asyncio.to_thread(fifo.read_text) == STARTED
-            running[-1].cancel()
-            assert await asyncio.to_thread(fifo.read_text) == ENDED
-            await asyncio.wait(running)
-    finally:
-        await served.aclose()
+            for index, task in enumerate(tasks)
+        ]
+        running = [asyncio.ensure_future(runner.run(spec)) for spec in specs]
+        assert await asyncio.to_thread(fifo.read_text) == STARTED
+        running[-1].cancel()
+        assert await asyncio.to_thread(fifo.read_text) == ENDED
+        await asyncio.wait(running)
     return sorted(journal.closed, key=lambda trajectory: trajectory.session_id)
 
 

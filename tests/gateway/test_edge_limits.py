@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from areal_agent.errors import LedgerError
 from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.sessions import Traffic
-from areal_agent.types import Status, Trajectory
+from areal_agent.types import Status, Trajectory, Turn
 
 from .conftest import ADMIN_KEY, MemoryJournal, OpenAgent, OpenWorld, World
 
@@ -142,3 +142,20 @@ async def test_draining_with_a_broken_journal(open_world: OpenWorld) -> None:
     await world.start(session_id="two")
     assert await world.gateway.drain(1.0) == 1
     assert list(world.journal.closed) == ["two"]
+
+
+class FullJournal(MemoryJournal):
+    """Has no room for turns."""
+
+    async def append_turn(self, session_id: str, turn: Turn) -> None:
+        raise LedgerError("disk full")
+
+
+async def test_a_turn_that_could_not_be_written_is_no_undelivered_answer(open_world: OpenWorld) -> None:
+    world = await open_world("a<|im_end|>", journal=FullJournal())
+    agent = await world.start()
+    status, _ = await agent.post_chat()
+    assert status == 500
+    await world.call("/rl/end_session", {"status": "error"}, key=agent.key)
+    trajectory = world.journal.closed[agent.id]
+    assert (trajectory.turns, trajectory.undelivered) == ((), ())

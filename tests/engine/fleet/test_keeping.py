@@ -255,6 +255,15 @@ async def test_where_others_push_the_one_behind_comes_last(stage):
 # -------------------------------------------------------------------------------------------- come and go
 
 
+async def test_where_the_only_one_is_down_for_a_moment_it_is_asked_again(open_stage):
+    async with open_stage(Server(URLS[0])) as stage:
+        stage.one.kill()
+        asking = asyncio.create_task(stage.fleet.info())
+        await stage.until(lambda: stage.state(stage.one) is not MemberState.SERVING)
+        stage.one.restart(ZERO)
+        assert (await asking).vocab_size == 1_000_000
+
+
 async def test_a_server_is_added(open_stage):
     spare = Server(URLS[1], version=ZERO)
     async with open_stage(Server(URLS[0]), spare=(spare,)) as stage:
