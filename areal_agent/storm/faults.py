@@ -24,7 +24,9 @@ POINTS = (
     CommitPoint.PUBLISHED,
     CommitPoint.PRUNED,
 )
-PUSHES = (Operation.PAUSE, Operation.RESUME, Operation.BEGIN_PUSH, Operation.SEND_PUSH, Operation.COMMIT_PUSH)
+HANGING = (Operation.RESUME, Operation.BEGIN_PUSH, Operation.SEND_PUSH, Operation.COMMIT_PUSH)
+"""A pause that waits for turns to end has no limit, so one that hangs would hang for ever."""
+PUSHES = (Operation.PAUSE, *HANGING)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,7 +189,7 @@ KINDS: Mapping[str, Strike] = {
     "messages are late": _always(_late),
     "weights arrive damaged": _engine(lambda machines, engine, fault: engine.corrupt_next_push()),
     "a call of a push fails": _engine(_fail),
-    "a call of a push hangs": _engine(lambda machines, engine, fault: engine.hang_next(fault.one_of(PUSHES, 97))),
+    "a call of a push hangs": _engine(lambda machines, engine, fault: engine.hang_next(fault.one_of(HANGING, 97))),
     "the ledger's disk is full": _always(_fill_the_disk),
     "no checkpoint can be written": _always(_forbid_saves),
     "the clock is set forward": _always(_set_the_clock),
