@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import contextvars
 import random
+import shutil
 import socket
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -121,7 +122,10 @@ class StormEngine(FakeEngine):
         if self._num_corrupt:
             self._num_corrupt -= 1
             raise WeightUpdateError("the weights do not match their digests")
-        return DiskWeights(path=digest_of(lineage_in(Path(weights.path))))
+        try:
+            return DiskWeights(path=digest_of(lineage_in(Path(weights.path))))
+        except FileNotFoundError:
+            raise WeightUpdateError(f"{weights.path} has been removed") from None
 
     async def swap(self, taken: Weights, version: WeightVersion, *, flush_cache: bool) -> None:
         assert isinstance(taken, DiskWeights)
@@ -335,9 +339,10 @@ class _Trainer:
             case "publish":
                 await asyncio.sleep(PUBLISH_S)
                 self._num_published += 1
-                folder = self._shared / f"published-{self._num_published % 2}"
-                folder.mkdir(exist_ok=True)
+                folder = self._shared / f"weights_{self._num_published}"  # as weights/channels.py does it
+                folder.mkdir()
                 (folder / LINEAGE).write_bytes(orjson.dumps(self._lineage))
+                shutil.rmtree(self._shared / f"weights_{self._num_published - 2}", ignore_errors=True)
                 return {"path": str(folder)}
             case "save" if self._is_async:
                 while self._saving is not None and not self._saving.done():
