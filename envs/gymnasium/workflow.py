@@ -28,7 +28,7 @@ async def solve(task: dict[str, Any], rollout: Rollout) -> float:
             action = action_of(env.action_space, message.content or "")
             rollout.log(turns=turn)
             if action is None:
-                text = f"That names no action. Give one of {env.action_space}."
+                text = f"That names no action. {ask_for(env.action_space)}"
                 continue
             seen, reward, is_terminated, is_truncated, _ = await asyncio.to_thread(env.step, action)
             total += float(reward)
@@ -45,6 +45,20 @@ def told(env: Any, seen: object) -> str:
     if isinstance(seen, str):
         return seen
     return str(env.render()) if env.render_mode == "ansi" else str(seen)
+
+
+def ask_for(space: Any) -> str:
+    """Return how an action is given.
+
+    >>> from types import SimpleNamespace
+    >>> ask_for(SimpleNamespace(n=4, start=0))
+    'Give a number from 0 to 3.'
+    """
+    return (
+        f"Give a number from {space.start} to {space.start + space.n - 1}."
+        if hasattr(space, "n")
+        else f"Give one of {space}."
+    )
 
 
 def action_of(space: Any, said: str) -> Any:
