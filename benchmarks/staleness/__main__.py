@@ -1,7 +1,7 @@
 """The costs and gains of staleness: final success and throughput of the quickstart, by bound and by objective.
 
     python benchmarks/staleness --out DIR [key=value ...] [--staleness 0 1 4 16] [--objectives naive decoupled]
-                                [--seeds 0 1 2] [--limit-s 150]
+                                [--seeds 0 1 2] [--limit-s 150] [--config configs/quickstart.yaml]
 
 `naive` clips the ratio to the behaviour policy (`algorithm.proximal=behavior`); `decoupled` clips around the policy at
 the start of the step and weighs by the rest (`recompute`). All runs of a seed begin with the same model, and train 30
@@ -51,7 +51,7 @@ def main() -> int:
     print(f"{len(results)} of {len(trials)} runs are in {out} already", flush=True)
     started_s = time.monotonic()
     for number, trial in enumerate(missing, start=1):
-        outcome = results[trial] = one_run(trial, out, args.limit_s, args.overrides)
+        outcome = results[trial] = one_run(trial, out, args.config, args.limit_s, args.overrides)
         left_s = (time.monotonic() - started_s) / number * (len(missing) - number)
         told = "failed" if outcome is None else f"success {outcome.success:.3f}, {outcome.wall_s:.0f} s"
         print(f"{number}/{len(missing)} {trial.name}: {told}; about {left_s / 60:.0f} minutes to go", flush=True)
@@ -65,6 +65,7 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python benchmarks/staleness", description="What staleness costs and gains.")
     parser.add_argument("--out", type=Path, required=True, help="the folder of the run folders")
+    parser.add_argument("--config", type=Path, default=ROOT / "configs" / "quickstart.yaml")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 4, 16])
     parser.add_argument("--objectives", nargs="+", choices=list(PROXIMAL), default=list(PROXIMAL))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -79,18 +80,19 @@ def found(folder: Path) -> Outcome | None:
     return Outcome(**json.loads(file.read_text())) if file.is_file() else None
 
 
-def one_run(trial: Trial, out: Path, limit_s: float, overrides: list[str]) -> Outcome | None:
+def one_run(trial: Trial, out: Path, file: Path, limit_s: float, overrides: list[str]) -> Outcome | None:
     """Make one run, in place of an earlier one that did not end. Return None when it fails."""
     folder = out / trial.name
     shutil.rmtree(folder, ignore_errors=True)
     settings = [
-        f"model={model_of(trial.seed, out)}",
         f"run_dir={folder}",
         f"seed={trial.seed}",
         f"max_staleness={trial.staleness}",
         f"algorithm.proximal={PROXIMAL[trial.objective]}",
     ]
-    config = Config.load(ROOT / "configs" / "quickstart.yaml", [*BASE, *settings, *overrides])
+    config = Config.load(file, [*BASE, *settings, *overrides])
+    if config.model == "tiny":
+        config = config.model_copy(update={"model": str(model_of(trial.seed, out))})
     try:
         outcome = asyncio.run(measure(config, limit_s))
     except ArealAgentError as error:
