@@ -6,8 +6,13 @@ from typing import Any
 from areal_agent import ConfigError
 
 HOW = "pip install --no-deps 'openenv>=0.10,<0.11'; pip install 'fastmcp>=3,<4' fastapi uvicorn websockets httpx"
-INSTALL = f"the package 'openenv' is missing; {HOW}"
 SIZES = {"train": 1_000, "test": 100}
+
+
+def require_openenv() -> None:
+    """Raise ConfigError where openenv is not installed."""
+    if importlib.util.find_spec("openenv") is None:
+        raise ConfigError(f"the package 'openenv' is missing; {HOW}")
 
 
 def load(
@@ -21,13 +26,12 @@ def load(
     max_turns: int = 20,
     step_s: float = 60.0,
 ) -> list[dict[str, Any]]:
-    """Return `size` starts of the environment at `url`.
+    """Return `size` starts of the environment at `url`; no seed of the split `test` is in `train`.
 
-    An answer is the action's `field`; without one, actions are calls of the server's tools. `reset` holds what its
+    An answer is the action's `field`; without one, actions are calls of the server's tools. `reset` has what its
     reset takes beside the seed. `prompt` stands before the first observation. A step takes at most `step_s`.
     """
-    if importlib.util.find_spec("openenv") is None:
-        raise ConfigError(INSTALL)
+    require_openenv()
     if split not in SIZES:
         raise ConfigError(f"split is {split!r}; valid: {', '.join(map(repr, SIZES))}")
     if not url.startswith(("http://", "https://", "ws://", "wss://")):
@@ -36,15 +40,9 @@ def load(
     for key, value in (("size", size), ("max_turns", max_turns)):
         if type(value) is not int or value < 1:
             raise ConfigError(f"{key} is {value!r}; give a whole number, at least 1")
+    common = {"url": url, "field": field, "prompt": prompt, "max_turns": max_turns, "step_s": step_s}
+    seeds = [((seed * 1_000_003 + index) * 2 + (split == "test")) % 2**31 for index in range(size)]
     return [
-        {
-            "id": f"openenv-{split}-{seed}-{index}",
-            "url": url,
-            "field": field,
-            "prompt": prompt,
-            "reset": {**(reset or {}), "seed": ((seed * 1_000_003 + index) * 2 + (split == "test")) % 2**31},
-            "max_turns": max_turns,
-            "step_s": step_s,
-        }
-        for index in range(size)
+        {"id": f"openenv-{split}-{seed}-{index}", "reset": {**(reset or {}), "seed": one}, **common}
+        for index, one in enumerate(seeds)
     ]
