@@ -1,14 +1,13 @@
 """Servers of OpenEnv, the package's own and one with tools, in a process of their own, played by a scripted model.
 
 1. the sum of the rewards is the reward; a refused action is text; 2. tools are found and called, and faults are text;
-3. a step without a reward, in all of an episode, is no reward; 4. a server that dies, is late, loses a session or is
-none is `infra`; 5. what is refused.
+3. a step without a reward, in all of an episode, is no reward; 4. a server that dies, is late, loses a session or
+is none is `infra`; 5. what is refused.
 """
 
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -63,9 +62,15 @@ class Adder(MCPEnvironment):
             seen.reward, seen.done = 0.75, action.arguments["a"] == 7
         return seen
 
+class Away(Adder):
+    async def _async_list_tools(self):
+        raise OSError("the server of the tools is away")
+
 both = FastAPI()
 both.mount("/echo", echo)
 both.mount("/adder", create_fastapi_app(Adder, CallToolAction, CallToolObservation, max_concurrent_envs=8))
+both.mount("/one", create_fastapi_app(Adder, CallToolAction, CallToolObservation))
+both.mount("/away", create_fastapi_app(Away, CallToolAction, CallToolObservation))
 
 async def app(scope, receive, send):
     async def sending(message):
@@ -96,11 +101,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture
-def adder(url: str) -> dict[str, Any]:
-    return load("test", 0, f"{url}/adder", prompt="Add.")[0]
-
-
 def texts(trajectory: Trajectory, role: str) -> list[str]:
     return [one["content"] for turn in trajectory.turns for one in turn.request_delta if one["role"] == role]
 
@@ -120,30 +120,33 @@ def test_the_sum_of_the_rewards_is_the_reward(url: str) -> None:
     assert "/echo has no tools; name the field of its action as `field`" in str(no_tools.error)
 
 
-def test_tools_are_called_and_faults_are_text(adder: dict[str, Any]) -> None:
+def test_tools_are_called_and_faults_are_text(url: str) -> None:
+    task = load("test", 0, f"{url}/adder", prompt="Add.")[0]
     calls = [tool_call("no"), tool_call("add", a=1, b="x"), tool_call("add", a=2, b=3), tool_call("add", a=7, b=3)]
-    trajectory = play(solve, adder, *calls)
+    trajectory = play(solve, task, *calls)
     assert (trajectory.status, trajectory.error, trajectory.rewards.final) == (Status.COMPLETED, None, 1.5)
     faults = [text.startswith("Error: ") for text in texts(trajectory, "tool")]
     assert (faults, "secret" in str(trajectory.turns)) == ([True, True, False], False)
-    assert play(solve, adder, "I am done.").status is Status.MISSING_REWARD
+    assert play(solve, task, "I am done.").status is Status.MISSING_REWARD
 
 
 @pytest.mark.parametrize(
-    ("tool", "changes"),
+    ("place", "tool", "said"),
     [
-        ("sleep", {"step_s": 1.0}),
-        ("hang_up", {}),  # after it the client would connect anew, to another session
-        ("add", {"url": "http://[::1]:9"}),
-        ("die", {}),  # the last: then there is no server
+        ("/one", "sleep", "TimeoutError"),
+        ("/one", "add", "CAPACITY_REACHED"),  # which has one session, and that still sleeps
+        ("/adder", "hang_up", "the connection was lost"),  # the client would go on in another session
+        ("/away", "add", "cannot list its tools: the server of the tools is away"),
+        ("/nowhere", "add", "ConnectionError: Failed to connect"),
+        ("/adder", "die", "no close frame received"),  # the last: then there is no server
+        ("/adder", "add", "ConnectionError: Failed to connect"),
     ],
 )
-def test_a_server_that_fails_is_not_the_models_failure(
-    adder: dict[str, Any], tool: str, changes: dict[str, Any]
-) -> None:
-    trajectory = play(solve, adder | changes, tool_call(tool), tool_call("add", a=7, b=3))
+def test_a_server_that_fails_is_not_the_models_failure(url: str, place: str, tool: str, said: str) -> None:
+    task = load("train", 0, url + place, step_s=1.0)[0]
+    trajectory = play(solve, task, tool_call(tool), tool_call("add", a=7, b=3))
     assert trajectory.status is Status.INFRA
-    assert "the OpenEnv server http://" in str(trajectory.error)
+    assert f"the OpenEnv server {url}{place}" in str(trajectory.error) and said in str(trajectory.error)
 
 
 def test_what_is_refused() -> None:
