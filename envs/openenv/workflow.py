@@ -86,7 +86,8 @@ class Episode(AbstractAsyncContextManager["Episode"]):
                 raise ConnectionError("the connection was lost, and the session with it")
         except Exception as error:  # the boundary: a client of sockets, and what servers say through it
             kind = Refused if REFUSED in str(error) else SandboxError
-            raise kind(f"the OpenEnv server {self._url}: {type(error).__name__}: {error}") from error
+            why = f"{type(error).__name__}: {error}"
+            raise kind(f"the OpenEnv server {self._url} failed at {method}: {why}") from error
         return result
 
     async def step(self, action: dict[str, Any]) -> str:

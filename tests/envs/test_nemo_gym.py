@@ -20,11 +20,11 @@ from tests.envs.doors import serving
 
 SERVER = """
 import asyncio, os, uvicorn
+from omegaconf import OmegaConf  # first: nemo_gym moves the folder that both are in to the end of sys.path
 from fastapi.responses import JSONResponse
 from nemo_gym.config_types import BaseServerConfig
 from nemo_gym.judge import JudgeError
 from nemo_gym.server_utils import ServerClient
-from omegaconf import OmegaConf
 from resources_servers.example_session_state_mgmt import app as example
 
 class Counter(example.StatefulCounterResourcesServer):
