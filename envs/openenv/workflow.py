@@ -7,7 +7,7 @@ dies or is late, or a session that is lost, raises SandboxError: that is not the
 import asyncio
 import importlib
 import json
-from contextlib import AbstractAsyncContextManager
+from contextlib import suppress
 from typing import Any
 
 import openai
@@ -57,7 +57,7 @@ class Refused(SandboxError):
     """The server says that an action is none of its own."""
 
 
-class Episode(AbstractAsyncContextManager["Episode"]):
+class Episode:
     """A session of a server: what its steps say as text, the rewards so far, and whether it is over."""
 
     def __init__(self, client: Any, url: str) -> None:
@@ -72,11 +72,9 @@ class Episode(AbstractAsyncContextManager["Episode"]):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self._client.close()
-        except TimeoutError:
-            pass
 
     async def send(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the client. Raises SandboxError, also where the client has connected anew by itself."""
@@ -121,11 +119,11 @@ class Episode(AbstractAsyncContextManager["Episode"]):
 
 
 def text_of(result: Any) -> str:
-    """Return an observation for the model: a tool's error or result, else its only text, or all of it as JSON."""
+    """Return an observation for the model: a tool's error, its result, the only text that there is, or all as JSON."""
     seen = {key: value for key, value in result.observation.items() if key != "metadata"}  # which may hold answers
-    if seen.get("error"):
-        return f"Error: {seen['error'].get('message', seen['error'])}"
-    if isinstance(found := seen.get("result"), dict) and "data" in found:
-        seen = {"result": found["data"]}
+    if isinstance(error := seen.get("error"), dict):
+        return f"Error: {error.get('message', error)}"
+    if isinstance(found := seen.get("result"), dict) and "content" in found:
+        return shortened("\n".join(part.get("text") or f"[{part['type']}]" for part in found["content"]))
     values = list(seen.values())
     return shortened(values[0] if len(values) == 1 and isinstance(values[0], str) else json.dumps(seen))

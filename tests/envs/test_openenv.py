@@ -47,7 +47,7 @@ class Adder(MCPEnvironment):
     async def sleep(self) -> None:
         await asyncio.Event().wait()
 
-    def hang_up(self) -> str:
+    def hang_up(self):
         return "goodbye"
 
     def reset(self, seed=None, **options):
@@ -125,8 +125,9 @@ def test_tools_are_called_and_faults_are_text(url: str) -> None:
     calls = [tool_call("no"), tool_call("add", a=1, b="x"), tool_call("add", a=2, b=3), tool_call("add", a=7, b=3)]
     trajectory = play(solve, task, *calls)
     assert (trajectory.status, trajectory.error, trajectory.rewards.final) == (Status.COMPLETED, None, 1.5)
-    faults = [text.startswith("Error: ") for text in texts(trajectory, "tool")]
-    assert (faults, "secret" in str(trajectory.turns)) == ([True, True, False], False)
+    said = texts(trajectory, "tool")
+    assert [text.startswith("Error: ") for text in said] == [True, True, False]
+    assert (said[2], "secret" in str(trajectory.turns)) == ("5", False)
     assert play(solve, task, "I am done.").status is Status.MISSING_REWARD
 
 
