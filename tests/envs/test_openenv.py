@@ -6,8 +6,8 @@ is none is `infra`; 5. what is refused.
 """
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +16,8 @@ from areal_agent.testing import play, tool_call
 from envs.openenv.tasks import load
 from envs.openenv.workflow import solve
 from tests.envs.doors import serving
+
+openenv: Any = pytest.importorskip("openenv")
 
 SERVERS = '''
 import asyncio, os, uvicorn
@@ -87,9 +89,7 @@ uvicorn.run(app, port=0)
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of both servers. /echo is the one that `openenv init` makes."""
     folder = tmp_path_factory.mktemp("servers")
-    found = find_spec("openenv")
-    assert found and found.submodule_search_locations
-    template = Path(found.submodule_search_locations[0]) / "cli/templates/openenv_env"
+    template = Path(openenv.__path__[0]) / "cli/templates/openenv_env"
     for path in (path for path in template.rglob("*.py") if path.parent.name == "server" or path.stem == "models"):
         text = path.read_text()
         for old, new in (("__ENV_CLASS_NAME__", "Echo"), ("__ENV_TITLE_NAME__", "Echo"), ("__ENV_NAME__", "echo")):
