@@ -1,7 +1,11 @@
-"""Rollouts that run at once, of tasks that other libraries play: what the tests of their doors share."""
+"""What the tests of doors to other libraries share: rollouts that run at once, and servers as processes."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +73,23 @@ async def wait_forever(fifo: Path) -> None:
         await asyncio.Event().wait()
     finally:
         write(ENDED)
+
+
+@contextmanager
+def serving(folder: Path, program: str) -> Iterator[str]:
+    """Run a Python program that is a uvicorn server, in `folder`; yield its URL."""
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    assert process.stderr is not None
+    said: list[str] = []
+    try:
+        for line in process.stderr:
+            said.append(line)
+            if found := re.search(r"running on (http://\S+)", line):
+                yield found[1]
+                break
+        else:
+            raise AssertionError("".join(said))
+    finally:
+        process.kill()
+        process.communicate()
