@@ -65,7 +65,7 @@ class Benchmark:
         keys += ["eval.benchmarks=[]", "eval.every=0"]
         keys += [] if entry.num_tasks is None else [f"eval.num_tasks={entry.num_tasks}"]
         keys += [] if entry.max_tokens is None else [f"rollout.max_tokens={entry.max_tokens}"]
-        own = config.with_overrides(keys, where)
+        own = config.with_overrides(keys, f"{where}, whose entry may set max_tokens and num_tasks")
         source = own.eval.tasks or own.tasks
         assert source is not None  # checked by Config
         if own.workflow is None:
