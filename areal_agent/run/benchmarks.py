@@ -61,8 +61,8 @@ class Benchmark:
     def load(cls, config: Config, entry: BenchmarkConfig) -> Self:
         """Load its tasks and import its workflow. Its keys go over the run's, but for `engine`. Raises ConfigError."""
         where = f"eval.benchmarks: {entry.label}"
-        keys = [key for key in overrides_of(entry.name)[0] if not key.startswith("engine.")]
-        keys += ["eval.benchmarks=[]", "eval.every=0"]
+        keys = ["eval.benchmarks=[]", "eval.every=0"]
+        keys += [key for key in overrides_of(entry.name)[0] if not key.startswith("engine.")]
         keys += [] if entry.num_tasks is None else [f"eval.num_tasks={entry.num_tasks}"]
         keys += [] if entry.max_tokens is None else [f"rollout.max_tokens={entry.max_tokens}"]
         own = config.with_overrides(keys, f"{where}, whose entry may set max_tokens and num_tasks")
