@@ -31,6 +31,7 @@ from areal_agent.rollout.producer import eval_seed, run_all
 from areal_agent.rollout.relay import open_relayed
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.rollout.workflow import Workflow
+from areal_agent.run.inspect_log import write_inspect_log
 from areal_agent.run.preflight import Preflight
 from areal_agent.run.results import RunStatus
 from areal_agent.run.scores import Comparison, Sample, Scores, success_by_task, tags_of
@@ -129,13 +130,14 @@ def _evaluate(preflight: Preflight, num_samples: int) -> int:
         "answers": [asdict(one) for one in samples],
     }
     (folder.path / RESULTS).write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
+    log = write_inspect_log(folder, config, preflight.eval_tasks, samples, scores)
     has_rows = _write_rows(folder.path / ROWS, preflight.eval_tasks, samples, success)
     print("\n".join(scores.lines()))
     for tag, one in by_tag.items():
         print(f"  {tag}: pass@1 {one.pass_at_1}  ({one.num_tasks} tasks)")
     rows = f"{ROWS}, " if has_rows else ""
     kept = "every call; an API gives no token records" if api else "every token"
-    print(f"in {folder.path}: {RESULTS}, {rows}summary.json, and the ledger with {kept}")
+    print(f"in {folder.path}: {RESULTS}, {rows}{log.name} for inspect_ai, summary.json, and the ledger with {kept}")
     return 0
 
 
