@@ -2,7 +2,7 @@
 
 Before and after training a run waits for its evaluation; in between, one goes on beside training::
 
-    run.push ──▶ begin ──▶ a task of its own: held-out rollouts on the engine that training uses ──▶ row, note
+    run.push ──▶ begin ──▶ a task of its own: held-out tasks and benchmarks, on the engine of training ──▶ row, note
                                │ at most a quarter of the rollout slots, so that training goes on
 
 The engine has one set of weights, which pushes replace: an evaluation beside training begins under one version, and its
