@@ -49,7 +49,7 @@ class ConfigFile(Section):
     @classmethod
     def load(cls, path: Path | str, overrides: Sequence[str] = ()) -> Self:
         """Read a YAML file and apply `key=value` overrides (dotted keys, YAML values). Raises ConfigError."""
-        root, values = _read_yaml(Path(path))
+        root, values = read_yaml(Path(path))
         # a preset first, then the keys that override it
         for override in sorted(overrides, key=lambda one: not one.startswith(f"{_PRESET}=")):
             _apply(values, override, cls.shorthands)
@@ -71,6 +71,13 @@ class ConfigFile(Section):
             return cls.model_validate(values)
         except ValidationError as error:
             raise ConfigError(f"{where}: {_explain(error.errors()[0], cls)}") from None
+
+    def with_overrides(self, overrides: Sequence[str], where: str) -> Self:
+        """Return a copy in which `key=value` overrides are applied; `where` begins errors. Raises ConfigError."""
+        values = self.model_dump(mode="json")
+        for override in overrides:
+            _apply(values, override, self.shorthands)
+        return self.parse(values, where)
 
     def to_yaml(self) -> str:
         """The resolved config, as the run folder keeps it."""
@@ -235,7 +242,7 @@ def require_online(config: Config) -> None:
     if config.trainer.oversized == "refuse":
         raise ValueError("trainer.oversized is 'refuse', which needs the run's own engine; give 'alone'")
     strangers = [name for name in ("workflow", "tasks") if getattr(config, name) is not None]
-    strangers += ["eval.num_tasks"] * (config.eval.num_tasks != 0)
+    strangers += ["eval.num_tasks"] * (config.eval.num_tasks != 0) + ["eval.benchmarks"] * bool(config.eval.benchmarks)
     for name, heeded in ONLINE_KEYS.items():
         section: Section = getattr(config, name)
         strangers += [f"{name}.{key}" for key in section.model_dump(exclude_defaults=True) if key not in heeded]
@@ -380,8 +387,8 @@ def _num_values(node: yaml.Node, known: dict[int, float]) -> float:
     return known[id(node)]
 
 
-def _read_yaml(path: Path) -> tuple[yaml.Node | None, dict[str, Any]]:
-    """Return the tree of a file's nodes, which know their lines, and its values."""
+def read_yaml(path: Path) -> tuple[yaml.Node | None, dict[str, Any]]:
+    """Return the tree of a file's nodes, which know their lines, and its values. Raises ConfigError."""
     try:
         text = path.read_text()
         root, values = _parse_yaml(text)

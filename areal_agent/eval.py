@@ -21,7 +21,8 @@ SHORT = {
 def main() -> int:
     args = _parse()
     # imported here: it loads the project, and --help or a misspelt option need not wait for that
-    from areal_agent.run.grading import benchmark, compare, evaluate, resume
+    from areal_agent.run.benchmarks import overrides_of
+    from areal_agent.run.grading import compare, evaluate, resume
 
     overrides = [
         f"{key}={json.dumps(getattr(args, name))}" for name, key in SHORT.items() if getattr(args, name) is not None
@@ -34,8 +35,13 @@ def main() -> int:
     overrides += args.overrides
     if args.benchmark is None:
         return evaluate(args.config, overrides, args.samples or 1)
-    keys, num_samples = benchmark(args.benchmark)
-    return evaluate(args.config or os.devnull, [*keys, *overrides], args.samples or num_samples, name=args.benchmark)
+    keys, num_samples = overrides_of(args.benchmark)
+    return evaluate(
+        args.config or os.devnull,
+        [*keys, *overrides],
+        args.samples or num_samples,
+        name=Path(args.benchmark).name.removesuffix(".yaml"),
+    )
 
 
 def _parse() -> argparse.Namespace:
@@ -44,7 +50,9 @@ def _parse() -> argparse.Namespace:
         description="Grade a model on the held-out tasks of a config, as train does; go on with that; or compare two.",
     )
     parser.add_argument("--config", metavar="FILE", help="the YAML config of a run")
-    parser.add_argument("--benchmark", metavar="NAME", help="tasks, workflow and protocol by name, over --config's")
+    parser.add_argument(
+        "--benchmark", metavar="NAME", help="tasks, workflow and protocol by name, or FILE.yaml, over --config's"
+    )
     parser.add_argument("--samples", metavar="N", type=int, help="answers to each task (1, or as a benchmark has them)")
     parser.add_argument("--tasks", metavar="N", type=int, help="the first N held-out tasks (eval.num_tasks)")
     parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy (rollout.temperature)")

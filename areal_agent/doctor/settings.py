@@ -25,11 +25,13 @@ from areal_agent.errors import ConfigError, SandboxError
 from areal_agent.observe.trackers import require_installed
 from areal_agent.rollout.config import SandboxConfig
 from areal_agent.rollout.workflow import import_path, load_workflow
+from areal_agent.run.benchmarks import load_benchmarks
 from areal_agent.run.preflight import (
     check_environment,
     check_ports,
     check_teacher,
     choose_folder,
+    describe_tasks,
     idle_clip,
     import_own_functions,
     load_all_tasks,
@@ -83,7 +85,7 @@ async def _workflow(config: Config) -> str:
 
 async def _tasks(config: Config) -> str:
     tasks, held_out = load_all_tasks(config)
-    return f"{len(tasks)} to train on, {len(held_out)} held out"
+    return describe_tasks(tasks, held_out, load_benchmarks(config))
 
 
 async def _gateway(config: Config) -> str:

@@ -87,6 +87,12 @@ class SavedRun:
 
     def task(self, session: SessionRecord) -> Task:
         """Return the task of a session, from the sources of the config. Raises ConfigError when it is not there."""
+        named = next((one for one in self.config.eval.benchmarks if session.group_id.endswith(f"-{one.label}")), None)
+        if named is not None and session.purpose is SessionPurpose.EVAL:
+            raise ConfigError(
+                f"session {session.id!r} is of the benchmark {named.label!r}, which the run's workflow does not play; "
+                f"name one of its own tasks, or grade a checkpoint with areal_agent.eval --benchmark {named.name}"
+            )
         tasks = self.tasks_to_train if session.purpose is SessionPurpose.TRAIN else self.tasks_held_out
         task = tasks.get(session.task_id)
         if task is None:

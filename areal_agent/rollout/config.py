@@ -316,6 +316,29 @@ class SandboxConfig(Section):
     """
 
 
+class BenchmarkConfig(Section):
+    """A benchmark of a run's evaluations. In YAML a bare string is `name`."""
+
+    name: Annotated[str, Field(pattern=r"^(.*/)?[\w.-]+$", max_length=200)]
+    """Of `areal_agent.eval --benchmark`, or a file like those of envs/benchmarks: `mine.yaml`."""
+    samples: Annotated[int, Field(ge=1)] = 1
+    """Answers to each task."""
+    num_tasks: Annotated[int, Field(ge=1)] | None = None
+    """Its first tasks; by default as many as it has."""
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    """`rollout.max_tokens` of its rollouts; by default its own."""
+
+    @property
+    def label(self) -> str:
+        """The name without folder and `.yaml`."""
+        return Path(self.name).name.removesuffix(".yaml")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: object) -> object:
+        return {"name": value} if isinstance(value, str) else value
+
+
 class EvalConfig(Section):
     """The evaluation before and after training: the same tasks, seeds and sampling."""
 
@@ -330,6 +353,11 @@ class EvalConfig(Section):
     version. A due evaluation is left out while the one before it is under way. A run that completes waits for the last
     one; an interrupted run cancels it, and a resume makes up for the last one due.
     """
+    benchmarks: tuple[BenchmarkConfig, ...] = ()
+    """Benchmarks that a run evaluates with its held-out tasks, at the same moments and in the same slots: names of
+    `areal_agent.eval --benchmark`, or sections with `name`, `samples` (answers to each task, 1), `num_tasks` (its
+    first) and `max_tokens` (of an answer).
+    """
     api: OtherModel | None = None
     """The model that `python -m areal_agent.eval` grades instead of `model`, behind any OpenAI-compatible URL. Then
     `engine` has no effect, and there are no token records. Not for training.
@@ -339,6 +367,13 @@ class EvalConfig(Section):
 
     @model_validator(mode="after")
     def _every_needs_tasks(self) -> Self:
-        if self.every and not self.num_tasks:
+        if self.every and not (self.num_tasks or self.benchmarks):
             raise ValueError(f"every is {self.every} and num_tasks 0: there is nothing to evaluate; give num_tasks")
+        return self
+
+    @model_validator(mode="after")
+    def _benchmarks_have_names(self) -> Self:
+        labels = [one.label for one in self.benchmarks]
+        if twice := next((label for label in labels if labels.count(label) > 1), None):
+            raise ValueError(f"benchmarks has {twice!r} twice; leave one out")
         return self

@@ -167,8 +167,8 @@ class Rollout:
         return await self._stack.enter_async_context(manager)
 
     async def shared(self, opener: Callable[[Self], AbstractAsyncContextManager[Resource]]) -> Resource:
-        """Return what `opener(rollout)` opens, shared by all rollouts: opened at first use, closed with the run."""
-        return await self._shared.get(opener, lambda: opener(self))
+        """Return what `opener(rollout)` opens, shared by all rollouts with this `sandbox`: opened at first use."""
+        return await self._shared.get((opener, *self.sandbox.items()), lambda: opener(self))
 
     async def aclose(self) -> None:
         """Leave the context managers that were entered, last first. The runner calls it."""

@@ -7,9 +7,9 @@ A watchdog beside the event loop finds workflows that block it.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -21,10 +21,10 @@ from areal_agent.protocols import Journal, Sampler
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.context import SharedResources
 from areal_agent.rollout.models import open_models
-from areal_agent.rollout.runner import RolloutRunner, RolloutSpec, open_clients
+from areal_agent.rollout.runner import Manner, RolloutRunner, RolloutSpec, open_clients
 from areal_agent.rollout.unawaited import unawaited_calls
 from areal_agent.rollout.watchdog import Watchdog
-from areal_agent.rollout.workflow import Workflow
+from areal_agent.rollout.workflow import Workflow, load_workflow
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import EngineInfo, Status
 
@@ -65,6 +65,24 @@ class RolloutExecutor(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BenchmarkSettings:
+    """How the tasks of a benchmark are played. `workflow` is `package.module:name`."""
+
+    workflow: str
+    rollout: RolloutConfig
+    sandbox: SandboxConfig
+
+    def manner(self) -> Manner:
+        """Import the workflow. Raises ConfigError."""
+        return Manner(
+            workflow=load_workflow(self.workflow),
+            timeout_s=self.rollout.timeout_s,
+            session=self.rollout.session,
+            sandbox=self.sandbox.model_dump(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunnerSettings:
     """The settings that all rollouts of one process share. `port` is the gateway's."""
 
@@ -73,6 +91,7 @@ class RunnerSettings:
     max_concurrent: int
     rollout: RolloutConfig
     sandbox: SandboxConfig
+    benchmarks: Mapping[str, BenchmarkSettings] = field(default_factory=dict[str, BenchmarkSettings])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +187,7 @@ async def open_runner(
             sandbox=settings.sandbox.model_dump(),
             models=await stack.enter_async_context(open_models(config.models)),
             unawaited=stack.enter_context(unawaited_calls()),
+            benchmarks={name: one.manner() for name, one in settings.benchmarks.items()},
         )
         watchdog = stack.enter_context(Watchdog.of_this_loop(warn_s=config.block_warn_s, limit_s=config.block_limit_s))
         yield LocalRollouts(gateway_stats, runner, watchdog, failing)

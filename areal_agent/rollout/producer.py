@@ -45,6 +45,11 @@ def rollout_seed(run_seed: int, *names: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
+def eval_seed(run_seed: int, task: Task, number: int, sample: int, *names: str) -> int:
+    """Return the seed of one answer of an evaluation: of a task, its number and the sample's, whatever the weights."""
+    return rollout_seed(run_seed, "eval", str(number), task.id, *[str(sample)] * (sample > 0), *names)
+
+
 def sibling_specs(group_id: str, task: Task, group_size: int, run_seed: int) -> tuple[RolloutSpec, ...]:
     """Return the specs of the G rollouts of one training group, each with a seed of its own."""
     return tuple(

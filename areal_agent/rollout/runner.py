@@ -81,6 +81,20 @@ class RolloutSpec:
     task: Task
     seed: int
     purpose: SessionPurpose
+    benchmark: str | None = None  # which benchmark's workflow plays it; None: the run's own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manner:
+    """How tasks are played: by which workflow, for how long, with which session and sandbox."""
+
+    workflow: Workflow
+    timeout_s: float
+    session: Mapping[str, Any]
+    sandbox: Mapping[str, Any]
+
+
+NO_BENCHMARKS: Mapping[str, Manner] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,9 +124,11 @@ class RolloutRunner:
         sandbox: Mapping[str, Any],
         models: OtherModels = NO_MODELS,
         unawaited: dict[str, str] | None = None,
+        benchmarks: Mapping[str, Manner] = NO_BENCHMARKS,
     ) -> None:
         """`unawaited` has the places of calls that were not awaited, by the name of their task (unawaited.py)."""
-        self._workflow = workflow
+        own = Manner(workflow=workflow, timeout_s=timeout_s, session=session, sandbox=sandbox)
+        self._manners: Mapping[str | None, Manner] = {None: own, **benchmarks}
         self._gateway_url = gateway_url
         self._admin_key = admin_key
         self._model = model
@@ -127,9 +143,6 @@ class RolloutRunner:
         _ = self._client.chat.completions, self._sync_client.chat.completions  # imports that would block a rollout
         self._shared = shared
         self._slots = asyncio.Semaphore(max_concurrent)
-        self._timeout_s = timeout_s
-        self._session = session
-        self._sandbox = sandbox
         self._models = models
         self._unawaited = {} if unawaited is None else unawaited
         self.running = BusyClock()
@@ -158,7 +171,7 @@ class RolloutRunner:
             "session_id": spec.session_id,
             "purpose": spec.purpose.value,
             "seed": spec.seed,
-            **self._session,
+            **self._manners[spec.benchmark].session,
         }
         starting = asyncio.ensure_future(self._post("/rl/start_session", self._admin_key, body))
         try:
@@ -179,7 +192,7 @@ class RolloutRunner:
             model=self._model,
             seed=spec.seed,
             is_eval=spec.purpose is SessionPurpose.EVAL,
-            sandbox=self._sandbox,
+            sandbox=self._manners[spec.benchmark].sandbox,
             shared=self._shared,
         )
         rollout.client.logged = rollout.logged
@@ -188,10 +201,11 @@ class RolloutRunner:
     async def _outcome(self, spec: RolloutSpec, rollout: Rollout) -> _Outcome:
         """Run the workflow and clean up after it; failures of either become a status."""
         name = f"{ROLLOUT_TASK}{spec.session_id}"
+        manner = self._manners[spec.benchmark]
         try:
             try:
-                workflow = self._workflow(dict(spec.task.data), rollout)
-                returned = await _run_bounded(workflow, self._timeout_s, name)
+                workflow = manner.workflow(dict(spec.task.data), rollout)
+                returned = await _run_bounded(workflow, manner.timeout_s, name)
             finally:
                 place = self._unawaited.pop(name, None)
                 await rollout.aclose()
@@ -199,7 +213,7 @@ class RolloutRunner:
         except Reject as reject:
             return _Outcome(status=Status.REJECTED, error=_short(str(reject)))
         except _TooLong:
-            return _Outcome(status=Status.TIMEOUT, error=f"it ran longer than rollout.timeout_s = {self._timeout_s:g}")
+            return _Outcome(status=Status.TIMEOUT, error=f"it ran longer than rollout.timeout_s = {manner.timeout_s:g}")
         except Exception as error:  # the boundary: what a workflow raises is data
             if not isinstance(error, INFRA) and not self._models.have_failed(error):
                 logger.info("rollout %s failed", spec.session_id, exc_info=error)

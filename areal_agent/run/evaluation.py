@@ -2,7 +2,7 @@
 
 Before and after training a run waits for its evaluation; in between, one goes on beside training::
 
-    run.push ──▶ begin ──▶ a task of its own: held-out rollouts on the engine that training uses ──▶ row, note
+    run.push ──▶ begin ──▶ a task of its own: held-out tasks and benchmarks, on the engine of training ──▶ row, note
                                │ at most a quarter of the rollout slots, so that training goes on
 
 The engine has one set of weights, which pushes replace: an evaluation beside training begins under one version, and its
@@ -14,10 +14,11 @@ token. Tasks, seeds and sampling are always the same, so a checkpoint graded by 
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from areal_agent.observe.progress import Progress
+from areal_agent.run.benchmarks import Benchmark
 from areal_agent.run.results import RunMetrics
 from areal_agent.run.serving import EvalAnswer, EvalReport
 from areal_agent.run.sources import Source
@@ -27,12 +28,21 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
 
 
 class Evaluation:
-    """Rolls out the held-out tasks of a run again and again, with the same tasks, seeds and sampling each time."""
+    """Rolls out the held-out tasks of a run, and its benchmarks, with the same tasks, seeds and sampling each time."""
 
     def __init__(
-        self, tasks: tuple[Task, ...], *, source: Source, metrics: RunMetrics, progress: Progress, max_concurrent: int
+        self,
+        tasks: Sequence[Task],
+        benchmarks: Sequence[Benchmark],
+        *,
+        source: Source,
+        metrics: RunMetrics,
+        progress: Progress,
+        max_concurrent: int,
     ) -> None:
         self._tasks = tasks
+        self._benchmarks = benchmarks
+        self._num_rollouts = len(tasks) + sum(one.num_rollouts for one in benchmarks)
         self._source = source
         self._metrics = metrics
         self._progress = progress
@@ -43,9 +53,9 @@ class Evaluation:
     async def run(self, label: str, version: WeightVersion) -> EvalReport:
         """Evaluate and wait for the result. Nothing else may be under way, so that all answers are of `version`."""
         self._progress.phase(f"evaluating {label}")
-        on_answer = _counting(self._progress, len(self._tasks))
+        on_answer = _counting(self._progress, self._num_rollouts)
         with self._metrics.during("evaluating"):
-            return await self._evaluate(label, version, on_answer, len(self._tasks))
+            return await self._evaluate(label, version, on_answer, self._num_rollouts)
 
     def begin(self, version: WeightVersion, spawn: Spawn) -> bool:
         """Evaluate in a task made by `spawn`. Return False, and start nothing, while the last one is still under way.
@@ -76,9 +86,10 @@ class Evaluation:
 
     async def _evaluate_beside(self, version: WeightVersion) -> None:
         report = await self._evaluate(f"step{version.step}", version, lambda _: None, self._max_concurrent)
-        newest = max((answer.steps[-1] for answer in report.answers if answer.steps), default=version.step)
+        answers = [answer for one in (report, *report.benchmarks.values()) for answer in one.answers]
+        newest = max((answer.steps[-1] for answer in answers if answer.steps), default=version.step)
         self._progress.note(
-            f"success on {report.num_tasks} held-out tasks: {report.success:.3f}, "
+            f"success: {told_success(report.success, report.successes())}, "
             f"by the weights of step {version.step}" + (f" to {newest}" if newest > version.step else "")
         )
 
@@ -91,17 +102,27 @@ class Evaluation:
 
         started_s = time.monotonic()
         group_id = f"eval-{label}-{version.incarnation}"
-        report = await self._source.evaluate(self._tasks, group_id, count, max_concurrent)
+        report = await self._source.evaluate(self._tasks, self._benchmarks, group_id, count, max_concurrent)
         self._metrics.evaluated(label, version, report, time.monotonic() - started_s)
         return report
 
 
-def _counting(progress: Progress, num_tasks: int) -> Callable[[EvalAnswer], None]:
-    """Return a function that shows, at each answer, how many tasks are done."""
+def told_success(held_out: float | None, benchmarks: Mapping[str, float]) -> str:
+    """Return the success of an evaluation for people.
+
+    >>> told_success(0.25, {"aime24": 0.5})
+    '0.250 on the held-out tasks, 0.500 on aime24'
+    """
+    known = {**({} if held_out is None else {"the held-out tasks": held_out}), **benchmarks}
+    return ", ".join(f"{success:.3f} on {name}" for name, success in known.items())
+
+
+def _counting(progress: Progress, num_rollouts: int) -> Callable[[EvalAnswer], None]:
+    """Return a function that shows, at each answer, how many rollouts are done."""
     numbers = itertools.count(1)
 
     def show(_: EvalAnswer) -> None:
         number = next(numbers)
-        progress.phase_progress(number / num_tasks, f"{number}/{num_tasks} tasks")
+        progress.phase_progress(number / num_rollouts, f"{number}/{num_rollouts} answers")
 
     return show

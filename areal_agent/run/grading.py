@@ -7,8 +7,6 @@ interrupted evaluation has in its ledger is kept, and a checkpoint graded again 
 """
 
 import asyncio
-import importlib.util
-import json
 from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
@@ -16,7 +14,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
-import yaml
 from pydantic import TypeAdapter
 
 from areal_agent.cluster.local import obtain_model
@@ -30,10 +27,11 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.progress import Progress
 from areal_agent.process import INTERRUPTED_CODE, start_logging
 from areal_agent.rollout.local import RolloutExecutor, RunnerSettings
-from areal_agent.rollout.producer import rollout_seed, run_all
+from areal_agent.rollout.producer import eval_seed, run_all
 from areal_agent.rollout.relay import open_relayed
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.rollout.workflow import Workflow
+from areal_agent.run.inspect_log import write_inspect_log
 from areal_agent.run.preflight import Preflight
 from areal_agent.run.results import RunStatus
 from areal_agent.run.scores import Comparison, Sample, Scores, success_by_task, tags_of
@@ -41,7 +39,6 @@ from areal_agent.run.serving import open_serving
 from areal_agent.types import SessionPurpose, Status, Task, WeightVersion
 
 Result = TypeVar("Result")
-BENCHMARKS = "envs.benchmarks"
 RESULTS = "results.json"
 ROWS = "results.parquet"
 SAMPLES_NOTE = "samples"
@@ -66,31 +63,14 @@ class Slot:
         return f"eval-{self.number:05d}-{self.sample}"
 
     def spec(self, run_seed: int, attempt: int) -> RolloutSpec:
-        names = ["eval", str(self.number), self.task.id]  # of a first attempt at a first sample, as in a run
-        names += [str(self.sample)] * (self.sample > 0) + [f"attempt {attempt}"] * (attempt > 0)
+        attempts = [f"attempt {attempt}"] * (attempt > 0)
         return RolloutSpec(
             session_id=self.session_id + (f"-r{attempt}" if attempt else ""),
             group_id=f"eval-{self.number:05d}",
             task=self.task,
-            seed=rollout_seed(run_seed, *names),
+            seed=eval_seed(run_seed, self.task, self.number, self.sample, *attempts),  # of a first attempt as in a run
             purpose=SessionPurpose.EVAL,
         )
-
-
-def benchmark(name: str) -> tuple[list[str], int]:
-    """Return what a benchmark sets in a config, as overrides, and its samples. Raises ConfigError."""
-    found = importlib.util.find_spec(BENCHMARKS)
-    folders = found.submodule_search_locations if found else None
-    files = {path.stem: path for folder in folders or () for path in Path(folder).glob("*.yaml")}
-    if name not in files:
-        raise ConfigError(f"--benchmark {name!r}: there is no such benchmark; there are {', '.join(sorted(files))}")
-    sections: dict[str, Any] = yaml.safe_load(files[name].read_text())
-    num_samples = sections.pop("samples")
-    overrides = [f"tasks={json.dumps(sections['eval']['tasks'])}"]
-    for section, value in sections.items():
-        keys = {f"{section}.{key}": one for key, one in value.items()} if isinstance(value, dict) else {section: value}
-        overrides += [f"{key}={json.dumps(one)}" for key, one in keys.items()]
-    return overrides, num_samples
 
 
 def evaluate(file: str, overrides: Sequence[str], num_samples: int = 1, name: str | None = None) -> int:
@@ -150,13 +130,14 @@ def _evaluate(preflight: Preflight, num_samples: int) -> int:
         "answers": [asdict(one) for one in samples],
     }
     (folder.path / RESULTS).write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
+    log = write_inspect_log(folder, config, preflight.eval_tasks, samples, scores)
     has_rows = _write_rows(folder.path / ROWS, preflight.eval_tasks, samples, success)
     print("\n".join(scores.lines()))
     for tag, one in by_tag.items():
         print(f"  {tag}: pass@1 {one.pass_at_1}  ({one.num_tasks} tasks)")
     rows = f"{ROWS}, " if has_rows else ""
     kept = "every call; an API gives no token records" if api else "every token"
-    print(f"in {folder.path}: {RESULTS}, {rows}summary.json, and the ledger with {kept}")
+    print(f"in {folder.path}: {RESULTS}, {rows}{log.name} for inspect_ai, summary.json, and the ledger with {kept}")
     return 0
 
 

@@ -41,6 +41,7 @@ from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.observe.progress import Progress
 from areal_agent.process import INTERRUPTED_CODE, ended_by_signals, start_logging
 from areal_agent.rollout.watchdog import watch_this_loop
+from areal_agent.run.evaluation import told_success
 from areal_agent.run.preflight import check_for_dry_run
 from areal_agent.run.results import Outcome, RunStatus, closing_lines, write_report
 from areal_agent.run.run import Run
@@ -234,9 +235,10 @@ def on_a_new_ledger(folder: RunFolder) -> str:
 async def _learn(run: Run, outcome: Outcome) -> None:
     """The paper's loop. Rollouts go on in the background from the first `prepare_batch` on."""
     outcome.earlier_wall_s = await run.ledger.ask(questions.note, "wall_s") or 0.0
-    outcome.success_before = await _success_before(run)
-    if run.preflight.eval_tasks:
-        run.progress.note(f"success before training: {_share(outcome.success_before)}")
+    await _grade_before(run, outcome)
+    if run.preflight.is_evaluated:
+        told = told_success(outcome.success_before, outcome.benchmarks_before)
+        run.progress.note(f"success before training: {told or 'not graded before the first step'}")
     if await is_evaluation_owed(run):
         run.evaluate_beside()
     while run.step < run.config.steps:
@@ -249,19 +251,24 @@ async def _learn(run: Run, outcome: Outcome) -> None:
             await run.save()
     await run.stop_producing()
     await run.evaluation.finish()
-    if run.preflight.eval_tasks:
-        outcome.success_after = (await run.evaluate("after")).success
-        run.progress.note(f"success after training: {_share(outcome.success_after)}")
+    if run.preflight.is_evaluated:
+        report = await run.evaluate("after")
+        outcome.success_after, outcome.benchmarks_after = report.success, report.successes()
+        run.progress.note(f"success after training: {told_success(report.success, report.successes())}")
 
 
-async def _success_before(run: Run) -> float | None:
-    """Return the success before the first step, kept over restarts; None when these tasks were not graded then."""
-    note = f"success_before, {len(run.preflight.eval_tasks)} tasks"
-    success: float | None = await run.ledger.ask(questions.note, note)
-    if success is None and run.step == 0 and run.preflight.eval_tasks:
-        success = (await run.evaluate("before")).success
-        await run.ledger.set_note(note, success)
-    return success
+async def _grade_before(run: Run, outcome: Outcome) -> None:
+    """Set the successes before the first step, kept over restarts; those of other tasks were not graded then."""
+    tasks, benchmarks = run.preflight.eval_tasks, run.preflight.benchmarks
+    held_out, named = f"success_before, {len(tasks)} tasks", f"benchmarks_before, {', '.join(map(str, benchmarks))}"
+    outcome.success_before = await run.ledger.ask(questions.note, held_out)
+    outcome.benchmarks_before = await run.ledger.ask(questions.note, named) or {}
+    is_missing = (tasks and outcome.success_before is None) or (benchmarks and not outcome.benchmarks_before)
+    if is_missing and run.step == 0:
+        report = await run.evaluate("before")
+        outcome.success_before, outcome.benchmarks_before = report.success, report.successes()
+        await run.ledger.set_note(held_out, report.success)
+        await run.ledger.set_note(named, report.successes())
 
 
 def is_evaluation_due(run: Run) -> bool:
@@ -291,7 +298,3 @@ async def wind_up(run: Run, outcome: Outcome) -> None:
     await run.settle(is_completed=outcome.status is RunStatus.COMPLETED)
     outcome.tokens, outcome.ledger = await run.source.count_tokens(), run.source.ledger_elsewhere
     await run.ledger.set_note("wall_s", outcome.wall_s)
-
-
-def _share(success: float | None) -> str:
-    return "not graded before the first step" if success is None else f"{success:.3f}"

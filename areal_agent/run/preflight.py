@@ -33,6 +33,7 @@ from areal_agent.rollout.config import OtherModel
 from areal_agent.rollout.draws import Curriculum, in_order
 from areal_agent.rollout.tasks import TaskSet, load_tasks, require_json
 from areal_agent.rollout.workflow import Workflow, import_path, load_workflow
+from areal_agent.run.benchmarks import Benchmark, load_benchmarks
 from areal_agent.run.serving import transcript_settings
 from areal_agent.run.teacher import require_same_vocabulary
 from areal_agent.section import is_import_path
@@ -62,6 +63,7 @@ class Preflight:
     workflow_path: str | None  # the path under which workers import it; None without workers
     tasks: TaskSet
     eval_tasks: tuple[Task, ...]
+    benchmarks: tuple[Benchmark, ...]
 
     @classmethod
     def check(
@@ -81,7 +83,7 @@ class Preflight:
         if config.cluster.kind == "ray":
             require_ray()
         source = config.workflow if workflow is None else workflow
-        tasks, eval_tasks = TaskSet(sources=()), ()
+        tasks, eval_tasks, benchmarks = TaskSet(sources=()), (), ()
         if config.eval.api is not None:
             check_api(config, config.eval.api, trains=trains)
         else:
@@ -104,6 +106,9 @@ class Preflight:
             check_engine(config.engine)
             tasks, eval_tasks = load_all_tasks(config, trains=trains)
             check_sandbox(source, config.sandbox.backend)
+            benchmarks = load_benchmarks(config) if trains else ()
+            for one in benchmarks:
+                check_sandbox(one.settings.workflow, one.settings.sandbox.backend)
         return cls(
             config=config.with_threads(trains=trains),
             folder=choose_folder(config, name, resume),
@@ -112,14 +117,20 @@ class Preflight:
             workflow_path=import_path(source) if source is not None and config.rollout.workers else None,
             tasks=tasks,
             eval_tasks=eval_tasks,
+            benchmarks=benchmarks,
         )
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the run has anything to evaluate."""
+        return bool(self.eval_tasks or self.benchmarks)
 
     def summary(self) -> str:
         """Return a few lines on what would run."""
         config = self.config
         action = "resumes" if self.is_resumed else "trains"
         answers = f"{config.batch_size} tasks x {config.group_size} rollouts"
-        batches = f"tasks: {len(self.tasks)} to train on, {len(self.eval_tasks)} held out"
+        batches = f"tasks: {describe_tasks(self.tasks, self.eval_tasks, self.benchmarks)}"
         if config.is_online:
             batches = f"batches from {config.rollout.gateway_url}, weights to {config.engine.url}"
         is_here = demonstrations_of(config.model) is not None or Path(config.model).exists()
@@ -432,6 +443,12 @@ def load_all_tasks(config: Config, *, trains: bool = True) -> tuple[TaskSet, tup
     if config.rollout.workers:
         require_json((*tasks, *held_out))
     return tasks, held_out
+
+
+def describe_tasks(tasks: TaskSet, held_out: Sequence[Task], benchmarks: Sequence[Benchmark]) -> str:
+    """Return how many tasks a run has, of each kind."""
+    named = [f"benchmarks {', '.join(map(str, benchmarks))}"] if benchmarks else []
+    return ", ".join([f"{len(tasks)} to train on", f"{len(held_out)} held out", *named])
 
 
 def load_eval_tasks(config: Config) -> tuple[Task, ...]:

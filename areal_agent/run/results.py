@@ -82,6 +82,8 @@ class Outcome:
     success_before: float | None = None
     success_after: float | None = None
     num_eval_tasks: int = 0
+    benchmarks_before: Mapping[str, float] = field(default_factory=dict[str, float])  # successes by name
+    benchmarks_after: Mapping[str, float] = field(default_factory=dict[str, float])
     checkpoint: Path | None = None
     tokens: tuple[int, int] | None = None  # sampled and trained, by the ledger; None: not known
     ledger: str | None = None  # of the gateway elsewhere that has the rollouts; None: they are in the run's own
@@ -111,6 +113,10 @@ def write_report(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
         "reward_before": None if outcome.success_before is None else rewards.get("before"),
         "reward_after": None if outcome.success_after is None else rewards.get("after"),
         "num_eval_tasks": outcome.num_eval_tasks,
+        "benchmarks": {
+            name: {"before": outcome.benchmarks_before.get(name), "after": outcome.benchmarks_after.get(name)}
+            for name in {**outcome.benchmarks_before, **outcome.benchmarks_after}
+        },
         **total(rows),
         "dropped_rollouts": dropped_rollouts(all_rows),
         "seconds": {
@@ -131,7 +137,11 @@ def write_report(folder: RunFolder, outcome: Outcome) -> dict[str, Any]:
         summary["generated_tokens"], summary["trained_tokens"] = outcome.tokens
     if outcome.error is not None:
         summary["error"] = outcome.error
-    between = [(row["step"], row["eval/success"]) for row in evaluations if row["label"] not in ("before", "after")]
+    between = [
+        (row["step"], row["eval/success"])
+        for row in evaluations
+        if row["label"] not in ("before", "after") and "eval/success" in row
+    ]
     try:
         folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
         if rows:
@@ -158,10 +168,13 @@ def _rewards(summary: dict[str, Any]) -> str:
 def closing_lines(folder: RunFolder, summary: dict[str, Any]) -> str:
     """Return the last lines for the terminal: the result, where it lies, and how to go on."""
     lines = [f"{summary['status']} after {summary['steps']} steps in {summary['wall_s']:.0f} s"]
-    before, after = summary["success_before"], summary["success_after"]
-    if after is not None:
-        compared = f"{after:.3f}, not graded before training" if before is None else f"{before:.3f} -> {after:.3f}"
-        lines.append(f"success on {summary['num_eval_tasks']} held-out tasks: {compared}{_rewards(summary)}")
+    held_out = {"before": summary["success_before"], "after": summary["success_after"]}
+    graded = {f"{summary['num_eval_tasks']} held-out tasks": held_out, **summary["benchmarks"]}
+    for name, one in graded.items():
+        before, after = one["before"], one["after"]
+        if after is not None:
+            compared = f"{after:.3f}, not graded before training" if before is None else f"{before:.3f} -> {after:.3f}"
+            lines.append(f"success on {name}: {compared}{_rewards(summary) if one is held_out else ''}")
     lines.append(
         f"trained {summary['trained_tokens']:,} of {summary['generated_tokens']:,} generated tokens; "
         f"{summary['spanning_fraction']:.0%} of the trajectories span weight versions, "

@@ -244,7 +244,7 @@ class Run:
     # ------------------------------------------------------------------ evaluation, checkpoints, the end
 
     async def evaluate(self, label: str) -> EvalReport:
-        """Roll out the held-out tasks under the weights that serve now; the same tasks, seeds and sampling each time.
+        """Roll out held-out tasks and benchmarks under the weights that serve now; the same seeds each time.
 
         Its sessions are in the ledger as `eval-<label>-...` and are never trained.
         """
@@ -360,6 +360,7 @@ class Run:
         await self._metrics.connect(self.source, self._gang.process_ids)
         self.evaluation = Evaluation(
             self.preflight.eval_tasks,
+            self.preflight.benchmarks,
             source=self.source,
             metrics=self._metrics,
             progress=self.progress,

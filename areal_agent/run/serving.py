@@ -7,9 +7,9 @@ import asyncio
 import statistics
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,11 +19,12 @@ from areal_agent.cluster.workers import open_workers, shard_name
 from areal_agent.config import Config
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.process import beside
-from areal_agent.rollout.local import LocalSettings, RolloutExecutor, open_local
-from areal_agent.rollout.producer import rollout_seed, run_all, sibling_specs
+from areal_agent.rollout.local import BenchmarkSettings, LocalSettings, RolloutExecutor, open_local
+from areal_agent.rollout.producer import eval_seed, run_all, sibling_specs
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.rollout.worker_client import WorkerSettings
 from areal_agent.rollout.workflow import Workflow
+from areal_agent.run.benchmarks import Benchmark
 from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, TranscriptSettings
 from areal_agent.types import SessionPurpose, Status, Task, Trajectory, TrajectoryGroup, WeightVersion
 
@@ -54,37 +55,49 @@ class EvalAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalReport:
-    """The result of an evaluation. `success` is the share of tasks whose total reward reached `eval.success_reward`."""
+    """The result of an evaluation. `success` is the share of answers whose total reward is a success."""
 
-    success: float
+    success: float | None  # None: there are no held-out tasks
     reward_mean: float  # over the rollouts that have a reward
     num_tasks: int
     num_failed: int  # rollouts without a reward, which count as no success
     answers: tuple[EvalAnswer, ...]
+    benchmarks: Mapping[str, "EvalReport"] = field(default_factory=dict[str, "EvalReport"])  # by name
 
     @classmethod
     def of(cls, answers: Sequence[EvalAnswer], success_reward: float) -> Self:
         rewards = [answer.reward for answer in answers if answer.reward is not None]
         return cls(
-            success=sum(reward >= success_reward for reward in rewards) / max(1, len(answers)),
+            success=sum(reward >= success_reward for reward in rewards) / len(answers) if answers else None,
             reward_mean=statistics.fmean(rewards) if rewards else 0.0,
-            num_tasks=len(answers),
+            num_tasks=len({answer.task_id for answer in answers}),
             num_failed=len(answers) - len(rewards),
             answers=tuple(answers),
         )
 
-    def metrics(self) -> dict[str, Any]:
-        """Return its fields in metrics.jsonl; `answers_at/<step>` counts answers by the oldest weights in them."""
+    def successes(self) -> dict[str, float]:
+        """Return the success on each benchmark."""
+        return {name: one.success for name, one in self.benchmarks.items() if one.success is not None}
+
+    def metrics(self, prefix: str = "eval/") -> dict[str, Any]:
+        """Return its fields in metrics.jsonl; `answers_at/<step>` counts answers by the oldest weights in them.
+
+        Those of a benchmark begin with `eval/NAME/`.
+        """
         oldest = Counter(answer.steps[0] for answer in self.answers if answer.steps)
-        return {
-            "eval/success": self.success,
-            "eval/reward_mean": self.reward_mean,
-            "eval/num_tasks": self.num_tasks,
-            "eval/num_failed": self.num_failed,
-            "eval/tokens": sum(answer.num_tokens for answer in self.answers),
-            "eval/spanning": sum(len(answer.steps) > 1 for answer in self.answers),
-            **{f"eval/answers_at/{step}": number for step, number in sorted(oldest.items())},
+        metrics: dict[str, Any] = {
+            f"{prefix}success": self.success,
+            f"{prefix}reward_mean": self.reward_mean,
+            f"{prefix}num_tasks": self.num_tasks,
+            f"{prefix}num_failed": self.num_failed,
+            f"{prefix}tokens": sum(answer.num_tokens for answer in self.answers),
+            f"{prefix}spanning": sum(len(answer.steps) > 1 for answer in self.answers),
+            **{f"{prefix}answers_at/{step}": number for step, number in sorted(oldest.items())},
         }
+        metrics = {} if self.success is None else metrics
+        for name, one in self.benchmarks.items():
+            metrics |= one.metrics(f"{prefix}{name}/")
+        return metrics
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,19 +118,18 @@ class Serving:
         return TrajectoryGroup(group_id=group_id, task_id=task.id, trajectories=tuple(trajectories))
 
     async def evaluate(
-        self, tasks: tuple[Task, ...], group_id: str, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
+        self,
+        tasks: Sequence[Task],
+        benchmarks: Sequence[Benchmark],
+        group_id: str,
+        on_answer: Callable[[EvalAnswer], None],
+        max_concurrent: int,
     ) -> EvalReport:
-        """Roll out every task once. A task's seed depends only on the run's seed, its id and its position."""
-        specs = tuple(
-            RolloutSpec(
-                session_id=f"{group_id}-{number:05d}",
-                group_id=group_id,
-                task=task,
-                seed=rollout_seed(self.config.seed, "eval", str(number), task.id),
-                purpose=SessionPurpose.EVAL,
-            )
-            for number, task in enumerate(tasks)
-        )
+        """Roll out every task once, and those of benchmarks as often as these say, as `<group_id>-<benchmark>`."""
+        seed = self.config.seed
+        specs = eval_specs(group_id, tasks, seed)
+        for one in benchmarks:
+            specs += eval_specs(f"{group_id}-{one.name}", one.tasks, seed, one.samples, one.name)
         slots = asyncio.Semaphore(max_concurrent)
 
         async def answer_of(spec: RolloutSpec) -> EvalAnswer:
@@ -127,7 +139,31 @@ class Serving:
             on_answer(answer)
             return answer
 
-        return EvalReport.of(await run_all(answer_of, specs), self.config.eval.success_reward)
+        answers = list(zip(specs, await run_all(answer_of, specs), strict=True))
+
+        def report(name: str | None, success_reward: float) -> EvalReport:
+            return EvalReport.of([answer for spec, answer in answers if spec.benchmark == name], success_reward)
+
+        own = report(None, self.config.eval.success_reward)
+        return replace(own, benchmarks={one.name: report(one.name, one.success_reward) for one in benchmarks})
+
+
+def eval_specs(
+    group_id: str, tasks: Sequence[Task], run_seed: int, samples: int = 1, benchmark: str | None = None
+) -> list[RolloutSpec]:
+    """Return the rollouts of a task set's evaluation: `<group_id>-<number>`, and `-<sample>` from the second on."""
+    return [
+        RolloutSpec(
+            session_id=f"{group_id}-{number:05d}" + (f"-{sample}" if sample else ""),
+            group_id=group_id,
+            task=task,
+            seed=eval_seed(run_seed, task, number, sample),
+            purpose=SessionPurpose.EVAL,
+            benchmark=benchmark,
+        )
+        for sample in range(samples)
+        for number, task in enumerate(tasks)
+    ]
 
 
 @asynccontextmanager
@@ -142,20 +178,23 @@ async def open_serving(
     version: WeightVersion,
     logs: Path,
     hosts: Hosts,
+    benchmarks: Sequence[Benchmark] = (),
 ) -> AsyncGenerator[Serving]:
     """Start an engine that serves `weights` as `version`, and what rolls out against it.
 
-    `workflow_path` is the path by which workers import the workflow; needed with `rollout.workers`.
+    `workflow_path` is the path by which workers import the workflow; needed with `rollout.workers`. `benchmarks` are
+    those that it can evaluate.
     """
     settings = transcript_settings(config, tokenizer)
     await asyncio.to_thread(settings.load_renderer)  # an engine takes minutes to start: first what may be wrong
     await ledger.set_note(TRANSCRIPT_NOTE, settings.note())
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(open_engine(config.engine, weights, version, logs, hosts))
+        gateways = _settings_of_gateways(config, tokenizer, {one.name: one.settings for one in benchmarks})
         rollouts = await stack.enter_async_context(
-            _open_workers(config, workflow_path, ledger, engine, tokenizer, logs, hosts)
+            _open_workers(config, gateways, workflow_path, ledger, engine, logs, hosts)
             if config.rollout.workers
-            else _open_here(config, workflow, ledger, engine, tokenizer)
+            else _open_here(gateways[0], workflow, ledger, engine)
         )
         yield Serving(config=config, ledger=ledger, engine=engine, rollouts=rollouts)
 
@@ -175,9 +214,8 @@ def transcript_settings(config: Config, tokenizer: Path) -> TranscriptSettings:
 
 @asynccontextmanager
 async def _open_here(
-    config: Config, workflow: Workflow, ledger: Ledger, engine: RunningEngine, tokenizer: Path
+    settings: LocalSettings, workflow: Workflow, ledger: Ledger, engine: RunningEngine
 ) -> AsyncGenerator[RolloutExecutor]:
-    (settings,) = _settings_of_gateways(config, tokenizer)
     client, info = engine.client, await engine.client.info()
     async with open_local(settings, workflow, engine=client, info=info, journal=ledger.own) as rollouts:
         yield rollouts
@@ -186,10 +224,10 @@ async def _open_here(
 @asynccontextmanager
 async def _open_workers(
     config: Config,
+    gateways: Sequence[LocalSettings],
     workflow_path: str | None,
     ledger: Ledger,
     engine: RunningEngine,
-    tokenizer: Path,
     logs: Path,
     hosts: Hosts,
 ) -> AsyncGenerator[RolloutExecutor]:
@@ -204,13 +242,15 @@ async def _open_workers(
             is_elsewhere=config.cluster.kind == "ray",
             local=settings,
         )
-        for number, settings in enumerate(_settings_of_gateways(config, tokenizer))
+        for number, settings in enumerate(gateways)
     ]
     async with open_workers(workers, ledger, logs, hosts) as rollouts, beside(rollouts.tell_of(engine.client)):
         yield rollouts
 
 
-def _settings_of_gateways(config: Config, tokenizer: Path) -> list[LocalSettings]:
+def _settings_of_gateways(
+    config: Config, tokenizer: Path, benchmarks: Mapping[str, BenchmarkSettings]
+) -> list[LocalSettings]:
     """Return the settings of each worker's gateway, or of the one in this process."""
     rollout = config.rollout
     return [
@@ -221,6 +261,7 @@ def _settings_of_gateways(config: Config, tokenizer: Path) -> list[LocalSettings
             max_concurrent=num_slots,
             rollout=rollout,
             sandbox=config.sandbox,
+            benchmarks=benchmarks,
         )
         for port, num_slots in zip(rollout.gateway_ports, rollout.slots, strict=True)
     ]

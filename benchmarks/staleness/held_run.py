@@ -64,7 +64,7 @@ async def measure(config: Config, limit_s: float) -> Outcome:
         await run.stop_producing()
         if run.version.step < run.step:
             await run.push()
-        success = (await run.evaluate("after")).success
+        success = (await run.evaluate("after")).success or 0.0
         await run.settle(is_completed=True)
     rows = step_rows(read_metrics(run.folder.metrics))
     return Outcome(

@@ -22,7 +22,7 @@ import pytest
 from areal_agent import ConfigError
 from areal_agent.config import Config
 from areal_agent.rollout.workflow import load_workflow
-from areal_agent.run.grading import benchmark
+from areal_agent.run.benchmarks import overrides_of
 from areal_agent.testing import play
 from envs.benchmarks import contests, humaneval, mathematics
 
@@ -44,7 +44,7 @@ RIGHT = "```python\ndef root(x):\n    return math.sqrt(twice(x))\n```"
     ],
 )
 def test_a_benchmark_is_a_whole_config(name: str, num_tasks: int, samples: int) -> None:
-    keys, num_samples = benchmark(name)
+    keys, num_samples = overrides_of(name)
     config = Config.load(os.devnull, keys)
     assert num_samples == samples and config.eval.tasks is not None
     assert config.eval.num_tasks == num_tasks
@@ -54,7 +54,7 @@ def test_a_benchmark_is_a_whole_config(name: str, num_tasks: int, samples: int) 
 
 def test_another_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"'gsm9k': there is no such benchmark; there are aime24, .*math500"):
-        benchmark("gsm9k")
+        overrides_of("gsm9k")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What a workflow gets:
 
 - rewards of every kind of number, and no other, of a completion or with a name; a refusal names the remedy
-- a shared resource is opened once, also by concurrent callers, and closed with the run
+- a shared resource is opened once for each sandbox, also by concurrent callers, and closed with the run
 - what was entered is left in reverse order
 """
 
@@ -50,10 +50,10 @@ async def test_a_reward_that_was_not_awaited() -> None:
     assert as_reward(await judging) == 1.0
 
 
-def rollout(shared: SharedResources | None = None) -> Rollout:
+def rollout(shared: SharedResources | None = None, **sandbox: object) -> Rollout:
     return Rollout(
         client=None, http_client=None, sync_client=None, sync_http_client=None, base_url="http://h/v1", api_key="",
-        model="m", seed=0, is_eval=False, sandbox={}, shared=shared or SharedResources(),
+        model="m", seed=0, is_eval=False, sandbox=sandbox, shared=shared or SharedResources(),
     )  # fmt: skip
 
 
@@ -79,7 +79,8 @@ async def test_a_shared_resource_is_opened_once() -> None:
     async with SharedResources() as shared:
         assert await asyncio.gather(*(rollout(shared).shared(open_it) for _ in range(3))) == ["pool"] * 3
         assert events == ["open"]
-    assert events == ["open", "close"]
+        await rollout(shared, wall_s=10).shared(open_it)
+    assert events == ["open", "open", "close", "close"]
 
 
 async def test_a_resource_that_fails_to_open_is_tried_again() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 from pyarrow.parquet import read_table
@@ -130,6 +131,9 @@ def test_it_is_graded_as_any_other(server: Server, tmp_path: Path, capsys: pytes
     ]
     assert {(one["num_tokens"], one["num_turns"], one["answer"]) for one in rows} == {(7, 1, None)}
     assert found["by_tag"]["sum"]["pass_at_1"]["mean"] == 1.0
+    with ZipFile(folder / "results.eval") as log:
+        played = json.loads(log.read("samples/easy_epoch_2.json"))
+    assert [(one["role"], one["content"]) for one in played["messages"]] == [("user", "1+1?"), ("assistant", "2")]
     with sqlite3.connect(folder / "ledger.sqlite") as connection:  # as if it had been interrupted before the last one
         connection.execute("UPDATE endings SET status = 'cancelled' WHERE number = (SELECT max(number) FROM endings)")
     num_asked = len(server.asked)

@@ -12,7 +12,7 @@
 import asyncio
 import shutil
 import sqlite3
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from areal_agent.ledger.files import reading
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.observe.progress import Progress
 from areal_agent.rollout.local import RolloutStats
+from areal_agent.run.benchmarks import Benchmark
 from areal_agent.run.evaluation import Evaluation
 from areal_agent.run.grading import compare, evaluate, resume
 from areal_agent.run.results import RunMetrics
@@ -55,7 +56,12 @@ class SlowSource:
         self.max_concurrent = 0
 
     async def evaluate(
-        self, tasks: tuple[Task, ...], group_id: str, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
+        self,
+        tasks: Sequence[Task],
+        benchmarks: Sequence[Benchmark],
+        group_id: str,
+        on_answer: Callable[[EvalAnswer], None],
+        max_concurrent: int,
     ) -> EvalReport:
         self.max_concurrent = max_concurrent
         await self.release.wait()
@@ -87,6 +93,7 @@ class Stage:
         self.metrics.open(path)
         self.evaluation = Evaluation(
             TASKS,
+            (),
             source=self.source,
             metrics=self.metrics,
             progress=Progress(total_steps=1, mode="none"),
@@ -171,7 +178,8 @@ async def test_the_seconds_of_both_sides_add_up_in_every_row(stage: Stage) -> No
 
 def test_a_failed_rollout_is_no_success_and_in_no_mean() -> None:
     failed = replace(trajectory("c", [1], 1.0), status=Status.TIMEOUT)
-    answers = [EvalAnswer.of(one) for one in (trajectory("a", [1], 1.0), trajectory("b", [1], 0.5), failed)]
+    histories = (trajectory("a", [1], 1.0), trajectory("b", [1], 0.5), failed)
+    answers = [replace(EvalAnswer.of(one), task_id=one.session_id) for one in histories]
     report = EvalReport.of(answers, success_reward=1.0)
     assert (report.success, report.reward_mean) == (pytest.approx(1 / 3), 0.75)
     assert (report.num_tasks, report.num_failed) == (3, 1)

@@ -167,7 +167,7 @@ class DyingRun:
     """Takes the place of a `Run`. Its trainer dies before the first step."""
 
     step, checkpoint = 0, None
-    preflight = SimpleNamespace(eval_tasks=())
+    preflight = SimpleNamespace(eval_tasks=(), benchmarks=())
 
     def __init__(
         self, config: Config, *, progress: Any, resume: str = "", num_ranks: int | None = None, deaths: list[str]

@@ -37,6 +37,7 @@ SUMMARY = {
     "reward_before": None,
     "reward_after": None,
     "num_eval_tasks": 0,
+    "benchmarks": {},
     "trained_tokens": 1000,
     "generated_tokens": 2000,
     "spanning_fraction": 0.5,

@@ -101,6 +101,7 @@ async def test_a_run_has_its_curves_and_its_time_line(run: Path, reader: Reader)
         "time": 0.0,
         "label": "before",
         "eval/success": 0.4,
+        "eval/aime24/success": 0.1,
     }
     write_rows(run, evaluation, row(1, 0.25), row(2, 0.5), row(3, 0.75, **{"rollouts/dropped/error": 2}))
     page = await reader.open(run)
@@ -109,7 +110,8 @@ async def test_a_run_has_its_curves_and_its_time_line(run: Path, reader: Reader)
         zip(await page.locator("dt").all_inner_texts(), await page.locator("dd").all_inner_texts(), strict=True)
     )
     assert figures == {
-        "status": "running", "step": "3", "reward": "0.75", "held-out success": "0.4", "rollouts": "7",
+        "status": "running", "step": "3", "reward": "0.75", "held-out success": "0.4",
+        "aime24 success": "0.1", "rollouts": "7",
         "tokens trained": "0", "time": "12.0 s",
     }  # fmt: skip
     assert await page.locator("figure h3").all_inner_texts() == [
@@ -121,7 +123,7 @@ async def test_a_run_has_its_curves_and_its_time_line(run: Path, reader: Reader)
     assert ticks == [
         *(f"step {step}: push, stall of 0.5 s" for step in (1, 2, 3)),
         "step 1: checkpoint",
-        "step 0: evaluation before: 0.4",
+        "step 0: evaluation before: 0.4, aime24 0.1",
         "step 3: dropped error: 2",
     ]
     await page.locator("figure svg").first.hover()

@@ -11,6 +11,7 @@ const CURVES = [ // title, unit, then the metrics: name, how it is drawn
   ["Shared prefixes", "tokens", ["trainer/shared_positions", "computed once for several sequences"], ["trainer/repeated_positions", "computed again", "dash"]],
 ];
 const SIDES = [["engine", "The engine's time"], ["trainer", "The trainer's time"]];
+const HELD_OUT = "held-out";
 const BUSY = ["generating", "training", "evaluating"];
 const FAULTS = /^(rollouts\/dropped\/(error|infra|orphan|missing_reward)|trainer\/num_skipped_updates|gateway\/errors|engine\/servers_out)$/;
 
@@ -72,14 +73,27 @@ export function showRuns(_place, runs) {
   };
 }
 
+/** The evaluations of a run, `[row, success]`, by what was graded: the held-out tasks, and each benchmark. */
+function graded(run) {
+  const found = new Map();
+  for (const row of run.evaluations) {
+    for (const [name, value] of Object.entries(row)) {
+      const [, benchmark] = name.match(/^eval\/(?:([^/]+)\/)?success$/) ?? [];
+      const key = benchmark ?? (name === "eval/success" ? HELD_OUT : null);
+      if (key != null && value != null) found.set(key, [...(found.get(key) ?? []), [row, value]]);
+    }
+  }
+  return found;
+}
+
 function summary(run) {
   const last = run.steps.at(-1) ?? {}, sum = (name) => run.steps.reduce((total, row) => total + (row[name] ?? 0), 0);
-  const graded = run.evaluations.filter((row) => row["eval/success"] != null);
+  const successes = new Map([[HELD_OUT, []], ...graded(run)]);
   const figures = [
     ["status", run.state.status ?? "not begun"],
     ["step", last.step == null ? "–" : count(last.step)],
     ["reward", short(last["reward/mean"])],
-    ["held-out success", graded.length ? graded.map((row) => short(row["eval/success"])).filter((_, at, all) => !at || at === all.length - 1).join(" → ") : "–"],
+    ...[...successes].map(([name, all]) => [`${name} success`, [...new Set([all[0], all.at(-1)])].map((one) => short(one?.[1])).join(" → ")]),
     ["rollouts", count(run.state.num_rollouts ?? 0)],
     ["tokens trained", short(sum("tokens/trained"))],
     ["time", duration(sum("seconds/wall"))],
@@ -123,7 +137,7 @@ function curve(title, metrics, runs, scale) {
     run, label, style: style ?? "", points: thinned(run.steps, (row) => row[name]),
   })));
   const dots = metrics.some(([name]) => name === "reward/success")
-    ? runs.flatMap((run) => run.evaluations.filter((row) => row["eval/success"] != null).map((row) => [run, row.step, row["eval/success"]]))
+    ? runs.flatMap((run) => [...graded(run)].flatMap(([name, all]) => all.map(([row, value]) => [run, row.step, value, name])))
     : [];
   const values = [...lines.flatMap((line) => line.points.map(([, y]) => y)), ...dots.map(([, , y]) => y)];
   const [low, high] = bounds([0, ...values]), top = high === low ? low + 1 : high;
@@ -134,10 +148,13 @@ function curve(title, metrics, runs, scale) {
     picture.append(svg("path", { d, class: `line ${style} run${run.number % 6}` }));
     if (points.length === 1) picture.append(svg("circle", { cx: scale.x(points[0][0]), cy: y(points[0][1]), r: 2.5, class: `dot run${run.number % 6}` }));
   }
-  for (const [run, step, value] of dots) {
-    picture.append(svg("circle", { cx: scale.x(Math.max(step, scale.from)), cy: y(value), r: 4, class: `graded run${run.number % 6}` }));
+  for (const [run, step, value, name] of dots) {
+    const tip = svg("title"), dot = svg("circle", { cx: scale.x(Math.max(step, scale.from)), cy: y(value), r: 4, class: `graded run${run.number % 6}` });
+    tip.textContent = `${name} success ${short(value)}`;
+    dot.append(tip);
+    picture.append(dot);
   }
-  const legend = [...metrics.map(([, label, style]) => [`key ${style ?? ""}`, label]), ...(dots.length ? [["key ring", "held out"]] : [])];
+  const legend = [...metrics.map(([, label, style]) => [`key ${style ?? ""}`, label]), ...(dots.length ? [["key ring", [...new Set(dots.map(([, , , name]) => name))].join(", ")]] : [])];
   return chart(title, picture, legend, scale, runs, (run, row) => metrics.map(([name, label]) => `${label} ${short(row[name])}`));
 }
 
@@ -173,10 +190,11 @@ function timeLine(run, title, scale) {
   const longest = bounds([1e-9, ...run.steps.map((row) => row["push/stall_s"] ?? 0)])[1];
   const faults = (row) => Object.entries(row).filter(([name, value]) => FAULTS.test(name) && value > 0)
     .map(([name, value]) => `${name.split("/").slice(1).join(" ").replaceAll("_", " ")}: ${value}`);
+  const results = (row) => [...graded({ evaluations: [row] })].map(([name, [[, value]]]) => (name === HELD_OUT ? "" : `${name} `) + short(value)).join(", ");
   const lanes = [
     ["pushes", run.steps.filter((row) => row["push/stall_s"] != null).map((row) => [row.step, row["push/stall_s"] / longest, `push, stall of ${short(row["push/stall_s"])} s`])],
     ["saves", run.state.saves.map((step) => [step, 1, "checkpoint"])],
-    ["evaluations", run.evaluations.map((row) => [row.step, 1, `evaluation ${row.label ?? ""}: ${short(row["eval/success"])}`])],
+    ["evaluations", run.evaluations.map((row) => [row.step, 1, `evaluation ${row.label ?? ""}: ${results(row)}`])],
     ["faults", [...run.steps.filter((row) => faults(row).length).map((row) => [row.step, 1, faults(row).join(", ")]),
       ...run.state.starts.slice(1).map((step) => [step, 1, "the run was resumed"])]],
   ];
