@@ -30,9 +30,9 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.observe.progress import Progress
 from areal_agent.process import INTERRUPTED_CODE, start_logging
 from areal_agent.rollout.local import RolloutExecutor, RunnerSettings
-from areal_agent.rollout.producer import rollout_seed, run_all
+from areal_agent.rollout.producer import run_all
 from areal_agent.rollout.relay import open_relayed
-from areal_agent.rollout.runner import RolloutSpec
+from areal_agent.rollout.runner import RolloutSpec, rollout_seed
 from areal_agent.rollout.workflow import Workflow
 from areal_agent.run.preflight import Preflight
 from areal_agent.run.results import RunStatus
