@@ -6,7 +6,7 @@ transformers nor openai.
 """
 
 from areal_agent.errors import ArealAgentError, ConfigError, Reject, SandboxError
-from areal_agent.rollout.context import Rollout
+from areal_agent.rollout.context import Role, Rollout
 from areal_agent.types import (
     Completion,
     Fate,
@@ -31,6 +31,7 @@ __all__ = [
     "Fate",
     "Reject",
     "Rewards",
+    "Role",
     "Rollout",
     "RolloutBatch",
     "SandboxError",

@@ -49,13 +49,27 @@ def play(
     may be made by `tool_call`. `others` are the answers of other models, by the names that `rollout.client(NAME)` has
     for them. A model that is asked more often than it has answers fails.
     """
+    return play_roles(workflow, task, *answers, sandbox=sandbox, others=others)[""]
 
-    async def played() -> Trajectory:
+
+def play_roles(
+    workflow: object,
+    task: Mapping[str, Any],
+    *answers: str,
+    sandbox: Mapping[str, Any] = SANDBOX,
+    others: Mapping[str, Sequence[str]] = NOBODY,
+) -> dict[str, Trajectory]:
+    """Do the same; return what the ledger would keep of each role by its name, of the rollout itself by "".
+
+    The answers are given in the order of the calls, whichever role makes them.
+    """
+
+    async def played() -> dict[str, Trajectory]:
         journal = MemoryJournal()
         texts = [answer + END for answer in answers]
         renderer = plain_renderer()
         await run_scripted(workflow, task, texts, renderer=renderer, journal=journal, sandbox=sandbox, others=others)
-        return journal.closed[0]
+        return {one.role: one for one in journal.closed}
 
     return asyncio.run(played())
 

@@ -221,6 +221,16 @@ class SessionRecord:
     started_s: float
 
 
+def role_of(session_id: str, group_id: str) -> str:
+    """Return the role of a session: SESSION/ROLE of the group GROUP/ROLE is another role of a rollout. Else empty.
+
+    >>> role_of("g7-0/black", "g7/black"), role_of("g7-0", "g7")
+    ('black', '')
+    """
+    _, slash, role = group_id.rpartition("/")
+    return role if slash and session_id != group_id and session_id.endswith(f"/{role}") else ""
+
+
 class Status(StrEnum):
     """The way a rollout ended."""
 
@@ -312,6 +322,11 @@ class Trajectory:
     undelivered: tuple[str, ...] = ()  # completions whose answer never reached the agent: orphans, masked from the loss
 
     @property
+    def role(self) -> str:
+        """The role in its rollout; empty for the rollout's own session."""
+        return role_of(self.session_id, self.group_id)
+
+    @property
     def num_sampled_tokens(self) -> int:
         return sum(len(completion.token_ids) for turn in self.turns for completion in turn.completions)
 
@@ -332,11 +347,11 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrajectoryGroup:
-    """The sibling rollouts of one task: the unit of admission and of the baseline."""
+    """The sibling rollouts of one task: the unit of admission, and for each role that of the baseline."""
 
     group_id: str
     task_id: str
-    trajectories: tuple[Trajectory, ...]  # [G], failed ones included
+    trajectories: tuple[Trajectory, ...]  # [G], failed ones included, and those of other roles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -3,7 +3,7 @@
 import inspect
 
 import areal_agent
-from areal_agent import Rollout
+from areal_agent import Role, Rollout
 from areal_agent.run import Run
 
 
@@ -12,16 +12,17 @@ def public(thing: object) -> set[str]:
 
 
 def test_names_of_the_package() -> None:
-    names = "ArealAgentError Completion ConfigError Fate Reject Rewards Rollout RolloutBatch SandboxError "
+    names = "ArealAgentError Completion ConfigError Fate Reject Rewards Role Rollout RolloutBatch SandboxError "
     names += "Status Task TokenRecord Trajectory TrajectoryGroup Turn VersionSpan WeightVersion"
     assert areal_agent.__all__ == names.split()
     assert all(hasattr(areal_agent, name) for name in areal_agent.__all__)
 
 
 def test_names_of_a_rollout() -> None:
-    methods = {"aclose", "enter", "log", "reject", "reward", "shared"}
+    methods = {"aclose", "enter", "log", "opened_roles", "reject", "reward", "role", "shared"}
     assert public(Rollout) == methods | {"anthropic_base_url", "sync_client"}
-    attributes = set(inspect.signature(Rollout.__init__).parameters) - {"self", "shared"}
+    assert public(Role) == {"anthropic_base_url", "log", "reward", "sync_client"}
+    attributes = set(inspect.signature(Rollout.__init__).parameters) - {"self", "shared", "open_role"}
     clients = {"client", "sync_client", "http_client", "sync_http_client"}
     assert attributes == clients | {"base_url", "api_key", "model", "seed", "is_eval", "sandbox"}
 

@@ -16,7 +16,7 @@ from areal_agent.episode.engine import FreshEngine
 from areal_agent.errors import ConfigError, unwritable
 from areal_agent.replay.saved import Episode
 from areal_agent.replay.stage import Play, Played, Stage
-from areal_agent.rollout.producer import rollout_seed
+from areal_agent.rollout.runner import rollout_seed
 from areal_agent.run.scores import Estimate
 from areal_agent.types import Status
 

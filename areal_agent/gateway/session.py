@@ -127,6 +127,11 @@ class EndRequest(Body):
     status: Annotated[Status, Field(strict=False)] = Status.COMPLETED
     error: str | None = None
     logged: ShallowObject = Field(default_factory=dict[str, Any])
+    may_be_silent: bool = Field(
+        default=False,
+        description="A `completed` session that never called the model ends as `rejected`, not as `error`: a role that "
+        "had no part in its rollout.",
+    )
 
     def without_keys(self) -> Self:
         """Return the same without keys: what a workflow raised or logged goes into the ledger."""
@@ -391,11 +396,15 @@ class Session:
 
 
 def outcome_of(request: EndRequest, rewards: Rewards, *, num_turns: int) -> tuple[Status, str | None]:
-    """Return how a session ends, and why: one without a turn is `error`, one without a reward `missing_reward`."""
+    """Return how a session ends, and why: one without a turn is `error`, one without a reward `missing_reward`.
+
+    With `may_be_silent` the former is `rejected`.
+    """
     if request.status is not Status.COMPLETED:
         return request.status, request.error
     if num_turns == 0:
-        return Status.ERROR, "the model was never called" + (f"; {request.error}" if request.error else "")
+        status = Status.REJECTED if request.may_be_silent else Status.ERROR
+        return status, "the model was never called" + (f"; {request.error}" if request.error else "")
     if rewards.is_missing:
         return Status.MISSING_REWARD, request.error or "the session ended without a reward"
     return Status.COMPLETED, request.error

@@ -33,7 +33,7 @@ from areal_agent.ledger.encoding import (
     row_digest,
 )
 from areal_agent.ledger.files import NO_DIGEST, Snapshot
-from areal_agent.types import Drop, Fate, Rewards, SessionPurpose, SessionRecord, Status, Trajectory, Turn
+from areal_agent.types import Drop, Fate, Rewards, SessionPurpose, SessionRecord, Status, Trajectory, Turn, role_of
 
 Result = TypeVar("Result")
 
@@ -51,6 +51,18 @@ _WAITING = (
 def trajectory(snapshot: Snapshot, session_id: str) -> Trajectory:
     """The trajectory of a closed session. Raises LedgerError when the session is unknown or still open."""
     return _of_session(snapshot, trajectory_in, session_id)
+
+
+def roles_of(snapshot: Snapshot, session_id: str) -> Sequence[str]:
+    """The sessions of a rollout's other roles, SESSION/ROLE, in order."""
+    query = "SELECT id, group_id FROM sessions WHERE id > ? || '/' AND id < ? || '0' ORDER BY id"  # 0 comes after /
+    found = (row for connection in snapshot for row in connection.execute(query, (session_id, session_id)))
+    return [one for one, group_id in found if role_of(one, group_id)]
+
+
+def rollout(snapshot: Snapshot, session_id: str) -> tuple[Trajectory, ...]:
+    """The trajectory of a closed session, and those of its rollout's other roles. Raises LedgerError as above."""
+    return tuple(trajectory(snapshot, one) for one in (session_id, *roles_of(snapshot, session_id)))
 
 
 def _of_session(
@@ -178,7 +190,8 @@ def drawn_groups(snapshot: Snapshot) -> Mapping[str, bool]:
     cut_off: set[str] = set()
     completed: dict[str, bool] = {}
     for connection in snapshot:
-        for group_id, is_cut_off, is_completed in connection.execute(_GROUPS, given):
+        for name, is_cut_off, is_completed in connection.execute(_GROUPS, given):
+            group_id = name.partition("/")[0]  # roles have groups of their own, GROUP/ROLE
             completed[group_id] = completed.get(group_id, False) or bool(is_completed)
             if is_cut_off:
                 cut_off.add(group_id)

@@ -238,10 +238,11 @@ def describe_batch(
     `sources` maps task ids to the names of their sources; `parts` are the reward parts of the trained trajectories.
     """
     trained = batch.trained
-    ids = {one.session_id for one in trained}
+    ids = {one.session_id for one in trained if not one.role}
     groups = [[one for one in group.trajectories if one.session_id in ids] for group in batch.groups]
     return {
-        **_rewards(trained, groups, success_reward),
+        **_rewards([one for one in trained if not one.role], groups, success_reward),
+        **_rewards_by_role(trained),
         **_rewards_by_source(batch.groups, ids, sources or {}),
         **_rollouts(batch),
         **_latencies(trained),
@@ -282,6 +283,16 @@ def _passes(counts: Sequence[tuple[int, int]]) -> dict[int, float]:
     return {
         k: _mean([pass_at(k, size, successes) for size, successes in counts if size >= k])
         for k in (2**power for power in range(1, largest.bit_length()))
+    }
+
+
+def _rewards_by_role(trained: Iterable[Trajectory]) -> Row:
+    by_role: dict[str, list[float]] = {}
+    for one in trained:
+        if one.role:
+            by_role.setdefault(one.role, []).append(one.rewards.total)
+    return {f"reward/role/{role}/mean": _mean(rewards) for role, rewards in by_role.items()} | {
+        f"reward/role/{role}/std": _std(rewards) for role, rewards in by_role.items()
     }
 
 

@@ -31,7 +31,7 @@ from areal_agent.ledger.questions import TurnTime, turn_times
 from areal_agent.observe.metrics import Row, living_rows, read_metrics
 from areal_agent.observe.progress import Progress
 from areal_agent.plan.simulation import Costs, Episode, Layout, Turn, simulate
-from areal_agent.types import SessionPurpose
+from areal_agent.types import SessionPurpose, role_of
 
 MIN_STEPS = 4
 """A run needs so many train steps: the first ones fill it up, and two more are the least that can be averaged."""
@@ -203,7 +203,10 @@ def fit_engine(tokens: Floats, seconds: Floats, crowd: Floats, beside: Floats) -
 
 
 def groups_of(turns: Sequence[TurnTime]) -> Sequence[Sequence[Episode]]:
-    """Return the rollouts for training by group. Turns of one session that overlap count one after the other."""
+    """Return the rollouts for training by group. Turns of one session that overlap count one after the other.
+
+    Another role of a rollout counts as a rollout of its own, whose waits are for the others.
+    """
     groups: dict[str, list[Episode]] = {}
     for _, of_session in groupby(turns, key=lambda turn: turn.session_id):
         episode, first, until_s = list[Turn](), None, 0.0
@@ -215,7 +218,8 @@ def groups_of(turns: Sequence[TurnTime]) -> Sequence[Sequence[Episode]]:
         assert first is not None  # groupby has no empty groups
         if first.purpose == SessionPurpose.TRAIN:
             episode.append(Turn(max(0.0, first.session_ended_s - until_s), 0.0))
-            groups.setdefault(first.group_id, []).append(episode)
+            role = role_of(first.session_id, first.group_id)
+            groups.setdefault(first.group_id.removesuffix(f"/{role}"), []).append(episode)
     return list(groups.values())
 
 

@@ -18,7 +18,7 @@ from areal_agent.rollout.tasks import load_tasks
 from areal_agent.rollout.workflow import Workflow, load_workflow
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, Transcript
-from areal_agent.types import SessionPurpose, SessionRecord, Task, Trajectory, Turn
+from areal_agent.types import SessionPurpose, SessionRecord, Task, Trajectory, Turn, role_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,10 +76,16 @@ class SavedRun:
 
     def episode(self, snapshot: Snapshot, session_id: str) -> Episode:
         """Return a session with at least one turn. Raises ConfigError, with near names where there is none."""
-        if questions.group_of(snapshot, session_id) is None:
+        group_id = questions.group_of(snapshot, session_id)
+        if group_id is None:
             near = ", ".join(questions.near_sessions(snapshot, session_id))
             remedy = f"did you mean {near}?" if near else "python -m areal_agent.view RUN_DIR --list has them"
             raise ConfigError(f"the ledger has no session {session_id!r}; {remedy}")
+        if role_of(session_id, group_id) or questions.roles_of(snapshot, session_id):
+            raise ConfigError(
+                f"session {session_id!r} is of a rollout with several roles, which cannot be played again: its record "
+                "would have to answer them all; name a session of a workflow without rollout.role"
+            )
         turns, trajectory = questions.recorded(snapshot, session_id)
         if not turns:
             raise ConfigError(f"session {session_id!r} has no turn: its model was never called; name another session")

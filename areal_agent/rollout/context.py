@@ -8,7 +8,8 @@ import contextlib
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -86,8 +87,13 @@ class SharedResources:
         await self._stack.aclose()
 
 
-class Rollout:
-    """One rollout, seen from inside the workflow.
+ROLE = re.compile(r"[A-Za-z0-9_]{1,64}")
+
+
+class Role:
+    """One role of a rollout: a session with a conversation, a key and rewards of its own. `Rollout` is the first one.
+
+    Its siblings are the sessions of the same role in the group's other rollouts: only they are compared.
 
     - `client` is a stock `openai.AsyncOpenAI` without retries whose base URL is the gateway and whose key names this
       session. Everything sampled through it is recorded token by token. `client("judge")` is a client of another model,
@@ -96,6 +102,51 @@ class Rollout:
     - `sync_client` is its twin for a workflow that is a plain `def`: that runs in a thread, and when its rollout is
       cancelled its next call fails, since nothing else can end a thread.
     - `base_url` (it ends in `/v1`), `api_key` and `model` are the same for any other client or program.
+    """
+
+    def __init__(
+        self, *, client: "RolloutClient", sync_client: "OpenAI", base_url: str, api_key: str, model: str
+    ) -> None:
+        self.client = client
+        self.base_url = base_url
+        self.api_key = api_key
+        self.model = model
+        self.rewards: dict[tuple[str | None, str | None], float] = {}  # by (completion id, name)
+        self.logged: dict[str, Any] = {}
+        self.client.logged = self.logged
+        self._sync_client = sync_client
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """The base URL for Anthropic's clients, which add /v1 themselves. Their key is `api_key`."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
+    def sync_client(self) -> "OpenAI":
+        """A stock `openai.OpenAI` without retries, for plain functions. It would block the event loop."""
+        return self._sync_client.copy(api_key=self.api_key)
+
+    def reward(self, value: object, completion: str | None = None, name: str | None = None) -> None:
+        """Give a reward: the final one, that of one completion (by its id), or a named part.
+
+        A part is a metric, and adds to the final reward with its weight in `algorithm.reward_parts`. A later reward
+        replaces an earlier one. Raises TypeError or ValueError when `value` is not such a number, and ValueError for a
+        named part of one completion: parts belong to the whole conversation.
+        """
+        if completion is not None and name is not None:
+            raise ValueError(
+                f"a reward has a completion ({completion!r}) or a name ({name!r}), not both; leave one out"
+            )
+        self.rewards[completion, name] = as_reward(value)
+
+    def log(self, **values: object) -> None:
+        """Keep values with the trajectory: JSON types as they are, everything else as its repr."""
+        self.logged.update(values)
+
+
+class Rollout(Role):
+    """One rollout, seen from inside the workflow. It has what a role has, and:
+
     - `http_client` and `sync_http_client` are httpx clients, for clients that take one.
     - `seed` is this rollout's own, `is_eval` is true in evaluations, and `sandbox` is the config's section.
     """
@@ -114,49 +165,40 @@ class Rollout:
         is_eval: bool,
         sandbox: Mapping[str, Any],
         shared: SharedResources,
+        open_role: Callable[[str], Awaitable[Role]],
     ) -> None:
-        self.client = client
+        super().__init__(client=client, sync_client=sync_client, base_url=base_url, api_key=api_key, model=model)
         self.http_client = http_client
         self.sync_http_client = sync_http_client
-        self.base_url = base_url
-        self.api_key = api_key
-        self.model = model
         self.seed = seed
         self.is_eval = is_eval
         self.sandbox = sandbox
-        self.rewards: dict[tuple[str | None, str | None], float] = {}  # by (completion id, name)
-        self.logged: dict[str, Any] = {}
         self.rejected: str | None = None
-        self._sync_client = sync_client
         self._shared = shared
         self._stack = AsyncExitStack()
+        self._open_role = open_role
+        self._roles: dict[str, asyncio.Future[Role]] = {}
+        self._is_over = False
 
-    @property
-    def anthropic_base_url(self) -> str:
-        """The base URL for Anthropic's clients, which add /v1 themselves. Their key is `api_key`."""
-        return self.base_url.removesuffix("/v1")
+    async def role(self, name: str) -> Role:
+        """Return another role of this rollout, which is opened at its first use and ends with the rollout.
 
-    @property
-    def sync_client(self) -> "OpenAI":
-        """A stock `openai.OpenAI` without retries, for plain functions. It would block the event loop."""
-        return self._sync_client.copy(api_key=self.api_key)
-
-    def reward(self, value: object, completion: str | None = None, name: str | None = None) -> None:
-        """Give a reward: the final one, that of one completion (by its id), or a named part.
-
-        A part is a metric, and adds to the final reward with its weight in `algorithm.reward_parts`. A later reward
-        replaces an earlier one. Raises TypeError or ValueError when `value` is not such a number, and ValueError for a
-        named part of one completion: parts belong to the whole rollout.
+        Raises ValueError for a name that is not of letters, digits and `_`.
         """
-        if completion is not None and name is not None:
-            raise ValueError(
-                f"a reward has a completion ({completion!r}) or a name ({name!r}), not both; leave one out"
-            )
-        self.rewards[completion, name] = as_reward(value)
+        if not ROLE.fullmatch(name):
+            raise ValueError(f"a role is named {name!r:.100}; give it a name of letters, digits and _, like 'black'")
+        if self._is_over:
+            raise RuntimeError(f"the role {name!r} was asked for when the rollout had ended; open it before that")
+        if name not in self._roles:
+            self._roles[name] = asyncio.ensure_future(self._open_role(name))
+        return await asyncio.shield(self._roles[name])
 
-    def log(self, **values: object) -> None:
-        """Keep values with the trajectory: JSON types as they are, everything else as its repr."""
-        self.logged.update(values)
+    async def opened_roles(self) -> Mapping[str, Role]:
+        """Return the other roles by name; from now on none is opened. The runner calls it at the end."""
+        self._is_over = True
+        if self._roles:
+            await asyncio.wait(self._roles.values())
+        return {name: one.result() for name, one in self._roles.items() if one.exception() is None}
 
     def reject(self, reason: str) -> None:
         """Mark this rollout as not to be trained. `raise Reject(reason)` does the same and ends the workflow."""

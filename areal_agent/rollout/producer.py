@@ -10,10 +10,9 @@ staleness (staleness.py) is more than `max_staleness` is not trained.
 """
 
 import asyncio
-import hashlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.writes import FATE_OF_STATUS
 from areal_agent.rollout.config import ALTERED
 from areal_agent.rollout.draws import Draw, Draws
-from areal_agent.rollout.runner import RolloutSpec
+from areal_agent.rollout.runner import RolloutSpec, rollout_seed
 from areal_agent.staleness import Admission, is_stale, oldest_step, without_stale_tokens
 from areal_agent.tokens.loss_rule import LossRule
 from areal_agent.tokens.records import token_records
@@ -37,12 +36,6 @@ from areal_agent.types import Drop, RolloutBatch, SessionPurpose, Status, Task, 
 Result = TypeVar("Result")
 Spec = TypeVar("Spec")
 logger = logging.getLogger(__name__)
-
-
-def rollout_seed(run_seed: int, *names: str) -> int:
-    """Return a seed in [0, 2**63) that depends only on the run's seed and the names, not on the order of events."""
-    text = "/".join((str(run_seed), *names))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
 
 
 def eval_seed(run_seed: int, task: Task, number: int, sample: int, *names: str) -> int:
@@ -101,10 +94,11 @@ class DynamicSampling:
     next task drawn in its place. When too many groups in a row are flat, the run ends: the model always succeeds or
     never.
 
-    "Alike" is judged as the advantages within a group judge it (algorithms/credit.py): from every turn on, all
-    rollouts with a token to train earn the same. So rollouts with equal totals differ when they earned them in other
-    turns or, with a discount, sooner; rewards of rollouts without a token to train do not count. A divergence paid in
-    the reward is computed in the trainer and not seen here, and a user's own advantage is assumed to compare as ours.
+    "Alike" is judged as the advantages within a group judge it (algorithms/credit.py): within each role, from every
+    turn on, all rollouts with a token to train earn the same. So rollouts with equal totals differ when they earned
+    them in other turns or, with a discount, sooner; rewards of rollouts without a token to train do not count. A
+    divergence paid in the reward is computed in the trainer and not seen here, and a user's own advantage is assumed to
+    compare as ours.
     """
 
     max_flat_groups: int
@@ -116,7 +110,7 @@ class DynamicSampling:
     is_altered: bool = False  # the last one was flat because of altered tokens
 
     def replaces(self, group: Sequence[Trajectory]) -> bool:
-        """Return whether these completed siblings have no spread in reward. Call it once per group."""
+        """Return whether these completed siblings have no spread in reward in any role. Call it once per group."""
         records = [record for one in group for record in token_records(one, self.rule)]
         trainable = {record.session_id for record in records if record.loss_mask.any()}
         paid, rewards = with_parts(  # as the trainer will reward them
@@ -126,19 +120,22 @@ class DynamicSampling:
             self.algorithm.reward_parts,
         )
         discount, compares_turns = self.algorithm.discount, self.algorithm.step_group_weight > 0
-        credited = with_causal_credit(paid, discount)
-        is_too_few = len(trainable) < (1 if compares_turns else 2)  # nothing to compare
-        if not is_too_few and not earn_alike(credited, discount, TOLERANCE, compares_turns=compares_turns):
-            self.in_a_row = 0
-            return False
+        alike: list[str] = []  # what is told of each role with rollouts to compare
+        by_role: defaultdict[str, list[TokenRecord]] = defaultdict(list)
+        for record in with_causal_credit(paid, discount):
+            by_role[record.group_id].append(record)
+        for of_role in by_role.values():
+            sessions = {record.session_id for record in of_role}
+            if len(sessions) < (1 if compares_turns else 2):
+                continue
+            if not earn_alike(of_role, discount, TOLERANCE, compares_turns=compares_turns):
+                self.in_a_row = 0
+                return False
+            alike.append(f"{len(sessions)} rollouts, each with reward {rewards[of_role[0].session_id]:g}")
         self.in_a_row += 1
         self.num_flat += 1
         self.is_altered = any(self.rule.drop_of(one) is Drop.ALTERED for one in group)
-        if is_too_few:
-            what = f"{len(trainable)} of {len(group)} rollouts had a token to train"
-        else:
-            reward = next(rewards[one.session_id] for one in group if one.session_id in trainable)
-            what = f"{len(trainable)} rollouts, each with reward {reward:g}"
+        what = " and ".join(alike) or f"{len(trainable)} of {len(group)} rollouts had a token to train"
         self.last_flat = f"task {group[0].task_id!r}: {what}"
         return True
 
@@ -311,11 +308,12 @@ class Producer:
         """Give every trajectory that cannot be trained its fate; return None when nothing of the group is left."""
         drops: dict[str, Drop] = {}
         for trajectory in group.trajectories:
-            self.counts.statuses[trajectory.status] += 1
-            if trajectory.status is not Status.COMPLETED:
-                if trajectory.fate is None:  # an orphan has its fate already
-                    drops[trajectory.session_id] = FATE_OF_STATUS[trajectory.status]
-                self.counts.last_error = f"{trajectory.status}: {trajectory.error}"
+            if trajectory.status is not Status.COMPLETED and trajectory.fate is None:  # an orphan has its fate already
+                drops[trajectory.session_id] = FATE_OF_STATUS[trajectory.status]
+            if not trajectory.role:  # rollouts are counted, not their roles
+                self.counts.statuses[trajectory.status] += 1
+                if trajectory.status is not Status.COMPLETED:
+                    self.counts.last_error = f"{trajectory.status}: {trajectory.error}"
         await self._drop(drops)
         trainable = tuple(one for one in group.trajectories if one.status is Status.COMPLETED)
         return ReadyGroup(group=group, trainable=trainable) if trainable else None
@@ -360,7 +358,8 @@ class Producer:
         return True
 
     def _learn(self, ready: ReadyGroup) -> None:
-        self.draws.learn(ready.group.task_id, [one.rewards.total for one in ready.trainable])
+        if rewards := [one.rewards.total for one in ready.trainable if not one.role]:
+            self.draws.learn(ready.group.task_id, rewards)
 
     def _may_start(self) -> bool:
         running = self.admission.running
@@ -417,7 +416,7 @@ class Producer:
 def _by_group(trajectories: Iterable[Trajectory]) -> dict[str, list[Trajectory]]:
     groups: dict[str, list[Trajectory]] = {}
     for one in trajectories:
-        groups.setdefault(one.group_id, []).append(one)
+        groups.setdefault(one.group_id.removesuffix(f"/{one.role}"), []).append(one)
     return groups
 
 

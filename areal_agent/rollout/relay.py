@@ -175,9 +175,10 @@ class Relay:
     async def _end(self, request: web.Request) -> web.Response:
         session = self._session_of(request)
         end = EndRequest.read(await self._bodies.control(request))
-        status, error = outcome_of(end, session.rewards, num_turns=ApiUse.of(session.logged).num_answers)
+        num_turns = ApiUse.of(session.logged).num_answers
+        status, error = outcome_of(end, session.rewards, num_turns=num_turns)
         failure = _failure(session.logged)
-        if failure is not None and status not in (Status.REJECTED, Status.CANCELLED):
+        if failure is not None and end.status not in (Status.REJECTED, Status.CANCELLED):
             status, error = Status.INFRA, failure
         told = orjson.loads(self._without_key(orjson.dumps([error, {**end.logged, **session.logged}]).decode()))
         trajectory = Trajectory(
@@ -194,7 +195,7 @@ class Relay:
         )
         del self._sessions[session.record.key_hash]
         await self._journal.close_session(trajectory)
-        return json_reply({"session_id": session.record.id, "status": status})
+        return json_reply({"session_id": session.record.id, "status": status, "error": told[0], "num_turns": num_turns})
 
     async def _answer(self, request: web.Request) -> web.Response:
         session, path = self._session_of(request), request.match_info["path"]

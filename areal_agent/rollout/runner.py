@@ -1,6 +1,7 @@
 """One rollout from its session's start to its end, over the gateway's HTTP.
 
     start_session ─▶ workflow(task, rollout) ─▶ set_reward* ─▶ end_session
+                         └─ rollout.role(name): start_session      of each role, and then of the rollout
 
 Whatever a workflow does ends as a status: a failed rollout is data, and its siblings go on. All rollouts of a process
 share their HTTP clients, for a connection pool per rollout would cost more than its turns. The clients ignore the
@@ -9,11 +10,13 @@ environment's proxies: a gateway is on this machine.
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self, cast
 
 import aiohttp
 import httpx
@@ -24,7 +27,7 @@ from httpx_aiohttp import HttpxAiohttpClient
 from areal_agent.errors import ArealAgentError, DiskFull, EngineError, Reject, SandboxError
 from areal_agent.observe.clock import BusyClock
 from areal_agent.process import uninterrupted
-from areal_agent.rollout.context import Rollout, SharedResources, as_reward
+from areal_agent.rollout.context import Role, Rollout, SharedResources, as_reward
 from areal_agent.rollout.models import NO_MODELS, OtherModels, RolloutClient
 from areal_agent.rollout.watchdog import ROLLOUT_TASK
 from areal_agent.rollout.workflow import Workflow
@@ -72,6 +75,12 @@ CANCEL_GRACE_S = 5.0
 """The time that a cancelled workflow has to clean up before it is left behind."""
 
 
+def rollout_seed(run_seed: int, *names: str) -> int:
+    """Return a seed in [0, 2**63) that depends only on the run's seed and the names, not on the order of events."""
+    text = "/".join((str(run_seed), *names))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8]) >> 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutSpec:
     """One rollout to run: its identity, task, seed and purpose."""
@@ -82,6 +91,11 @@ class RolloutSpec:
     seed: int
     purpose: SessionPurpose
     benchmark: str | None = None  # which benchmark's workflow plays it; None: the run's own
+
+    def of_role(self, name: str) -> Self:
+        """Return the spec of another role's session, whose siblings are those of the same role (`types.role_of`)."""
+        session_id, group_id = f"{self.session_id}/{name}", f"{self.group_id}/{name}"
+        return replace(self, session_id=session_id, group_id=group_id, seed=rollout_seed(self.seed, name))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,7 +196,7 @@ class RolloutRunner:
             raise
 
     def _rollout(self, spec: RolloutSpec, session: Mapping[str, Any]) -> Rollout:
-        rollout = Rollout(
+        return Rollout(
             client=self._client.copy(api_key=session["api_key"]),
             http_client=self._clients.agents,
             sync_client=self._sync_client,
@@ -194,9 +208,22 @@ class RolloutRunner:
             is_eval=spec.purpose is SessionPurpose.EVAL,
             sandbox=self._manners[spec.benchmark].sandbox,
             shared=self._shared,
+            open_role=partial(self._open_role, spec),
         )
-        rollout.client.logged = rollout.logged
-        return rollout
+
+    async def _open_role(self, spec: RolloutSpec, name: str) -> Role:
+        """Open another role. Raises EngineError where the gateway cannot: that is not the workflow's fault."""
+        try:
+            session = await self._open(spec.of_role(name))
+        except (ArealAgentError, aiohttp.ClientError) as error:
+            raise EngineError(f"the role {name!r} could not be opened: {error}") from error
+        return Role(
+            client=self._client.copy(api_key=session["api_key"]),
+            sync_client=self._sync_client,
+            base_url=session["base_url"],
+            api_key=session["api_key"],
+            model=self._model,
+        )
 
     async def _outcome(self, spec: RolloutSpec, rollout: Rollout) -> _Outcome:
         """Run the workflow and clean up after it; failures of either become a status."""
@@ -227,27 +254,52 @@ class RolloutRunner:
             )
             return _Outcome(status=Status.INFRA, error=_describe(error))
 
-    async def _give_rewards(self, rollout: Rollout, outcome: _Outcome) -> _Outcome:
+    async def _give_rewards(self, role: Role, outcome: _Outcome) -> _Outcome:
         """Send the rewards to the gateway. A reward for an unknown completion is the workflow's error."""
-        for (completion, name), reward in rollout.rewards.items():
+        for (completion, name), reward in role.rewards.items():
             body = {"reward": reward, "interaction_id": completion, "name": name}
             try:
-                await self._post("/rl/set_reward", rollout.api_key, body)
+                await self._post("/rl/set_reward", role.api_key, body)
             except _Refused as refused:
                 return _Outcome(status=Status.ERROR, error=str(refused))
         return outcome
 
     async def _end(self, rollout: Rollout, outcome: _Outcome) -> Status:
-        """End the session. The gateway decides its final status: `completed` without a model call becomes an error."""
-        outcome = await self._give_rewards(rollout, outcome)
-        body = {"status": outcome.status.value, "error": outcome.error, "logged": sendable(rollout.logged)}
+        """End the sessions: the rollout's own last, so that one that has ended is whole.
+
+        A role that never called the model is no error where another one did.
+        """
+        roles = await rollout.opened_roles()
+        for role in (*roles.values(), rollout):
+            outcome = await self._give_rewards(role, outcome)
+        of_roles = _Outcome(status=Status.COMPLETED) if outcome.status is Status.COMPLETED else outcome
+        has_called = False
+        for name, role in roles.items():
+            ended, num_turns = await self._end_session(role, of_roles, may_be_silent=True)
+            has_called = has_called or num_turns > 0
+            if ended.status is Status.INFRA:
+                outcome = _Outcome(status=Status.INFRA, error=f"role {name!r}: {ended.error}")
+        return (await self._end_session(rollout, outcome, may_be_silent=has_called))[0].status
+
+    async def _end_session(self, role: Role, outcome: _Outcome, *, may_be_silent: bool) -> tuple[_Outcome, int]:
+        """End one session; return its outcome and number of turns.
+
+        The gateway decides the final status: `completed` without a model call becomes an error.
+        """
+        body = {
+            "status": outcome.status.value,
+            "error": outcome.error,
+            "logged": sendable(role.logged),
+            "may_be_silent": may_be_silent,
+        }
         try:
-            return Status((await self._post("/rl/end_session", rollout.api_key, body))["status"])
+            ended = await self._post("/rl/end_session", role.api_key, body)
         except _Refused as refused:
             if refused.status not in SESSION_IS_OVER:
                 raise
             logger.warning("a workflow ended its own session: %s", refused)  # the gateway has its status
-            return Status.COMPLETED
+            return _Outcome(status=Status.COMPLETED), 0
+        return _Outcome(status=Status(ended["status"]), error=ended["error"]), ended["num_turns"]
 
     async def _post(self, path: str, key: str, body: Mapping[str, Any]) -> dict[str, Any]:
         async with self._clients.control.post(
@@ -318,7 +370,7 @@ async def _cancel(task: asyncio.Future[object]) -> None:
 def _outcome_of(returned: object, rollout: Rollout, note: str | None) -> _Outcome:
     """Record the returned reward. Raises TypeError or ValueError when it is not one.
 
-    The gateway adds `note` to its own error, where the model was never called.
+    The gateway decides whether a reward is missing, or a call of the model; the error is for that, as is `note`.
     """
     if isinstance(returned, Mapping):
         for completion, value in cast(Mapping[object, object], returned).items():
@@ -328,8 +380,7 @@ def _outcome_of(returned: object, rollout: Rollout, note: str | None) -> _Outcom
     if rollout.rejected is not None:
         return _Outcome(status=Status.REJECTED, error=rollout.rejected)
     if not any(name is None for _, name in rollout.rewards):
-        error = f"the workflow returned {returned!r} and gave no reward: return a number"
-        return _Outcome(status=Status.MISSING_REWARD, error=error)
+        note = f"the workflow returned {returned!r} and gave no reward: return a number" + (f"; {note}" if note else "")
     return _Outcome(status=Status.COMPLETED, error=note)
 
 

@@ -17,6 +17,7 @@ from areal_agent.cluster.engines import RunningEngine, open_engine
 from areal_agent.cluster.hosts import Hosts
 from areal_agent.cluster.workers import open_workers, shard_name
 from areal_agent.config import Config
+from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.process import beside
 from areal_agent.rollout.local import BenchmarkSettings, LocalSettings, RolloutExecutor, open_local
@@ -43,13 +44,15 @@ class EvalAnswer:
     steps: tuple[int, ...]
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> Self:
+    def of(cls, trajectory: Trajectory, *roles: Trajectory) -> Self:
+        """Describe a rollout by its own trajectory; tokens and steps are also those of its other roles."""
+        every = (trajectory, *roles)
         return cls(
             session_id=trajectory.session_id,
             task_id=trajectory.task_id,
             reward=trajectory.rewards.total if trajectory.status is Status.COMPLETED else None,
-            num_tokens=trajectory.num_sampled_tokens,
-            steps=tuple(sorted(trajectory.sampled_steps())),
+            num_tokens=sum(one.num_sampled_tokens for one in every),
+            steps=tuple(sorted({step for one in every for step in one.sampled_steps()})),
         )
 
 
@@ -114,8 +117,9 @@ class Serving:
         specs = sibling_specs(group_id, task, self.config.group_size, self.config.seed)
         ended = await run_all(self.rollouts.run, specs)
         sessions = [session_id for one in ended for session_id in (one.session_id, *one.lost)]
-        trajectories = [await self.ledger.trajectory(session_id) for session_id in sessions]
-        return TrajectoryGroup(group_id=group_id, task_id=task.id, trajectories=tuple(trajectories))
+        rollouts = [await self.ledger.ask(questions.rollout, session_id) for session_id in sessions]
+        trajectories = tuple(one for of_rollout in rollouts for one in of_rollout)
+        return TrajectoryGroup(group_id=group_id, task_id=task.id, trajectories=trajectories)
 
     async def evaluate(
         self,
@@ -135,7 +139,7 @@ class Serving:
         async def answer_of(spec: RolloutSpec) -> EvalAnswer:
             async with slots:
                 ended = await self.rollouts.run(spec)
-            answer = EvalAnswer.of(await self.ledger.trajectory(ended.session_id))
+            answer = EvalAnswer.of(*await self.ledger.ask(questions.rollout, ended.session_id))
             on_answer(answer)
             return answer
 

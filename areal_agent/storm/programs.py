@@ -387,11 +387,15 @@ truth_now: list[Truth] = []
 
 
 async def act(task: Any, rollout: Any) -> float | None:
-    """Take one to four turns with tools between them; now and then fail in one of the ways that workflows have."""
+    """Take one to four turns with tools between them, some in another role; now and then fail as workflows do."""
     draw = rollout.seed
     messages: list[Any] = [{"role": "user", "content": f"{task['id']}: {ASKED}"}]
+    other = await rollout.role("other") if (draw >> 32) % 3 == 0 else None
+    if other is not None:
+        other.reward(float((draw >> 25) % 2))
     for turn in range(1 + draw % 4):
-        answer = await rollout.client.chat.completions.create(model=rollout.model, messages=messages)
+        speaker = rollout if other is None or turn % 2 == 0 else other
+        answer = await speaker.client.chat.completions.create(model=rollout.model, messages=messages)
         truth_now[0].answered(answer.id)
         messages += [answer.choices[0].message.to_dict(), {"role": "user", "content": ASKED}]
         await asyncio.sleep((draw >> 8) % 7)

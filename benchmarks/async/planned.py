@@ -32,7 +32,7 @@ from areal_agent.ledger.files import reading
 from areal_agent.ledger.questions import TurnTime, turn_times
 from areal_agent.plan.calibration import groups_of, layout_of, of_run
 from areal_agent.plan.simulation import Episode, simulate
-from areal_agent.rollout.producer import rollout_seed
+from areal_agent.rollout.runner import rollout_seed
 from areal_agent.run import Run
 
 ROOT = Path(__file__).parents[2]

@@ -10,23 +10,26 @@ from typing import Any
 
 from openai.types.chat import ChatCompletionMessageParam
 
-from areal_agent import Rollout
+from areal_agent import Role, Rollout
 from envs.textarena.tasks import RANDOM
 
 MOVE = re.compile(r"'(\[[^\]']+\])'")
 
 
-async def solve(task: dict[str, Any], rollout: Rollout) -> float | None:
-    """Return the score of the policy's seat, None without one. In self-play each player's last answer has its own."""
+async def solve(task: dict[str, Any], rollout: Rollout) -> None:
+    """Reward the policy's seat with its score, in self-play each seat. A game without an end has no reward."""
     game = await asyncio.to_thread(opened, task)
     chance = random.Random(rollout.seed)
     heard: list[list[ChatCompletionMessageParam]] = [[] for _ in range(task["num_players"])]
-    last_ids: dict[int, str] = {}
+    plays_all = task["opponent"] is None
+    seats: dict[int, Role] = {task["seat"]: rollout}  # those that the policy plays
     for _ in range(task["max_turns"]):
         player, news = game.get_observation()
         heard[player].append({"role": "user", "content": text_of(news, player)})
-        if task["opponent"] is None or player == task["seat"]:
-            client, model = rollout.client, rollout.model
+        if plays_all and player not in seats:
+            seats[player] = await rollout.role(f"player_{player}")
+        if player in seats:
+            client, model = seats[player].client, rollout.model
         elif task["opponent"] == RANDOM:
             client, model = None, ""
         else:
@@ -36,7 +39,6 @@ async def solve(task: dict[str, Any], rollout: Rollout) -> float | None:
             move = random_move(heard[player], chance)
         else:
             reply = await client.chat.completions.create(model=model, messages=heard[player])
-            last_ids[player] = reply.id
             move = reply.choices[0].message.content or ""
         heard[player].append({"role": "assistant", "content": move})
         is_over, _ = await asyncio.to_thread(game.step, move)
@@ -44,13 +46,10 @@ async def solve(task: dict[str, Any], rollout: Rollout) -> float | None:
             scores, _ = game.close()
             break
     else:
-        return None
+        return
     rollout.log(**{f"score_{player}": score for player, score in scores.items()})
-    if task["opponent"] is not None:
-        return scores[task["seat"]]
-    for player, completion in last_ids.items():
-        rollout.reward(scores[player], completion=completion)
-    return None
+    for player, role in seats.items():
+        role.reward(scores[player])
 
 
 def opened(task: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Games of the real package, played by a scripted model.
 
-1. its scores are the rewards, also after illegal moves; 2. opponents: random, another model, the policy itself, whose
-players have conversations and rewards of their own; 3. a game without an end has no reward; 4. bad arguments are named.
+1. its scores are the rewards, also after illegal moves; 2. opponents: random, another model, the policy itself, of
+which each further player is a role; 3. a game without an end has no reward; 4. bad arguments are named.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from areal_agent import ConfigError, Status
-from areal_agent.testing import play
+from areal_agent.testing import play, play_roles
 from envs.textarena.tasks import load
 from envs.textarena.workflow import opened, solve
 
@@ -56,12 +56,12 @@ def test_against_a_random_player_and_another_model() -> None:
 def test_the_policy_against_itself() -> None:
     start = task("TicTacToe-v0", num_players=2, opponent=None)
     moves = ["[0]", "[3]", "[1]", "[4]", "[2]"]
-    trajectory = play(solve, start, *moves)
-    assert (trajectory.status, trajectory.error, trajectory.rewards.final) == (Status.COMPLETED, None, None)
-    scores = theirs(start, moves)
-    last = [turn.completions[0].id for turn in trajectory.turns][-2:]
-    assert trajectory.rewards.by_completion == {last[1]: scores[0], last[0]: scores[1]}
-    assert sum(turn.parent is None for turn in trajectory.turns) == 2
+    ended, scores = play_roles(solve, start, *moves), theirs(start, moves)
+    assert {role: (one.status, one.rewards.final) for role, one in ended.items()} == {
+        "": (Status.COMPLETED, scores[0]),
+        "player_1": (Status.COMPLETED, scores[1]),
+    }
+    assert [sum(turn.parent is None for turn in one.turns) for one in ended.values()] == [1, 1]
 
 
 def test_a_game_without_an_end_has_no_reward() -> None:

@@ -4,9 +4,9 @@
 shown as a difference of messages, and parameters that differ are named; 3. what a tool says otherwise is such a
 difference, or with `--tools record` only told; 4. calls get their own answers in whatever order they come; 5. a
 session that was cut off, an unknown one, a workflow, a task, a tokenizer or a model that is gone are named with the
-remedy; 6. rewards are computed anew, and a copy has them which the ledger's invariants hold of; 7. the run is only
-read; 8. fresh answers after a turn give its value, and the largest drop names the turn that lost the episode; 9. they
-come from the model that the run had, when nothing else is named.
+remedy, as is one with several roles; 6. rewards are computed anew, and a copy has them which the ledger's invariants
+hold of; 7. the run is only read; 8. fresh answers after a turn give its value, and the largest drop names the turn that
+lost the episode; 9. they come from the model that the run had, when nothing else is named.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import random
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import aclosing
 from pathlib import Path
 
 import orjson
@@ -28,6 +29,7 @@ from areal_agent.errors import ConfigError
 from areal_agent.ledger import questions
 from areal_agent.ledger.__main__ import main as ledger_command
 from areal_agent.ledger.files import reading
+from areal_agent.ledger.ledger import Ledger
 from areal_agent.models.recipe import END, train_tokenizer
 from areal_agent.replay.answers import RecordedAnswers
 from areal_agent.replay.saved import SavedRun
@@ -117,6 +119,17 @@ def test_a_session_that_was_cut_off(play) -> None:
     code, out = play("cut")
     assert code == 1
     assert "the session is only half written: it ended as infra; --from 1 samples the rest of it" in out
+
+
+def test_a_rollout_with_several_roles_is_refused(play, run: Path) -> None:
+    async def add_role() -> None:
+        async with aclosing(await Ledger.open(run / "ledger.sqlite", create=False)) as ledger:
+            await ledger.own.open_session(histories.session("lost/black", group_id="g/black"))
+
+    asyncio.run(add_role())
+    for one in ("lost", "lost/black"):
+        with pytest.raises(ConfigError, match=f"session '{one}' is of a rollout with several roles"):
+            play(one)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,8 @@ def test_waits_are_the_gaps_between_turns() -> None:
     first = [Turn(1.0, 10.0), Turn(0.0, 7.0), Turn(6.0, 3.0), Turn(5.0, 0.0)]  # the second began within the first
     second = [Turn(0.0, 5.0), Turn(19.0, 0.0)]
     graded = timed("c", 100.0, 101.0, group_id="e", purpose="eval")
-    assert groups_of([*turns, graded]) == [[first, second]]
+    role = timed("b/black", 100.0, 101.0, 5, group_id="g/black")  # of a rollout's other role: a rollout of its own
+    assert groups_of([*turns, graded, role]) == [[first, second, second]]
 
 
 def test_a_step_beside_rollouts_would_be_shorter_alone() -> None:

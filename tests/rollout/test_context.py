@@ -11,6 +11,7 @@ import re
 from contextlib import asynccontextmanager
 from decimal import Decimal
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -52,8 +53,9 @@ async def test_a_reward_that_was_not_awaited() -> None:
 
 def rollout(shared: SharedResources | None = None, **sandbox: object) -> Rollout:
     return Rollout(
-        client=None, http_client=None, sync_client=None, sync_http_client=None, base_url="http://h/v1", api_key="",
-        model="m", seed=0, is_eval=False, sandbox=sandbox, shared=shared or SharedResources(),
+        client=SimpleNamespace(), http_client=None, sync_client=None, sync_http_client=None, base_url="http://h/v1",
+        api_key="", model="m", seed=0, is_eval=False, sandbox=sandbox, shared=shared or SharedResources(),
+        open_role=None,
     )  # fmt: skip
 
 

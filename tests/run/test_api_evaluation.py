@@ -2,9 +2,9 @@
 
 1. it is graded as any other, from plain functions too, with the API's own count of tokens; the key is in no file; what
 was interrupted is resumed; 2. answers 429, 5xx, garbage and silence are tried again, and never count as wrong,
-whatever the workflow makes of them; 3. a refused key or an unknown model ends it at once; 4. the run's sampling counts
-where a request says nothing, and a limit has the name that the API knows; 5. use is read from answers of every kind;
-6. what does not fit is refused.
+whatever the workflow makes of them, also in another role; 3. a refused key or an unknown model ends it at once; 4. the
+run's sampling counts where a request says nothing, and a limit has the name that the API knows; 5. use is read from
+answers of every kind; 6. what does not fit is refused.
 """
 
 import json
@@ -26,6 +26,7 @@ from areal_agent.ledger.files import reading
 from areal_agent.rollout.relay import ApiUse
 from areal_agent.run.grading import compare, evaluate, resume
 from areal_agent.run.run import Run
+from areal_agent.types import Status
 from tests.commands import run as run_command
 
 KEY = "very-secret-4711"
@@ -46,6 +47,10 @@ async def careless(task, rollout):
         return float(reply.choices[0].message.content == task["answer"])
     except Exception:
         return 0.0
+
+async def duel(task, rollout):
+    await careless({"question": task["id"], "answer": ""}, await rollout.role("black"))
+    return await careless(task, rollout)
 """
 Answer = tuple[int, str] | None
 Script = Callable[[dict[str, Any]], Answer]
@@ -176,6 +181,17 @@ def test_what_the_api_fails_is_tried_again_and_never_wrong(
         _, trajectory = questions.recorded(snapshot, "eval-00001-0-r2")
     assert trajectory is not None and (trajectory.error or "").startswith("the API failed: ")
     assert KEY not in str(trajectory)
+
+
+def test_what_the_api_fails_in_another_role_fails_the_rollout(server: Server, tmp_path: Path) -> None:
+    server.script = lambda body: (500, "{}") if body["messages"][0]["content"] == "hard" else said("2")
+    assert evaluate("c.yaml", [*server.keys(), "workflow=by_api:duel", "rollout.max_concurrent=1"]) == 0
+    scores = results(tmp_path / "runs" / "c-eval")["scores"]
+    assert (scores["pass_at_1"]["mean"], scores["failures"]) == (1.0, {"infra": 1})
+    with reading(tmp_path / "runs" / "c-eval" / "ledger.sqlite") as snapshot:
+        own, black = questions.rollout(snapshot, "eval-00001-0")
+    assert (own.status, black.status) == (Status.INFRA, Status.INFRA)
+    assert (own.error or "").startswith("role 'black': the API failed: ")
 
 
 @pytest.mark.parametrize(
