@@ -9,6 +9,7 @@ How they nest::
                            └─▶ TokenRecord (what the trainer reads: one a branch)
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -221,14 +222,19 @@ class SessionRecord:
     started_s: float
 
 
+ROLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+"""The name of a role. It is no number, for tasks, and groups named after them, end with those: `HumanEval/0`."""
+
+
 def role_of(session_id: str, group_id: str) -> str:
     """Return the role of a session: SESSION/ROLE of the group GROUP/ROLE is another role of a rollout. Else empty.
 
-    >>> role_of("g7-0/black", "g7/black"), role_of("g7-0", "g7")
-    ('black', '')
+    >>> role_of("g7-0/black", "g7/black"), role_of("g7-0", "g7"), role_of("first/0", "HumanEval/0")
+    ('black', '', '')
     """
     _, slash, role = group_id.rpartition("/")
-    return role if slash and session_id != group_id and session_id.endswith(f"/{role}") else ""
+    is_role = slash and session_id != group_id and session_id.endswith(f"/{role}") and ROLE.fullmatch(role)
+    return role if is_role else ""
 
 
 class Status(StrEnum):

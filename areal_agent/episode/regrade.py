@@ -58,7 +58,9 @@ def chosen(
     groups = questions.group_ids(snapshot, purpose, step=step, only_failed=only_failed)
     found = [one for ones in questions.rollouts_of(snapshot, groups).values() for one in ones if one.purpose == purpose]
     found = [one for one in found if not only_failed or one.status != Status.COMPLETED]
-    whole = [one for one in found if one.num_turns and one.status in WHOLE]
+    own = [one for one in found if not run.has_roles(snapshot, one.session_id, one.group_id)]
+    own = [one for one in own if run.benchmark_of(one.group_id) is None]
+    whole = [one for one in own if one.num_turns and one.status in WHOLE]
     return [run.episode(snapshot, one.session_id) for one in whole], len(found) - len(whole)
 
 

@@ -398,7 +398,7 @@ class Session:
 def outcome_of(request: EndRequest, rewards: Rewards, *, num_turns: int) -> tuple[Status, str | None]:
     """Return how a session ends, and why: one without a turn is `error`, one without a reward `missing_reward`.
 
-    With `may_be_silent` the former is `rejected`.
+    With `may_be_silent` the former is `rejected`. The error of a request that says `completed` is for these two.
     """
     if request.status is not Status.COMPLETED:
         return request.status, request.error
@@ -407,4 +407,4 @@ def outcome_of(request: EndRequest, rewards: Rewards, *, num_turns: int) -> tupl
         return status, "the model was never called" + (f"; {request.error}" if request.error else "")
     if rewards.is_missing:
         return Status.MISSING_REWARD, request.error or "the session ended without a reward"
-    return Status.COMPLETED, request.error
+    return Status.COMPLETED, None

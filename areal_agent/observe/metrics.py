@@ -239,7 +239,8 @@ def describe_batch(
     """
     trained = batch.trained
     ids = {one.session_id for one in trained if not one.role}
-    groups = [[one for one in group.trajectories if one.session_id in ids] for group in batch.groups]
+    own = ([one for one in group.trajectories if one.session_id in ids] for group in batch.groups)
+    groups = [group for group in own if group]
     return {
         **_rewards([one for one in trained if not one.role], groups, success_reward),
         **_rewards_by_role(trained),
@@ -266,7 +267,7 @@ def pass_at(k: int, num_samples: int, num_successes: int) -> float:
 
 def _rewards(trained: Sequence[Trajectory], groups: Sequence[Sequence[Trajectory]], success_reward: float) -> Row:
     rewards = [one.rewards.total for one in trained]
-    spreads = [statistics.pstdev([one.rewards.total for one in group] or [0.0]) for group in groups]
+    spreads = [statistics.pstdev([one.rewards.total for one in group]) for group in groups]
     counts = [(len(group), sum(one.rewards.total >= success_reward for one in group)) for group in groups]
     return {
         "reward/mean": _mean(rewards),
@@ -301,7 +302,8 @@ def _rewards_by_source(groups: Iterable[TrajectoryGroup], ids: set[str], sources
     for group in groups:
         if (source := sources.get(group.task_id)) is not None:
             rewards = [one.rewards.total for one in group.trajectories if one.session_id in ids]
-            by_source.setdefault(source, []).extend(rewards)
+            if rewards:
+                by_source.setdefault(source, []).extend(rewards)
     return {f"reward/mean/{source}": _mean(rewards) for source, rewards in by_source.items()} | {
         f"reward/std/{source}": _std(rewards) for source, rewards in by_source.items()
     }

@@ -14,6 +14,7 @@ from areal_agent.errors import ConfigError
 from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import Snapshot, ledger_in, reading
+from areal_agent.rollout.config import BenchmarkConfig
 from areal_agent.rollout.tasks import load_tasks
 from areal_agent.rollout.workflow import Workflow, load_workflow
 from areal_agent.tokens.renderer import Renderer
@@ -81,7 +82,7 @@ class SavedRun:
             near = ", ".join(questions.near_sessions(snapshot, session_id))
             remedy = f"did you mean {near}?" if near else "python -m areal_agent.view RUN_DIR --list has them"
             raise ConfigError(f"the ledger has no session {session_id!r}; {remedy}")
-        if role_of(session_id, group_id) or questions.roles_of(snapshot, session_id):
+        if self.has_roles(snapshot, session_id, group_id):
             raise ConfigError(
                 f"session {session_id!r} is of a rollout with several roles, which cannot be played again: its record "
                 "would have to answer them all; name a session of a workflow without rollout.role"
@@ -91,10 +92,21 @@ class SavedRun:
             raise ConfigError(f"session {session_id!r} has no turn: its model was never called; name another session")
         return Episode(session=questions.opened(snapshot, session_id), turns=turns, trajectory=trajectory)
 
+    @staticmethod
+    def has_roles(snapshot: Snapshot, session_id: str, group_id: str) -> bool:
+        """Return whether a session is of a rollout with several roles, which cannot be played again."""
+        return bool(role_of(session_id, group_id) or questions.roles_of(snapshot, session_id))
+
+    def benchmark_of(self, group_id: str) -> BenchmarkConfig | None:
+        """Return the benchmark whose evaluation a group is (`eval-LABEL-INCARNATION-NAME`), if it is one."""
+        kind, _, name = group_id.partition("-")[2].partition("-")[2].partition("-")
+        is_eval = group_id.startswith("eval-") and kind.isdecimal()
+        return next((one for one in self.config.eval.benchmarks if is_eval and one.label == name), None)
+
     def task(self, session: SessionRecord) -> Task:
         """Return the task of a session, from the sources of the config. Raises ConfigError when it is not there."""
-        named = next((one for one in self.config.eval.benchmarks if session.group_id.endswith(f"-{one.label}")), None)
-        if named is not None and session.purpose is SessionPurpose.EVAL:
+        named = self.benchmark_of(session.group_id)
+        if named is not None:
             raise ConfigError(
                 f"session {session.id!r} is of the benchmark {named.label!r}, which the run's workflow does not play; "
                 f"name one of its own tasks, or grade a checkpoint with areal_agent.eval --benchmark {named.name}"

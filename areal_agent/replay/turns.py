@@ -16,6 +16,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,17 +74,18 @@ def turns(
         return
     limit = saved.config.eval.success_reward if below is None else below
     with reading(ledger_in(Path(run))) as snapshot:
-        for session_id in _failed(snapshot, limit, step) if sessions is None else sessions:
+        for session_id in _failed(saved, snapshot, limit, step) if sessions is None else sessions:
             task = _task(saved, saved.episode(snapshot, session_id), turn, append)
             if task is not None:
                 yield task
 
 
-def _failed(snapshot: Snapshot, limit: float, step: int | None) -> Sequence[str]:
+def _failed(run: SavedRun, snapshot: Snapshot, limit: float, step: int | None) -> Sequence[str]:
     groups = questions.group_ids(snapshot, SessionPurpose.TRAIN, step=step)
     every = [one for ones in questions.rollouts_of(snapshot, groups).values() for one in ones]
     failed = [one for one in every if one.status == Status.COMPLETED and one.rewards.total < limit]
-    return sorted(one.session_id for one in failed if one.num_turns)
+    has_roles = partial(run.has_roles, snapshot)
+    return sorted(one.session_id for one in failed if one.num_turns and not has_roles(one.session_id, one.group_id))
 
 
 def _task(run: SavedRun, episode: Episode, turn: int | str | None, append: str | None) -> Task | None:

@@ -8,13 +8,12 @@ import contextlib
 import inspect
 import math
 import numbers
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from areal_agent.types import MAX_REWARD
+from areal_agent.types import MAX_REWARD, ROLE
 
 if TYPE_CHECKING:
     import httpx
@@ -85,9 +84,6 @@ class SharedResources:
 
     async def __aexit__(self, *exc_info: object) -> None:
         await self._stack.aclose()
-
-
-ROLE = re.compile(r"[A-Za-z0-9_]{1,64}")
 
 
 class Role:
@@ -183,10 +179,10 @@ class Rollout(Role):
     async def role(self, name: str) -> Role:
         """Return another role of this rollout, which is opened at its first use and ends with the rollout.
 
-        Raises ValueError for a name that is not of letters, digits and `_`.
+        Raises ValueError for a name that is not of letters, digits and `_`, or begins with a digit.
         """
         if not ROLE.fullmatch(name):
-            raise ValueError(f"a role is named {name!r:.100}; give it a name of letters, digits and _, like 'black'")
+            raise ValueError(f"a role is named {name!r:.100}; give it a name of letters, digits and _, like 'player_1'")
         if self._is_over:
             raise RuntimeError(f"the role {name!r} was asked for when the rollout had ended; open it before that")
         if name not in self._roles:

@@ -315,7 +315,7 @@ class Producer:
                 if trajectory.status is not Status.COMPLETED:
                     self.counts.last_error = f"{trajectory.status}: {trajectory.error}"
         await self._drop(drops)
-        trainable = tuple(one for one in group.trajectories if one.status is Status.COMPLETED)
+        trainable = tuple(one for one in group.trajectories if one.status is Status.COMPLETED and one.fate is None)
         return ReadyGroup(group=group, trainable=trainable) if trainable else None
 
     async def _produce(self, draw: Draw) -> None:

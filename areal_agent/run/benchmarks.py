@@ -26,10 +26,10 @@ def overrides_of(name: str) -> tuple[list[str], int]:
     """Return what a benchmark sets in a config, as overrides, and its samples. Raises ConfigError."""
     _, sections = read_yaml(Path(name) if name.endswith(".yaml") else _file_of(name))
     num_samples = sections.pop("samples", 1)
-    overrides: list[str] = []
+    overrides = ["eval.success_reward=1.0"]  # unless the file says otherwise, whatever the run has
     match sections:
         case {"eval": {"tasks": tasks}}:
-            overrides = [f"tasks={json.dumps(tasks)}"]
+            overrides.append(f"tasks={json.dumps(tasks)}")
         case _:
             pass
     for section, value in sections.items():
@@ -66,6 +66,11 @@ class Benchmark:
         keys += [] if entry.num_tasks is None else [f"eval.num_tasks={entry.num_tasks}"]
         keys += [] if entry.max_tokens is None else [f"rollout.max_tokens={entry.max_tokens}"]
         own = config.with_overrides(keys, f"{where}, whose entry may set max_tokens and num_tasks")
+        heeded = {"timeout_s", "max_tokens", "temperature", "sampling_override", "model_aliases"}
+        strangers = [key for key, one in own.rollout if key not in heeded and one != getattr(config.rollout, key)]
+        if strangers or own.seed != config.seed:
+            stranger = f"rollout.{strangers[0]}" if strangers else "seed"
+            raise ConfigError(f"{where} sets {stranger}, which is one for the whole run; move it into the config")
         source = own.eval.tasks or own.tasks
         assert source is not None  # checked by Config
         if own.workflow is None:

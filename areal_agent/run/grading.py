@@ -130,12 +130,12 @@ def _evaluate(preflight: Preflight, num_samples: int) -> int:
         "answers": [asdict(one) for one in samples],
     }
     (folder.path / RESULTS).write_bytes(orjson.dumps(results, option=orjson.OPT_INDENT_2))
-    log = write_inspect_log(folder, config, preflight.eval_tasks, samples, scores)
     has_rows = _write_rows(folder.path / ROWS, preflight.eval_tasks, samples, success)
     print("\n".join(scores.lines()))
     for tag, one in by_tag.items():
         print(f"  {tag}: pass@1 {one.pass_at_1}  ({one.num_tasks} tasks)")
     rows = f"{ROWS}, " if has_rows else ""
+    log = write_inspect_log(folder, config, preflight.eval_tasks, samples, scores)
     kept = "every call; an API gives no token records" if api else "every token"
     print(f"in {folder.path}: {RESULTS}, {rows}{log.name} for inspect_ai, summary.json, and the ledger with {kept}")
     return 0
@@ -283,7 +283,8 @@ async def _answers(
 
     async def answer_of(first: RolloutSpec) -> Sample:
         slot = slots[first.session_id]
-        earlier = [one for one in ended if one == slot.session_id or one.startswith(f"{slot.session_id}-r")]
+        own = [one for one in ended if "/" not in one]  # not those of other roles
+        earlier = [one for one in own if one == slot.session_id or one.startswith(f"{slot.session_id}-r")]
         done = next((one for one in earlier if ended[one] not in RETRIED), None)
         attempt = len(earlier)
         while done is None:

@@ -115,7 +115,7 @@ def _entry(
     scores: dict[str, JsonObject] = {}
     if sample.reward is not None:
         scores["success"] = {"value": "C" if sample.reward >= success_reward else "I", "answer": sample.answer}
-        scores |= {name: {"value": part} for name, part in trajectory.rewards.parts.items()}
+        scores |= {f"part/{name}": {"value": part} for name, part in trajectory.rewards.parts.items()}
         scores["reward"] = {"value": sample.reward}
     error = f"{trajectory.status}: {trajectory.error or 'no reason is recorded'}"
     asked, sampled = sum(turn.fork_at + len(turn.new_prompt_ids) for turn in trajectory.turns), sample.num_tokens
@@ -150,8 +150,8 @@ def _conversation(trajectory: Trajectory, transcript: Transcript) -> tuple[Messa
             return [_message(one) for one in asked], [_message(answer)]
         case other:  # of another API, or a stream
             said = {"user": other.get("asked"), "assistant": other.get("answer")}
-            question, answer = ({"role": role, "content": _text(text)} for role, text in said.items())
-            return [question], [answer]
+            told = [{"role": role, "content": _text(text)} for role, text in said.items() if text is not None]
+            return told[:1], told[1:]
 
 
 def _text(value: Any) -> str:
@@ -169,16 +169,28 @@ def _message(given: JsonObject) -> dict[str, Any]:
         "content": [*thinking, {"type": "text", "text": text}] if thinking else text,
     }
     if calls := given.get("tool_calls"):
-        made["tool_calls"] = [_call(one["id"], **one["function"]) for one in calls]
+        made["tool_calls"] = [_call(one.get("id"), one.get("function") or one.get("custom") or {}) for one in calls]
     return made | {key: given[key] for key in ("tool_call_id",) if key in given}
 
 
-def _call(call_id: str, name: str, arguments: str) -> JsonObject:
-    call: dict[str, Any] = {"id": call_id, "function": name, "type": "function", "arguments": {}}
+def _call(call_id: str | None, function: JsonObject) -> JsonObject:
+    """Return a call as inspect_ai has it. Earlier messages come from agents, so their arguments may be anything.
+
+    >>> given = {}, {"arguments": {"a": 1}}, {"arguments": '{"a": 1%s}' % ("0" * 30)}, {"input": "[1]"}
+    >>> [_call("c", {"name": "f", **one})["arguments"] for one in given]
+    [{}, {'a': 1}, {'a': 1e+30}, {'arguments': [1]}]
+    """
+    call: dict[str, Any] = {
+        "id": call_id or "",
+        "function": str(function.get("name")),
+        "type": "function",
+        "arguments": {},
+    }
+    text = _text(function.get("arguments") or function.get("input") or "")
     try:
-        found = json.loads(arguments)
+        found = orjson.loads(text)
     except ValueError as error:
-        return call | {"parse_error": f"{error}: {arguments}"}
+        return call | {"parse_error": f"{error}: {text}"}
     return call | {"arguments": found if isinstance(found, dict) else {"arguments": found}}
 
 

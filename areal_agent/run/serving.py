@@ -27,7 +27,7 @@ from areal_agent.rollout.worker_client import WorkerSettings
 from areal_agent.rollout.workflow import Workflow
 from areal_agent.run.benchmarks import Benchmark
 from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, TranscriptSettings
-from areal_agent.types import SessionPurpose, Status, Task, Trajectory, TrajectoryGroup, WeightVersion
+from areal_agent.types import Drop, SessionPurpose, Status, Task, Trajectory, TrajectoryGroup, WeightVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +117,16 @@ class Serving:
         specs = sibling_specs(group_id, task, self.config.group_size, self.config.seed)
         ended = await run_all(self.rollouts.run, specs)
         sessions = [session_id for one in ended for session_id in (one.session_id, *one.lost)]
+        await self._drop_roles_of([session_id for one in ended for session_id in one.lost])
         rollouts = [await self.ledger.ask(questions.rollout, session_id) for session_id in sessions]
         trajectories = tuple(one for of_rollout in rollouts for one in of_rollout)
         return TrajectoryGroup(group_id=group_id, task_id=task.id, trajectories=trajectories)
+
+    async def _drop_roles_of(self, lost: Sequence[str]) -> None:
+        """Drop the roles that ended before their rollout was lost: it was rolled out again, with roles of its own."""
+        for session_id in lost:
+            _, *roles = await self.ledger.ask(questions.rollout, session_id)
+            await self.ledger.drop({one.session_id: Drop.ORPHAN for one in roles if one.fate is None})
 
     async def evaluate(
         self,

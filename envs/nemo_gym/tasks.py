@@ -32,7 +32,7 @@ def load(
     if path is None:
         raise ConfigError(f"there is no file for the split {split!r}; give {split}, a JSONL file of the data set")
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{split} is {path!r}, which cannot be read: {error}") from error
     rows = [row_of(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]

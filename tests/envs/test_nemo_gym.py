@@ -147,3 +147,5 @@ def test_what_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             load("train", 0, **{"url": "http://x", "train": str(path), **args})
+    path.write_text(ROW.replace("{", '{"said": "two\u2028lines", ', 1))  # a line ends with \n alone
+    assert len(load("train", 0, url="http://x", train=str(path))) == 1

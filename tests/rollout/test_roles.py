@@ -7,7 +7,7 @@
 4. a role that is being opened when the rollout is cancelled ends with it; one that cannot be opened is `infra`;
 5. advantages are within the role, and a group is flat if every role is; other roles' rewards are metrics of their own;
 6. rollouts are counted, not roles; the groups of an interrupted run go on with all their roles, each trained once.
-7. the ledger finds the roles of a rollout by its name.
+7. the ledger finds the roles of a rollout by its name; those of a lost rollout are dropped.
 """
 
 import asyncio
@@ -15,20 +15,23 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from areal_agent import Reject, Role, RolloutBatch, Status, Task, Trajectory, TrajectoryGroup
 from areal_agent.algorithms.advantages import token_advantages
 from areal_agent.algorithms.config import AlgorithmConfig
+from areal_agent.config import Config
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.errors import LedgerError
 from areal_agent.ledger import questions
 from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import describe_batch
+from areal_agent.rollout.local import EndedRollout
 from areal_agent.rollout.producer import DynamicSampling
 from areal_agent.rollout.runner import RolloutRunner, RolloutSpec
+from areal_agent.run.serving import Serving
 from areal_agent.testing import SANDBOX, MemoryJournal, open_scripted, plain_renderer, play_roles
 from areal_agent.tokens.records import token_records
 from areal_agent.types import SessionPurpose, SessionRecord
@@ -253,6 +256,32 @@ async def test_the_ledger_finds_the_roles_of_a_rollout(tmp_path: Path) -> None:
             await end_rollout(ledger, trajectory(session_id, [0], 1.0, group_id=group_id))
         assert await ledger.ask(questions.roles_of, "g1-1") == ["g1-1/a", "g1-1/black"]
         assert [one.role for one in await ledger.ask(questions.rollout, "g1-1")] == ["", "a", "black"]
+
+
+class LostOnce:
+    """An executor whose first rollout was lost after its role had ended, and was rolled out again."""
+
+    async def run(self, spec: RolloutSpec) -> EndedRollout:
+        return EndedRollout(session_id="g1-0.2", status=Status.COMPLETED, lost=("g1-0",))
+
+
+async def test_roles_of_a_lost_rollout_are_not_compared(tmp_path: Path) -> None:
+    async with open_ledger(tmp_path) as ledger:
+        await begin_rollout(ledger, "g1-0", "g1")
+        await roll_out(ledger, "g1-0/black", "g1/black", [0], Status.COMPLETED, 5.0)
+    async with open_ledger(tmp_path) as ledger:
+        for session_id, group_id in (("g1-0.2", "g1"), ("g1-0.2/black", "g1/black")):
+            await roll_out(ledger, session_id, group_id, [0], Status.COMPLETED, 1.0)
+        config = Config.parse(
+            {"workflow": "m:f", "tasks": "m:f", "group_size": 1, "algorithm": {"advantage": "reinforce_pp"}}
+        )
+        serving = Serving(config=config, ledger=ledger, engine=cast(Any, None), rollouts=cast(Any, LostOnce()))
+        group = await serving.run_group("g1", Task(id="0", data={}))
+        fates = {one.session_id: str(one.fate) for one in group.trajectories if one.fate}
+        assert fates == {"g1-0": "dropped(orphan)", "g1-0/black": "dropped(orphan)"}
+        ready = await make_producer(ledger, Script(), None)._finished(group)
+        assert ready is not None
+        assert [one.session_id for one in ready.trainable] == ["g1-0.2", "g1-0.2/black"]
 
 
 @pytest.mark.parametrize(("role", "is_drawn_again"), [("", True), ("/black", False)])

@@ -71,6 +71,13 @@ def test_the_keys_of_a_file_go_over_the_runs(tmp_path: Path) -> None:
     assert len({spec.seed for spec in specs}) == 6
 
 
+def test_success_is_what_the_file_says_whatever_the_run_calls_one(tmp_path: Path) -> None:
+    for keys, expected in ((KEYS, 1.0), (KEYS | {"eval": KEYS["eval"] | {"success_reward": 2.0}}, 2.0)):
+        config = config_of(tmp_path, "FILE", keys)
+        config = config.model_copy(update={"eval": config.eval.model_copy(update={"success_reward": 5.0})})
+        assert [one.success_reward for one in load_benchmarks(config)] == [expected]
+
+
 def test_it_is_told_before_the_run_starts(tmp_path: Path) -> None:
     config = config_of(tmp_path, "FILE", KEYS, run_dir=str(tmp_path / "run"))
     assert "4 to train on, 0 held out, benchmarks mine (3 tasks x 1);" in Preflight.check(config).summary()
@@ -87,6 +94,8 @@ def test_it_is_told_before_the_run_starts(tmp_path: Path) -> None:
         ("FILE", {"eval": {"num_tasks": 1, "tasks": "none.jsonl"}}, "mine: cannot read 'none.jsonl'"),
         ("FILE", {"workflow": "nowhere:play"}, "workflow: 'nowhere:play' cannot be imported"),
         ("FILE", {"eval": 3}, "mine, whose entry may set max_tokens and num_tasks: "),
+        ("FILE", {"seed": 7}, "mine sets seed, which is one for the whole run; move it into the config"),
+        ("FILE", {"rollout": {"train_roots": "main"}}, "mine sets rollout.train_roots, which is one for the whole run"),
         ("FILE", {"sandbx": {"wall_s": 1}}, "unknown key 'sandbx'; did you mean 'sandbox'?"),
         ("FILE", {"workflow": "envs.terminal.workflow:solve", "sandbox": {"backend": "jail"}}, "needs 'docker'"),
     ],
