@@ -292,7 +292,7 @@ async def _answers(
             attempt += 1
             if result.status not in RETRIED or attempt >= len(earlier) + MAX_ATTEMPTS:
                 done = result.session_id
-        sample = Sample.of(await ledger.trajectory(done))
+        sample = Sample.of(*await ledger.ask(questions.rollout, done))
         counting.add(sample)
         return sample
 

@@ -37,9 +37,11 @@ class Sample:
     is_truncated: bool  # its last answer was ended by the token limit
 
     @classmethod
-    def of(cls, trajectory: Trajectory) -> Self:
+    def of(cls, trajectory: Trajectory, *roles: Trajectory) -> Self:
+        """Describe a rollout by its own trajectory; tokens and turns are also those of its other roles."""
+        every = (trajectory, *roles)
         last = trajectory.turns[-1].completions if trajectory.turns else ()
-        used = ApiUse.of({} if trajectory.turns else trajectory.logged)
+        used = [ApiUse.of({} if one.turns else one.logged) for one in every]
         answer = trajectory.logged.get(ANSWER)
         return cls(
             session_id=trajectory.session_id,
@@ -47,10 +49,10 @@ class Sample:
             status=trajectory.status.value,
             reward=trajectory.rewards.total if trajectory.status is Status.COMPLETED else None,
             answer=None if answer is None else str(answer),
-            num_tokens=trajectory.num_sampled_tokens or used.num_tokens,
-            num_turns=len(trajectory.turns) or used.num_answers,
+            num_tokens=sum(one.num_sampled_tokens for one in every) + sum(one.num_tokens for one in used),
+            num_turns=sum(len(one.turns) for one in every) + sum(one.num_answers for one in used),
             seconds=trajectory.ended_s - trajectory.started_s,
-            is_truncated=used.is_truncated or any(one.finish_reason is FinishReason.LENGTH for one in last),
+            is_truncated=used[0].is_truncated or any(one.finish_reason is FinishReason.LENGTH for one in last),
         )
 
 

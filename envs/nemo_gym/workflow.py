@@ -31,7 +31,8 @@ async def solve(task: dict[str, Any], rollout: Rollout) -> float | None:
         why = judged.get("failure_reason") or judged.get("failure_kind") or "mask_sample"
         raise SandboxError(f"NeMo Gym could not judge the rollout: {why}")
     for name, value in (judged.get("reward_components") or {}).items():
-        rollout.reward(value, name=name)
+        if value is not None:
+            rollout.reward(value, name=name)
     return judged.get("reward")
 
 
