@@ -10,7 +10,7 @@ from areal_agent.sft.config import SftConfig
 from benchmarks.recipes import __main__ as recipes
 
 RECIPES = recipes.read_recipes()
-COMMANDS = {step["command"] for recipe in RECIPES.values() for step in recipe["steps"]}
+COMMANDS = sorted({step["command"] for recipe in RECIPES.values() for step in recipe["steps"]})
 
 
 @pytest.mark.parametrize("command", [one for one in COMMANDS if "--config" in one])
