@@ -1,5 +1,4 @@
-"""docs/recipes.md: its commands can be typed, what it shows is what the runs left, and a run that has ended is not made
-again."""
+"""docs/recipes.md: its commands can be typed, it shows what the runs left, and a completed run is not made again."""
 
 import shlex
 
@@ -14,8 +13,7 @@ COMMANDS = sorted({step["command"] for recipe in RECIPES.values() for step in re
 
 
 @pytest.mark.parametrize("command", [one for one in COMMANDS if "--config" in one])
-def test_the_config_of_every_command_is_valid(command, monkeypatch):
-    monkeypatch.chdir(recipes.ROOT)
+def test_the_config_of_every_command_is_valid(command):
     words = shlex.split(command.replace("\\\n", " "))
     at = words.index("--config")
     config = SftConfig if "areal_agent.sft" in words else Config
@@ -30,9 +28,13 @@ def test_the_page_shows_the_results_of_every_recipe():
     assert recipes.RESULTS.read_text() == recipes.written(results)
 
 
-def test_a_run_that_ended_is_kept_and_a_command_that_fails_ends_it(tmp_path):
-    steps = [{"command": f"mkdir {name} && touch {name}/summary.json", "run": name} for name in ("first", "second")]
+def test_a_completed_run_is_kept_and_a_command_that_fails_ends_it(tmp_path):
+    made = 'mkdir {0} && echo \'{{"status": "completed"}}\' > {0}/summary.json'
+    steps = [{"command": made.format(name), "run": name} for name in ("first", "second")]
     recipes.make({"name": "two", "steps": steps}, None, tmp_path)
     recipes.make({"name": "two", "steps": steps}, None, tmp_path)  # mkdir would fail
+    (tmp_path / "second/summary.json").write_text('{"status": "failed"}')
+    with pytest.raises(SystemExit, match="two: the command failed: mkdir second"):  # it is no result
+        recipes.make({"name": "two", "steps": steps}, None, tmp_path)
     with pytest.raises(SystemExit, match="two: the command failed: mkdir third/fourth"):
         recipes.make({"name": "two", "steps": [{"command": "mkdir third/fourth", "run": "third"}]}, None, tmp_path)

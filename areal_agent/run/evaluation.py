@@ -41,7 +41,6 @@ class Evaluation:
         max_concurrent: int,
     ) -> None:
         self._tasks = tasks
-        self._benchmarks = benchmarks
         self._num_rollouts = len(tasks) + sum(one.num_rollouts for one in benchmarks)
         self._source = source
         self._metrics = metrics
@@ -102,7 +101,7 @@ class Evaluation:
 
         started_s = time.monotonic()
         group_id = f"eval-{label}-{version.incarnation}"
-        report = await self._source.evaluate(self._tasks, self._benchmarks, group_id, count, max_concurrent)
+        report = await self._source.evaluate(self._tasks, group_id, count, max_concurrent)
         self._metrics.evaluated(label, version, report, time.monotonic() - started_s)
         return report
 

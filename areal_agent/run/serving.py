@@ -111,6 +111,7 @@ class Serving:
     ledger: Ledger
     engine: RunningEngine
     rollouts: RolloutExecutor
+    benchmarks: Sequence[Benchmark] = ()
 
     async def run_group(self, group_id: str, task: Task) -> TrajectoryGroup:
         """Roll out the siblings of one task."""
@@ -129,17 +130,12 @@ class Serving:
             await self.ledger.drop({one.session_id: Drop.ORPHAN for one in roles if one.fate is None})
 
     async def evaluate(
-        self,
-        tasks: Sequence[Task],
-        benchmarks: Sequence[Benchmark],
-        group_id: str,
-        on_answer: Callable[[EvalAnswer], None],
-        max_concurrent: int,
+        self, tasks: Sequence[Task], group_id: str, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
     ) -> EvalReport:
-        """Roll out every task once, and those of benchmarks as often as these say, as `<group_id>-<benchmark>`."""
+        """Roll out every task once, and the benchmarks' as often as these say, as `<group_id>-<benchmark>`."""
         seed = self.config.seed
         specs = eval_specs(group_id, tasks, seed)
-        for one in benchmarks:
+        for one in self.benchmarks:
             specs += eval_specs(f"{group_id}-{one.name}", one.tasks, seed, one.samples, one.name)
         slots = asyncio.Semaphore(max_concurrent)
 
@@ -156,7 +152,7 @@ class Serving:
             return EvalReport.of([answer for spec, answer in answers if spec.benchmark == name], success_reward)
 
         own = report(None, self.config.eval.success_reward)
-        return replace(own, benchmarks={one.name: report(one.name, one.success_reward) for one in benchmarks})
+        return replace(own, benchmarks={one.name: report(one.name, one.success_reward) for one in self.benchmarks})
 
 
 def eval_specs(
@@ -207,7 +203,7 @@ async def open_serving(
             if config.rollout.workers
             else _open_here(gateways[0], workflow, ledger, engine)
         )
-        yield Serving(config=config, ledger=ledger, engine=engine, rollouts=rollouts)
+        yield Serving(config=config, ledger=ledger, engine=engine, rollouts=rollouts, benchmarks=benchmarks)
 
 
 def transcript_settings(config: Config, tokenizer: Path) -> TranscriptSettings:

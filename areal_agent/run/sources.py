@@ -50,7 +50,6 @@ from areal_agent.rollout.local import RolloutStats
 from areal_agent.rollout.online import OnlineGateway
 from areal_agent.rollout.producer import DynamicSampling, Producer, RunGroup
 from areal_agent.rollout.tasks import TaskSet
-from areal_agent.run.benchmarks import Benchmark
 from areal_agent.run.preflight import Preflight, make_curriculum
 from areal_agent.run.serving import EvalAnswer, EvalReport, Serving, open_serving
 from areal_agent.staleness import Admission
@@ -113,14 +112,9 @@ class Source(Protocol):
         ...
 
     async def evaluate(
-        self,
-        tasks: Sequence[Task],
-        benchmarks: Sequence[Benchmark],
-        group_id: str,
-        on_answer: Callable[[EvalAnswer], None],
-        max_concurrent: int,
+        self, tasks: Sequence[Task], group_id: str, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
     ) -> EvalReport:
-        """Roll out every task once, and the tasks of benchmarks, at most `max_concurrent` at a time."""
+        """Roll out every task once, and those of the run's benchmarks, at most `max_concurrent` at a time."""
         ...
 
     async def stats(self) -> RolloutStats: ...
@@ -262,14 +256,9 @@ class OwnRollouts:
         await self.producer.settle(is_completed=is_completed)
 
     async def evaluate(
-        self,
-        tasks: Sequence[Task],
-        benchmarks: Sequence[Benchmark],
-        group_id: str,
-        on_answer: Callable[[EvalAnswer], None],
-        max_concurrent: int,
+        self, tasks: Sequence[Task], group_id: str, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
     ) -> EvalReport:
-        return await self.serving.evaluate(tasks, benchmarks, group_id, on_answer, max_concurrent)
+        return await self.serving.evaluate(tasks, group_id, on_answer, max_concurrent)
 
     async def stats(self) -> RolloutStats:
         return await self.serving.rollouts.stats()
@@ -430,12 +419,7 @@ class OnlineRollouts:
         await self.gateway.give_back(self.step)
 
     async def evaluate(
-        self,
-        tasks: Sequence[Task],
-        benchmarks: Sequence[Benchmark],
-        group_id: str,
-        on_answer: Callable[[EvalAnswer], None],
-        max_concurrent: int,
+        self, tasks: Sequence[Task], group_id: str, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
     ) -> EvalReport:
         raise ConfigError("evaluation needs a workflow; with rollout.gateway_url a run has none")
 

@@ -2,8 +2,8 @@
 
     python benchmarks/recipes [NAME ...] [--model FOLDER]
 
-Each recipe's commands run one after the other, as a reader of the page would type them. A run that has ended is not
-repeated, so the whole can be stopped and continued: it takes one and a half hours on two cores. What is shown of a run
+Each recipe's commands run one after the other, as a reader of the page would type them. A run that is completed is not
+repeated, so the whole can be stopped and continued: it takes some two hours on two cores. What is shown of a run
 is kept in results.json, so the page can be written without the others' folders. `--model` is a folder with
 SmolLM2-135M-Instruct for where the hub is out of reach. Extras: `reasoning-gym`, `textarena`.
 """
@@ -41,8 +41,8 @@ What learns, how far, and in how long: commands that were run as they stand here
 of one seed, so read a difference of a few hundredths as noise; the intervals (95%) are those of the held-out tasks
 alone. "Before" is before the last command. The minutes are of all commands, on two cores of an AMD EPYC (AVX2, float32)
 that other programs used as well, and a quiet machine needs fewer. `tiny` is a model of a million parameters, built and
-warm-started at its first use; {HUB} is a real one. `python benchmarks/recipes` makes
-all of them anew and writes this page.
+warm-started at its first use; {HUB} is a real one, read from a folder (`model=`), for
+the hub was out of reach. `python benchmarks/recipes` makes all of them anew and writes this page.
 """
 
 
@@ -110,11 +110,11 @@ def written(results: Mapping[str, Outcome]) -> str:
 
 
 def make(recipe: Mapping[str, Any], model: Path | None, root: Path = ROOT) -> None:
-    """Run the commands whose run has not ended. Exits when one fails."""
-    if (root / recipe["steps"][-1]["run"] / "summary.json").exists():
+    """Run the commands whose run is not completed. Exits when one fails."""
+    if is_completed(root / recipe["steps"][-1]["run"]):
         return
     for step in recipe["steps"]:
-        if "run" in step and (root / step["run"] / "summary.json").exists():
+        if "run" in step and is_completed(root / step["run"]):
             continue
         print(f"$ {step['command']}", flush=True)
         given = f" model={shlex.quote(str(model))}" if model and reads_hub(step["command"]) else ""
@@ -122,12 +122,15 @@ def make(recipe: Mapping[str, Any], model: Path | None, root: Path = ROOT) -> No
             sys.exit(f"{recipe['name']}: the command failed: {step['command']}")
 
 
+def is_completed(run: Path) -> bool:
+    summary = run / "summary.json"
+    return summary.exists() and json.loads(summary.read_text())["status"] == "completed"
+
+
 def reads_hub(command: str) -> bool:
     """Return whether a command's config begins with the model of the hub."""
-    words = shlex.split(command)
-    return (
-        "--config" in words and yaml.safe_load((ROOT / words[words.index("--config") + 1]).read_text())["model"] == HUB
-    )
+    _, has_config, rest = command.partition("--config ")
+    return bool(has_config) and yaml.safe_load((ROOT / rest.split()[0]).read_text())["model"] == HUB
 
 
 def run_command(command: str, root: Path = ROOT) -> bool:

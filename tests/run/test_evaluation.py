@@ -29,7 +29,6 @@ from areal_agent.ledger.files import reading
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.observe.progress import Progress
 from areal_agent.rollout.local import RolloutStats
-from areal_agent.run.benchmarks import Benchmark
 from areal_agent.run.evaluation import Evaluation
 from areal_agent.run.grading import compare, evaluate, resume
 from areal_agent.run.results import RunMetrics
@@ -56,12 +55,7 @@ class SlowSource:
         self.max_concurrent = 0
 
     async def evaluate(
-        self,
-        tasks: Sequence[Task],
-        benchmarks: Sequence[Benchmark],
-        group_id: str,
-        on_answer: Callable[[EvalAnswer], None],
-        max_concurrent: int,
+        self, tasks: Sequence[Task], group_id: str, on_answer: Callable[[EvalAnswer], None], max_concurrent: int
     ) -> EvalReport:
         self.max_concurrent = max_concurrent
         await self.release.wait()
