@@ -218,8 +218,8 @@ async def test_an_evaluation_has_a_log_of_the_package(tmp_path: Path) -> None:
     scores = Scores.of(graded, 1.0)
     assert scores is not None
     path = str(write_inspect_log(folder, config, tasks, graded, scores))
-    (found,) = list_eval_logs(str(folder.path))
-    assert (found.name, found.task) == (Path(path).as_uri(), "sums-eval")
+    (listed,) = list_eval_logs(str(folder.path))
+    assert (listed.name, listed.task) == (Path(path).as_uri(), "sums-eval")
     log = read_eval_log(path)
     assert (log.status, log.eval.model, log.eval.config.epochs, log.eval.model_generate_config.temperature) == (
         *("success", "m", 2, 0.5),
@@ -242,7 +242,8 @@ async def test_an_evaluation_has_a_log_of_the_package(tmp_path: Path) -> None:
     assert (call.function, call.arguments, right.messages[3].tool_call_id) == ("add", {"a": 1}, call.id)
     assert (right.output.completion, right.output.stop_reason) == ("It is 2", "stop")
     assert right.scores is not None and wrong.scores is not None
-    assert {name: one.value for name, one in right.scores.items()} == {"success": "C", "style": 0.25, "reward": 1.0}
+    given = {name: one.value for name, one in right.scores.items()}
+    assert given == {"success": "C", "part/style": 0.25, "reward": 1.0}
     assert (right.scores["success"].answer, wrong.scores["success"].value) == ("It is 2", "I")
     assert right.model_usage["m"].output_tokens == graded[0].num_tokens > 0 < right.model_usage["m"].input_tokens
     assert failed.scores == {} and failed.error is not None and "no tool is called" in failed.error.message
