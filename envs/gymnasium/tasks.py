@@ -17,10 +17,12 @@ def load(
     options: dict[str, Any] | None = None,
     size: int | None = None,
     max_turns: int = 50,
+    no_action: float = 0.0,
 ) -> list[dict[str, Any]]:
     """Return `size` starts of `env`, as `gymnasium.make` takes it (`module:Name-v0` too), with `options` for it.
 
-    `prompt` stands before the first observation: the rules, and how to answer. Raises ConfigError for an environment
+    `prompt` stands before the first observation: the rules, and how to answer. `no_action` is the reward of an answer
+    without an action, where rewards below 0 would make it the better one. Raises ConfigError for an environment
     that there is not, and for one whose actions are neither numbers (`Discrete`) nor texts (`Text`).
     """
     if importlib.util.find_spec("gymnasium") is None:
@@ -40,6 +42,7 @@ def load(
             "prompt": prompt,
             "seed": ((seed * 1_000_003 + index) * 2 + (split == "test")) % 2**31,
             "max_turns": max_turns,
+            "no_action": no_action,
         }
         for index in range(size)
     ]

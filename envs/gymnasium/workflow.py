@@ -28,6 +28,7 @@ async def solve(task: dict[str, Any], rollout: Rollout) -> float:
             action = action_of(env.action_space, message.content or "")
             rollout.log(turns=turn)
             if action is None:
+                total += task["no_action"]
                 text = f"That names no action. {ask_for(env.action_space)}"
                 continue
             seen, reward, is_terminated, is_truncated, _ = await asyncio.to_thread(env.step, action)

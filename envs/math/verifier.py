@@ -1,13 +1,19 @@
 """What a process of processes.py runs to compare answers with math-verify.
 
-An equation whose left side has no unknown, like `2 + 3 = 5`, claims several values: each has to be right. math-verify
-would take the last one, so that `4 = 5` passes for 5. Of `x = 5` the right side is the answer.
+Each side of an equation that has no unknown claims a value, which has to be right: both of `2 + 3 = 5`, the right one of
+`x = 5`. math-verify would take the last side, so that `4 = 5` and `x = 4 = 5` pass for 5.
 """
 
 import re
 
 BOX = re.compile(r"\\boxed\{(.*)\}\s*", re.DOTALL)
 EQUALS = re.compile(r"(?<![<>!:\\])=(?!=)")
+SEVERAL = re.compile(r"[,;]|\b(or|and)\b|\\q?quad")
+"""Stands between equations: `x = 1, y = 2`."""
+SYMBOL = re.compile(
+    r"\\(alpha|beta|[gG]amma|[dD]elta|(var)?epsilon|zeta|eta|(var)?[tT]heta|kappa|[lL]ambda|mu|nu|[xX]i|rho|[sS]igma|tau|"
+    r"(var)?[pP]hi|chi|[pP]si|[oO]mega|ell)(?![a-zA-Z])"
+)
 COMMAND = re.compile(r"\\[a-zA-Z]+")
 
 
@@ -38,7 +44,19 @@ def _claims(said: str, right: str) -> list[str]:
     """Return the values that a text claims, each in a box; the text itself where that is one."""
     box = BOX.fullmatch(said)
     sides = EQUALS.split(box[1]) if box else []
-    has_unknown = bool(sides) and re.search("[a-zA-Z]", COMMAND.sub("", sides[0]))
-    if len(sides) < 2 or has_unknown or EQUALS.search(right):
+    if _has_unknown(sides[0] if sides else ""):
+        sides = [] if SEVERAL.search(said) else [side for side in sides if not _has_unknown(side)]
+    elif len(sides) == 1:
+        sides = []
+    if not sides or EQUALS.search(right):
         return [said]
     return [f"\\boxed{{{side.strip()}}}" for side in sides]
+
+
+def _has_unknown(side: str) -> bool:
+    """Return whether a side of an equation has a letter.
+
+    >>> [_has_unknown(side) for side in (r"\\alpha", "AB", r"\\text{Area}", r"25\\pi", r"\\frac{1}{2}")]
+    [True, True, True, False, False]
+    """
+    return re.search("[a-zA-Z]", COMMAND.sub("", SYMBOL.sub("x", side))) is not None

@@ -48,6 +48,7 @@ def texts(trajectory: Any) -> list[str]:
         (LAKE, ["1", "It is 1.", "2", "1", "2", "2"], 1.0),
         (LAKE, ["1", "2"], 0.0),
         (LAKE | {"max_turns": 2}, ["0", "0"], 0.0),
+        (LAKE | {"max_turns": 2, "no_action": -0.5}, ["left", "0"], -0.5),
         ({"env": "Echo-v0"}, ["yes", "no"], 0.5),
     ],
 )

@@ -42,8 +42,8 @@ def test_the_summary_says_when_a_model_is_on_the_hub(model: str, is_on_the_hub: 
 @pytest.mark.parametrize(
     ("overrides", "is_idle"),
     [
-        ([], True),
-        (["algorithm=ppo"], True),
+        ([], False),
+        (["algorithm.clip_high=0.3"], True),
         (["algorithm.minibatches=2"], False),
         (["algorithm.preset=gspo"], False),
         (["algorithm.preset=gspo", "algorithm.minibatches=1"], True),
