@@ -1,4 +1,4 @@
-"""The set-up of a process (its log, its limits), the child processes of a run, and work that no cancellation may cut.
+"""A process: its log, its limits, its clock; the child processes of a run, and work that no cancellation may cut.
 
 A child is started with a log file, is watched, and never outlives its parent: it holds the read end of a pipe, its
 *lifeline*, whose write end only the parent has. However the parent ends, SIGKILL included, the pipe closes and
@@ -31,6 +31,31 @@ from typing import Any, NoReturn, Self, TypeVar
 from areal_agent.errors import ProcessDied
 
 Result = TypeVar("Result")
+
+
+class TimeOfDay:
+    """The Unix time of a process, in seconds. Where the system's clock is set back, it goes on from where it was.
+
+    >>> system = iter([10.0, 12.0, 5.0, 6.0])
+    >>> now_s = TimeOfDay(lambda: next(system))
+    >>> [now_s() for _ in range(4)]
+    [10.0, 12.0, 12.0, 13.0]
+    """
+
+    def __init__(self, system_s: Callable[[], float]) -> None:
+        self._system_s = system_s
+        self._ahead_s = self._last_s = 0.0
+
+    def __call__(self) -> float:
+        now_s = self._system_s() + self._ahead_s
+        if now_s < self._last_s:
+            self._ahead_s += self._last_s - now_s
+        self._last_s = max(self._last_s, now_s)
+        return self._last_s
+
+
+time_of_day_s = TimeOfDay(time.time)
+"""What records are stamped with, so that none ends before it began."""
 
 LIFELINE_VARIABLE = "AREAL_AGENT_LIFELINE_FD"
 

@@ -10,7 +10,6 @@ caller hangs up.
 
 import asyncio
 import secrets
-import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -28,7 +27,7 @@ from areal_agent.gateway.conversation import Conversation, Translated
 from areal_agent.gateway.draft import Outlet
 from areal_agent.gateway.order import MAX_SEED, Order, Question, SamplingWishes
 from areal_agent.gateway.turn import Exchange, PendingTurn, RunnableTurn, Services, TruncatedTurn, TurnLog, TurnPlan
-from areal_agent.process import hide_keys
+from areal_agent.process import hide_keys, time_of_day_s
 from areal_agent.tokens.forest import Prompt
 from areal_agent.types import (
     MAX_REWARD,
@@ -103,7 +102,7 @@ class StartRequest(Body):
             purpose=self.purpose,
             seed=self.seed,
             key_hash=key_hash(api_key),
-            started_s=time.time(),
+            started_s=time_of_day_s(),
         )
 
 
@@ -235,7 +234,7 @@ class Session:
             await self._place_turn(request, question, ids, first_index=index * num_choices, num_bytes=num_bytes)
             for index, question in enumerate(questions)
         ]
-        return Exchange(answer_id=answer_id, model=request.model, created_s=time.time(), order=request, turns=turns)
+        return Exchange(answer_id=answer_id, model=request.model, created_s=time_of_day_s(), order=request, turns=turns)
 
     async def prompt_ids(self, conversation: Conversation, *, num_bytes: int = 0) -> Sequence[int]:
         """Return the ids of a prompt that is not to be sampled. Raises RequestError for the agent's mistakes."""
@@ -380,7 +379,7 @@ class Session:
             error=error,
             logged=request.logged,
             started_s=self.record.started_s,
-            ended_s=time.time(),
+            ended_s=time_of_day_s(),
             # of those that are in the journal: a full disk may have refused one
             undelivered=tuple(one for one in self.deliveries.undelivered if one in self._log.completion_ids),
         )

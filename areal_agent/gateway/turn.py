@@ -7,7 +7,6 @@ calls that the agent may have read, so that it can go on from there, or as abort
 """
 
 import asyncio
-import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from areal_agent.gateway.conversation import Conversation, num_ignored_fields
 from areal_agent.gateway.draft import Draft, Outlet, Piece, PlainReader, Reading, cut
 from areal_agent.gateway.metrics import Counters
 from areal_agent.gateway.order import Order, Question
+from areal_agent.process import time_of_day_s
 from areal_agent.protocols import Journal, Sampler
 from areal_agent.tokens.forest import Forest, Prompt
 from areal_agent.tokens.formats.base import AnswerDelta, ParsedAnswer
@@ -231,7 +231,7 @@ class TurnLog:
             request_delta=tuple(prompt.new_messages),
             sampling=sampling,
             started_s=started_s,
-            ended_s=time.time(),
+            ended_s=time_of_day_s(),
             fork_reason=fork_reason,
         )
         self._count(turn, choices)
@@ -304,7 +304,7 @@ class PendingTurn:
 
         Raises EngineError when the engine failed or was told to abort; partial answers are recorded even then.
         """
-        started_s = time.time()
+        started_s = time_of_day_s()
         results = [] if self._is_hung_up else self._up_to_calls(await self._sample(outlet))
         if not results or any(result.finish_reason is FinishReason.ABORT for result in results):
             await self._record_aborted(results, started_s)

@@ -7,7 +7,6 @@ in. Every write checks the rules first and returns once it is durable. Read by p
 
 import asyncio
 import sqlite3
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from areal_agent.ledger.encoding import Lease, StepRecord, encode_note, encode_r
 from areal_agent.ledger.files import FileKind, LedgerFiles, Snapshot, require_intact, shard_path, shard_paths
 from areal_agent.ledger.shard import LedgerShard, end_orphans_of, fold, upgrade_shards
 from areal_agent.ledger.writes import Incarnation
+from areal_agent.process import time_of_day_s
 from areal_agent.types import Drop, Rewards, Trajectory
 
 Given = ParamSpec("Given")
@@ -120,7 +120,7 @@ class Ledger:
             writes.begin_incarnation,
             checkpoint_step=checkpoint_step,
             num_orphans_of_shards=len(orphans),
-            now_s=time.time(),
+            now_s=time_of_day_s(),
             at_least=at_least,
         )
 

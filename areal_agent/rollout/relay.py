@@ -9,7 +9,6 @@ ledger get the API's key.
 """
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from areal_agent.gateway.bodies import BodyReader, Limits
 from areal_agent.gateway.metrics import Counters, GatewayStats
 from areal_agent.gateway.server import json_reply, serve_app
 from areal_agent.gateway.session import EndRequest, RewardRequest, StartRequest, outcome_of, with_reward
-from areal_agent.process import hide_keys
+from areal_agent.process import hide_keys, time_of_day_s
 from areal_agent.protocols import Journal
 from areal_agent.rollout.config import OtherModel
 from areal_agent.rollout.local import LocalRollouts, RunnerSettings, open_runner
@@ -191,7 +190,7 @@ class Relay:
             error=told[0],
             logged=told[1],
             started_s=session.record.started_s,
-            ended_s=time.time(),
+            ended_s=time_of_day_s(),
         )
         del self._sessions[session.record.key_hash]
         await self._journal.close_session(trajectory)

@@ -46,7 +46,7 @@ from areal_agent.observe.metrics import (
 )
 from areal_agent.observe.progress import Progress, StepView, advice, time_table
 from areal_agent.observe.trackers import Trackers
-from areal_agent.process import peak_memory_bytes
+from areal_agent.process import peak_memory_bytes, time_of_day_s
 from areal_agent.rollout.config import ALTERED
 from areal_agent.run.serving import EvalAnswer, EvalReport
 from areal_agent.run.sources import Source
@@ -297,7 +297,7 @@ class RunMetrics:
             return
         await self.end_time(version)
         rows = await asyncio.to_thread(read_metrics, self._path)
-        self._uncounted = Uncounted.between(rows, version.step, time.time())
+        self._uncounted = Uncounted.between(rows, version.step, time_of_day_s())
         self._producing.begin()
 
     def end_steps(self) -> None:
@@ -386,7 +386,7 @@ class RunMetrics:
     # ------------------------------------------------------------------ what was counted
 
     def _head(self, kind: RowKind, version: WeightVersion) -> Row:
-        return {"kind": kind.value, "step": version.step, "incarnation": version.incarnation, "time": time.time()}
+        return {"kind": kind.value, "step": version.step, "incarnation": version.incarnation, "time": time_of_day_s()}
 
     async def _since_last(self) -> Row:
         """Return what both sides did since this was called last, and the gauges of now."""

@@ -32,7 +32,7 @@ from areal_agent.observe.curve import draw_losses
 from areal_agent.observe.metrics import MetricsLog, Row, RowKind, evaluation_rows, numbers_of, read_metrics, step_rows
 from areal_agent.observe.progress import Progress, clock_time
 from areal_agent.observe.trackers import TrackedRun, require_installed, start_trackers
-from areal_agent.process import INTERRUPTED_CODE, ended_by_signals, start_logging
+from areal_agent.process import INTERRUPTED_CODE, ended_by_signals, start_logging, time_of_day_s
 from areal_agent.section import one_line
 from areal_agent.sft.config import SftConfig
 from areal_agent.sft.data import Data, load_data
@@ -245,7 +245,7 @@ class SftRun:
         self._note(RowKind.EVALUATION, check.step, {"sft/held_out_loss": check.loss})
 
     def _note(self, kind: RowKind, step: int, metrics: Mapping[str, float]) -> None:
-        row: Row = {"kind": kind, "step": step, "incarnation": 0, "time": time.time(), **metrics}
+        row: Row = {"kind": kind, "step": step, "incarnation": 0, "time": time_of_day_s(), **metrics}
         self._log.append(row)
         self._trackers.log(step, numbers_of(row))
 

@@ -62,7 +62,7 @@ class Machines(Protocol):
         ...
 
     def set_the_clock(self, seconds: float) -> None:
-        """Set the time of day forward."""
+        """Set the time of day forward, or back where it is negative."""
         ...
 
     def processes(self, prefix: str) -> Sequence[SimulatedProcess]:
@@ -169,7 +169,7 @@ def _forbid_saves(machines: Machines, fault: Fault) -> None:
 
 
 def _set_the_clock(machines: Machines, fault: Fault) -> None:
-    machines.set_the_clock(fault.for_s * 60)
+    machines.set_the_clock(fault.for_s * fault.one_of((60, -60)))
 
 
 KINDS: Mapping[str, Strike] = {
@@ -192,7 +192,7 @@ KINDS: Mapping[str, Strike] = {
     "a call of a push hangs": _engine(lambda machines, engine, fault: engine.hang_next(fault.one_of(HANGING, 97))),
     "the ledger's disk is full": _always(_fill_the_disk),
     "no checkpoint can be written": _always(_forbid_saves),
-    "the clock is set forward": _always(_set_the_clock),
+    "the clock is set": _always(_set_the_clock),
 }
 """What may go wrong, for a while where that can be. Cut off is an engine from one program, and both live on."""
 

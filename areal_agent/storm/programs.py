@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
+from openai import AsyncOpenAI
 
 from areal_agent.engine.client import HEALTH_TIMEOUT_S
 from areal_agent.engine.fake import FakeEngine, VirtualClock
@@ -387,17 +388,18 @@ truth_now: list[Truth] = []
 
 
 async def act(task: Any, rollout: Any) -> float | None:
-    """Take one to four turns with tools between them, some in another role; now and then fail as workflows do."""
+    """Take one to four turns over one protocol with tools between them, some in another role; now and then fail."""
     draw = rollout.seed
+    ask = (_by_chat, _by_responses, _by_messages)[(draw >> 40) % 3]
     messages: list[Any] = [{"role": "user", "content": f"{task['id']}: {ASKED}"}]
     other = await rollout.role("other") if (draw >> 32) % 3 == 0 else None
     if other is not None:
         other.reward(float((draw >> 25) % 2))
     for turn in range(1 + draw % 4):
         speaker = rollout if other is None or turn % 2 == 0 else other
-        answer = await speaker.client.chat.completions.create(model=rollout.model, messages=messages)
-        truth_now[0].answered(answer.id)
-        messages += [answer.choices[0].message.to_dict(), {"role": "user", "content": ASKED}]
+        completion_id, text = await ask(speaker.client, rollout.model, messages)
+        truth_now[0].answered(completion_id)
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": ASKED}]
         await asyncio.sleep((draw >> 8) % 7)
         if turn == 1 and (draw >> 16) % 23 == 0:
             raise RuntimeError("a tool broke")
@@ -408,3 +410,20 @@ async def act(task: Any, rollout: Any) -> float | None:
     if (draw >> 16) % 37 == 0:
         return None
     return float((draw >> 24) % 2)
+
+
+async def _by_chat(client: AsyncOpenAI, model: str, messages: Any) -> tuple[str, str]:
+    """Return the id and the text of the answer."""
+    answer = await client.chat.completions.create(model=model, messages=messages)
+    return answer.id, answer.choices[0].message.content or ""
+
+
+async def _by_responses(client: AsyncOpenAI, model: str, messages: Any) -> tuple[str, str]:
+    answer = await client.responses.create(model=model, input=messages)
+    return answer.id, answer.output_text
+
+
+async def _by_messages(client: AsyncOpenAI, model: str, messages: Any) -> tuple[str, str]:
+    asked = {"model": model, "messages": messages, "max_tokens": CONTEXT_TOKENS}
+    answer = await client.post("/messages", body=asked, cast_to=dict[str, Any])
+    return answer["id"], "".join(part["text"] for part in answer["content"])

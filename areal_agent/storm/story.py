@@ -70,7 +70,7 @@ SETTINGS = {
     "steps": 10**6,
     "batch_size": 2,
     "group_size": 2,
-    "eval": {"num_tasks": 0},
+    "eval": {"num_tasks": 2},
     "rollout": {"workers": 2, "max_concurrent": 12, "timeout_s": 120, "max_failed_groups": 1000},
     "engine": {"num_servers": 2, "max_context_tokens": programs.CONTEXT_TOKENS, "wait_s": 300},
     "trainer": {"transfer": "disk", "checkpoint_every": CHECKPOINT_EVERY},
@@ -82,6 +82,7 @@ VARIED = {
     "trainer.async_save": (False, True),
     "max_staleness": (0, 1, 2, 4),
     "straggler": ("wait", "drop", "mask"),
+    "eval.every": (0, 3),
 }
 """What differs from story to story."""
 NUM_TASKS = 50
@@ -161,6 +162,7 @@ class Story:
         tasks.write_bytes(b"\n".join(orjson.dumps({"id": str(number)}) for number in range(NUM_TASKS)))
         files = {"model": str(model), "tasks": str(tasks), "run_dir": str(folder / "run")}
         settings, varied = settings_of(seed)
+        settings["eval"]["tasks"] = str(tasks)
         self._config = Config.parse({**settings, **files, "seed": seed})
         self.truth = Truth(max_staleness=self._config.max_staleness)
         programs.truth_now[:] = [self.truth]
@@ -283,6 +285,8 @@ class Story:
             await run.train_step(batch)
             await run.push()
             self.num_steps = run.step
+            if run_loop.is_evaluation_due(run):
+                run.evaluate_beside()
             if run.step % CHECKPOINT_EVERY == 0:
                 await run.save()
 
