@@ -47,10 +47,9 @@ OVERRIDDEN = (
 ENDS = ("finish_reason", "stop_reason", "status")
 CUT_OFF = ("length", "max_tokens", "incomplete")
 """What the APIs say of an answer that reached its limit."""
-CHAT = "chat/completions"
-REFUSED = {401: "does not take the key", 402: "wants to be paid", 404: "does not have this model, or no chats"}
-"""Answers to a chat that every later one would get, too."""
-FAILED = (401, 402, 408, 409, 429)
+REFUSED = {401: "does not take the key", 402: "wants to be paid", 404: "does not have this model, or not this call"}
+"""Answers to a call for an answer that every later one would get, too."""
+FAILED = (401, 402, 403, 408, 409, 429)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,14 +70,15 @@ class ApiUse:
         """
         calls = [one for one in _calls(logged) if one.get("status") == 200 and "error" not in one]
         answers = [list(_objects(one.get("answer"))) for one in calls]
-        usages = [[one.get("usage") or {} for one in objects] for objects in answers]
-        tokens = [[one.get("completion_tokens") or one.get("output_tokens") or 0 for one in given] for given in usages]
+        usages = [[one["usage"] for one in objects if isinstance(one.get("usage"), dict)] for objects in answers]
+        tokens = [[one.get("completion_tokens") or one.get("output_tokens") for one in given] for given in usages]
         last = answers[-1] if answers else []
-        parts = [part for one in last for part in (one, *(one.get("choices") or ()))]
+        choices = [one["choices"] for one in last if isinstance(one.get("choices"), list)]
+        parts = [*last, *(one for given in choices for one in given if isinstance(one, dict))]
         return cls(
             ids=frozenset(one["id"] for objects in answers for one in objects if isinstance(one.get("id"), str)),
             num_answers=len(calls),
-            num_tokens=sum(max(given, default=0) for given in tokens),
+            num_tokens=sum(max((one for one in given if isinstance(one, int)), default=0) for given in tokens),
             is_truncated=any(part.get(name) in CUT_OFF for part in parts for name in ENDS),
         )
 
@@ -216,7 +216,7 @@ class Relay:
         except openai.APIConnectionError as error:
             raise self._failed(f"gave no answer: {error.__cause__ or error}") from None
         status = response.status_code
-        if path == CHAT and status in REFUSED and not self.failing.done():
+        if path in MAX_TOKENS and status in REFUSED and not self.failing.done():
             self.failing.set_result(ConfigError(self._refusal(status)))
         if _has_failed(status):
             raise self._failed(f"answered {status}: {response.text}")

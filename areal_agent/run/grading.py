@@ -36,7 +36,7 @@ from areal_agent.run.preflight import Preflight
 from areal_agent.run.results import RunStatus
 from areal_agent.run.scores import Comparison, Sample, Scores, success_by_task, tags_of
 from areal_agent.run.serving import open_serving
-from areal_agent.types import SessionPurpose, Status, Task, WeightVersion
+from areal_agent.types import JsonObject, SessionPurpose, Status, Task, WeightVersion
 
 Result = TypeVar("Result")
 RESULTS = "results.json"
@@ -47,6 +47,8 @@ MAX_ATTEMPTS = 3
 RETRIED = (Status.INFRA, Status.ORPHAN, Status.CANCELLED)
 """How a rollout ends that another attempt may end better."""
 MAX_SHOWN = 10  # tasks of a comparison
+SETTINGS = ("workflow", "tasks", "samples", "temperature", "max_tokens", "success_reward", "seed")
+"""What two evaluations should have in common. A comparison names what differs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,17 +95,22 @@ def resume(folder: Path, overrides: Sequence[str]) -> int:
 
 
 def _evaluate(preflight: Preflight, num_samples: int) -> int:
-    config, folder = preflight.config, preflight.folder
     if not preflight.eval_tasks:
         raise ConfigError("eval.num_tasks is 0: there is nothing to evaluate")
     try:
-        samples = asyncio.run(_sampled(preflight, num_samples))
+        _report(preflight, num_samples, asyncio.run(_sampled(preflight, num_samples)))
     except KeyboardInterrupt:
-        print(f"interrupted; go on with: python -m areal_agent.eval --resume {folder.path}")
+        print(f"interrupted; go on with: python -m areal_agent.eval --resume {preflight.folder.path}")
         return INTERRUPTED_CODE
+    return 0
+
+
+def _report(preflight: Preflight, num_samples: int, samples: Sequence[Sample]) -> None:
+    """Write what an evaluation leaves, and print its figures. Raises RolloutsFailing where nothing was graded."""
+    config, folder = preflight.config, preflight.folder
     success = config.eval.success_reward
     scores = Scores.of(samples, success)
-    api = config.eval.api
+    api, source = config.eval.api, config.eval.tasks or config.tasks
     model = api.model if api else config.model
     summary = {
         "status": "failed" if scores is None else "completed",
@@ -113,18 +120,21 @@ def _evaluate(preflight: Preflight, num_samples: int) -> int:
         "num_tasks": len(preflight.eval_tasks),
         "num_failed": sum(one.reward is None for one in samples),
     }
-    folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
     if scores is None:
+        folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))
         raise RolloutsFailing(f"every rollout failed; the causes are in {folder.logs / 'main.log'}")
     by_tag = _by_tag(preflight.eval_tasks, samples, success)
     results = {
         "model": model,
         "url": api.url if api else None,
         "has_token_records": api is None,
+        "workflow": config.workflow,
+        "tasks": source and source.model_dump(mode="json", exclude_defaults=True),
         "samples": num_samples,
         "temperature": config.rollout.temperature,
         "max_tokens": config.rollout.max_tokens,
         "success_reward": success,
+        "seed": config.seed,
         "scores": scores.as_json(),
         "by_tag": {tag: one.as_json() for tag, one in by_tag.items()},
         "answers": [asdict(one) for one in samples],
@@ -137,8 +147,8 @@ def _evaluate(preflight: Preflight, num_samples: int) -> int:
     rows = f"{ROWS}, " if has_rows else ""
     log = write_inspect_log(folder, config, preflight.eval_tasks, samples, scores)
     kept = "every call; an API gives no token records" if api else "every token"
+    folder.summary.write_bytes(orjson.dumps(summary, option=orjson.OPT_INDENT_2))  # the last: it says `completed`
     print(f"in {folder.path}: {RESULTS}, {rows}{log.name} for inspect_ai, summary.json, and the ledger with {kept}")
-    return 0
 
 
 def _write_rows(path: Path, tasks: Sequence[Task], samples: Sequence[Sample], success: float) -> bool:
@@ -171,6 +181,7 @@ class _Counting:
     """Shows how many samples are done, and what they score so far."""
 
     def __init__(self, progress: Progress, num_all: int, success: float) -> None:
+        self.note = progress.note
         self._progress = progress
         self._num_all = num_all
         self._success = success
@@ -280,10 +291,12 @@ async def _answers(
         for one in (Slot(task=task, number=number, sample=sample) for sample in range(num_samples))
     }
     ended = await ledger.ask(questions.eval_endings)
+    own = [one for one in ended if "/" not in one]  # not those of other roles
+    if kept := sum(ended[one] not in RETRIED for one in own):
+        counting.note(f"{kept} answers are kept from before")
 
     async def answer_of(first: RolloutSpec) -> Sample:
         slot = slots[first.session_id]
-        own = [one for one in ended if "/" not in one]  # not those of other roles
         earlier = [one for one in own if one == slot.session_id or one.startswith(f"{slot.session_id}-r")]
         done = next((one for one in earlier if ended[one] not in RETRIED), None)
         attempt = len(earlier)
@@ -305,9 +318,14 @@ def compare(one: Path, other: Path) -> str:
     comparison = Comparison.of(first.shares, second.shares)
     if comparison is None:
         raise ConfigError(f"--compare: {str(one)!r} and {str(other)!r} have no task in common; evaluate the same tasks")
-    lines = [
-        f"{folder}: pass@1 {found.pass_at_1:.3f}  {found.model}"
-        for folder, found in zip((one, other), (first, second), strict=True)
+    both = (one, first), (other, second)
+    lines = [f"{folder}: pass@1 {found.pass_at_1:.3f}  {found.model}" for folder, found in both]
+    names = [name for name in first.settings if first.settings[name] != second.settings.get(name)]
+    lines += [f"they differ in {name}: {first.settings[name]} / {second.settings.get(name)}" for name in names]
+    lines += [
+        f"only {comparison.num_tasks} of the {len(found.shares)} tasks in {folder} are compared"
+        for folder, found in both
+        if len(found.shares) > comparison.num_tasks
     ]
     num_better = sum(after > before for _, before, after in comparison.changed)
     lines += [
@@ -328,6 +346,7 @@ class _Results:
     model: str
     pass_at_1: float
     shares: Mapping[str, float]  # of each task's samples that are a success
+    settings: JsonObject
 
 
 def _results_in(folder: Path) -> _Results:
@@ -338,6 +357,7 @@ def _results_in(folder: Path) -> _Results:
             model=str(found["model"]),
             pass_at_1=float(found["scores"]["pass_at_1"]["mean"]),
             shares=success_by_task(samples, float(found["success_reward"])),
+            settings={name: found.get(name) for name in SETTINGS},
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(

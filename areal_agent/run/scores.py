@@ -19,7 +19,7 @@ Z = 1.96
 ANSWER = "answer"
 """What a workflow logs (`rollout.log(answer=...)`) so that answers can be put to the vote."""
 MIN_SIDE = 1e-9
-"""The smallest standard error that counts as one."""
+"""The smallest standard error, or share, that counts as one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,25 +58,28 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
-    """A mean and its 95% interval. With a single task there is no interval: both ends are the mean."""
+    """A mean and its 95% interval."""
 
     mean: float
     low: float
     high: float
 
     @classmethod
-    def of_share(cls, by_task: Sequence[float]) -> Self:
-        """Estimate the mean of a share from each task's own, [n] in 0..1.
+    def of_share(cls, by_task: Sequence[float], num_samples: int | None = None) -> Self:
+        """Estimate the mean of a share from each task's own, [n] in 0..1, which are of so many samples in all (n).
 
         Tasks are drawn, and samples of one task are alike, so the standard error is that of the tasks' means, clustered
         by task: SE = sd / sqrt(n) (Miller, arXiv 2411.00640). The interval is Wilson's (1927) with the
-        effective number of samples p (1 - p) / SE^2, which stays within 0..1 and has a width at p = 0 and 1, too.
+        effective number of samples p (1 - p) / SE^2, which stays within 0..1 and has a width at p = 0 and 1, too. They
+        count for no more than there are, for few tasks that happen to be alike prove little.
 
         >>> Estimate.of_share([1.0, 1.0, 0.0, 1.0]).mean
         0.75
         """
         mean, error = fmean(by_task), _error(by_task)
-        number = mean * (1 - mean) / error**2 if error > MIN_SIDE else float(len(by_task))
+        number = float(max(len(by_task), num_samples or 0) if MIN_SIDE < mean < 1 - MIN_SIDE else len(by_task))
+        if error > MIN_SIDE:
+            number = min(number, mean * (1 - mean) / error**2)
         middle = (mean + Z**2 / (2 * number)) / (1 + Z**2 / number)
         half = Z / (1 + Z**2 / number) * math.sqrt(mean * (1 - mean) / number + Z**2 / (4 * number**2))
         return cls(mean=mean, low=max(0.0, middle - half), high=min(1.0, middle + half))
@@ -86,6 +89,17 @@ class Estimate:
         """Estimate the mean of numbers that are one a task, [n], by their standard error."""
         mean, half = fmean(by_task), Z * _error(by_task)
         return cls(mean=mean, low=mean - half, high=mean + half)
+
+    @classmethod
+    def of_difference(cls, by_task: Sequence[float]) -> Self:
+        """Estimate the mean of differences between two shares, one a task, [n] in -1..1.
+
+        The interval is that of the n differences and two more, 1 and -1 (Bonett and Price 2012, "Adjusted Wald
+        confidence interval for a difference of binomial proportions based on paired data"), so that a few tasks that
+        all changed, or all did not, are not taken for certainty.
+        """
+        wider = cls.of_mean([*by_task, 1.0, -1.0])
+        return cls(mean=fmean(by_task), low=max(-1.0, wider.low), high=min(1.0, wider.high))
 
     def __str__(self) -> str:
         return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
@@ -135,7 +149,7 @@ class Scores:
         return cls(
             num_tasks=len(by_task),
             num_samples=len(graded),
-            pass_at_1=Estimate.of_share([fmean(of) for of in right.values()]),
+            pass_at_1=Estimate.of_share([fmean(of) for of in right.values()], len(graded)),
             pass_at={
                 k: fmean(pass_at_k(len(of), sum(of), k) for of in right.values() if len(of) >= k)
                 for k in {*ks, most} - {1}
@@ -192,8 +206,8 @@ def _majority(by_task: Mapping[str, Sequence[Sample]], success_reward: float) ->
 
 def tags_of(task: Task) -> tuple[str, ...]:
     """Return the tags of a task: `tags` (a text or a list) of its data or metadata."""
-    given: Any = task.data.get("tags", task.metadata.get("tags", ()))
-    return (given,) if isinstance(given, str) else tuple(str(one) for one in given)
+    given: Any = task.data.get("tags", task.metadata.get("tags"))
+    return tuple(map(str, given)) if isinstance(given, list | tuple) else () if given is None else (str(given),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +229,7 @@ class Comparison:
             return None
         moved = sorted(((task, one[task], other[task]) for task in both), key=lambda row: -abs(row[2] - row[1]))
         return cls(
-            difference=Estimate.of_mean([other[task] - one[task] for task in both]),
+            difference=Estimate.of_difference([other[task] - one[task] for task in both]),
             num_tasks=len(both),
             changed=[row for row in moved if row[1] != row[2]],
         )

@@ -161,8 +161,8 @@ def _shared(metrics: Path) -> str | None:
     )
     if not shared:
         return None
-    places = f"{tokens - shared:,} positions, {repeated:,} of them computed twice"
-    return f"step {steps[-1]['step']}: {tokens:,} tokens in {places}"
+    again = f", {repeated:,} computed twice" if repeated else ""
+    return f"step {steps[-1]['step']} was trained on {tokens:,} tokens; branches shared {shared:,} of them{again}"
 
 
 def _chosen(snapshot: Snapshot, args: Namespace) -> tuple[int, Mapping[str, Sequence[RolloutSummary]]]:

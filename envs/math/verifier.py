@@ -1,6 +1,6 @@
 """What a process of processes.py runs to compare answers with math-verify.
 
-Each side of an equation that has no unknown claims a value, which has to be right: both of `2 + 3 = 5`, the right one of
+Each side of an equation that has no unknown claims a value, which has to be right: both of `2 + 3 = 5`, the second of
 `x = 5`. math-verify would take the last side, so that `4 = 5` and `x = 4 = 5` pass for 5.
 """
 

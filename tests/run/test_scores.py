@@ -53,6 +53,21 @@ def test_the_interval_is_wilsons_with_the_samples_that_tasks_are_worth() -> None
     assert 0.8 < certain.low < 0.9
 
 
+@pytest.mark.parametrize("shares", [[0.5, 0.75], [0.5, 0.5, 0.51], [0.5, 0.5], [0.49, 0.51] * 5])
+def test_tasks_that_happen_to_be_alike_prove_no_more_than_their_samples(shares: list[float]) -> None:
+    num_samples = 4 * len(shares)
+    found, independent = Estimate.of_share(shares, num_samples), sum(shares) / len(shares)
+    half = 1.96 * math.sqrt(independent * (1 - independent) / (num_samples + 1.96**2))
+    assert found.high - found.low > 1.9 * half
+
+
+def test_few_tasks_that_changed_alike_are_no_certainty() -> None:
+    for differences, is_positive in (([1.0], False), ([1.0] * 3, False), ([1.0] * 20, True), ([0.0] * 5, False)):
+        found = Estimate.of_difference(differences)
+        assert -1.0 <= found.low < found.mean <= found.high <= 1.0 or found.mean == 0.0 < found.high == -found.low
+        assert (found.low > 0.0) is is_positive
+
+
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
 def test_an_interval_holds_its_mean_and_is_a_share(shares: list[float]) -> None:
     found = Estimate.of_share(shares)
@@ -93,10 +108,11 @@ def test_two_evaluations_are_compared_task_by_task() -> None:
     comparison = Comparison.of(before, {"a": 1.0, "b": 0.5, "other": 1.0})
     assert comparison is not None
     assert (comparison.num_tasks, comparison.difference.mean, comparison.changed) == (2, 0.5, [("a", 0.0, 1.0)])
-    assert comparison.difference.high == pytest.approx(0.5 + 1.96 * 0.5)
+    assert comparison.difference.high == 1.0 and comparison.difference.low < 0.0
     assert Comparison.of(before, {"other": 1.0}) is None
 
 
 def test_tags_are_of_the_data_or_the_metadata() -> None:
     tasks = Task(id="a", data={"tags": ["x", 2]}), Task(id="b", data={}, metadata={"tags": "y"}), Task(id="c", data={})
     assert [tags_of(task) for task in tasks] == [("x", "2"), ("y",), ()]
+    assert [tags_of(Task(id="d", data={"tags": given})) for given in (None, 5)] == [(), ("5",)]
