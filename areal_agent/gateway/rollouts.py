@@ -5,6 +5,7 @@ A session is kept while it is open and for a while after. Of older ones, and tho
 session's key gives access to that session only.
 """
 
+import asyncio
 import contextlib
 import hmac
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from areal_agent.gateway.session import (
 from areal_agent.gateway.sessions import Sessions, Traffic
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
+from areal_agent.process import uninterrupted
 from areal_agent.protocols import Journal
 from areal_agent.tokens.records import token_records
 from areal_agent.types import SessionPurpose, SessionRecord, Status, Trajectory
@@ -146,24 +148,33 @@ class RolloutCalls:
                 param="group_size",
                 code="unsupported_parameter",
             )
-        self.sessions.require_free(start.session_id)
         api_key = new_key()
         record = start.record(api_key)
         session = self.make_session(record, start)
+        try:
+            await uninterrupted(self._open(session, start))
+        except asyncio.CancelledError:  # its client hung up: the journal has the session, and nobody has its key
+            if self.sessions.with_id(record.id) is session and session.state is SessionState.OPEN:
+                await session.end(EndRequest(status=Status.CANCELLED, error="its client hung up before it had the key"))
+            raise
+        origin = str(request.url.origin())  # the address that this caller reached us by
+        return json_reply(
+            StartedSession(session_id=record.id, api_key=api_key, base_url=f"{origin}/v1", anthropic_base_url=origin)
+        )
+
+    async def _open(self, session: Session, start: StartRequest) -> None:
+        """Count, admit and journal a session; if any of that fails, it never was."""
+        self.sessions.require_free(session.record.id)
         with contextlib.ExitStack() as undo:
-            self.traffic.enter(record.id)
-            undo.callback(self.traffic.leave, record.id)
+            self.traffic.enter(session.record.id)
+            undo.callback(self.traffic.leave, session.record.id)
             if self.consumer is not None and start.purpose is SessionPurpose.TRAIN:
                 self.consumer.admit(start.session_id, start.group_id, start.group_size)
                 undo.callback(self.consumer.withdraw, start.session_id)
             self.sessions.add(session)
             undo.callback(self.sessions.remove, session)
-            await self.journal.open_session(record)
+            await self.journal.open_session(session.record)
             undo.pop_all()
-        origin = str(request.url.origin())  # the address that this caller reached us by
-        return json_reply(
-            StartedSession(session_id=record.id, api_key=api_key, base_url=f"{origin}/v1", anthropic_base_url=origin)
-        )
 
     async def set_reward(self, request: web.Request) -> web.Response:
         """Accept a reward while the session is open; with a trainer, until its trajectory is leased or dropped."""

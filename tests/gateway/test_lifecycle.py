@@ -7,7 +7,7 @@
 - a client that hangs up while its answer is sent causes no error, neither counted nor logged
 - the end of a session aborts what is in flight and keeps its partial answer, masked from training
 - an engine that does not answer an abort does not block the end; an engine that aborts by itself is an engine error
-- a session that the journal fails to open does not remain
+- a session that the journal fails to open does not remain; one whose client hangs up before it has the key is ended
 - failures of engine, journal and route are error objects
 - closing twice is harmless; a tokenizer of another model is refused
 """
@@ -32,7 +32,7 @@ from areal_agent.gateway.session import EndRequest, Session, StartRequest
 from areal_agent.gateway.turn import Services
 from areal_agent.tokens.records import token_records
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import FinishReason, PauseMode
+from areal_agent.types import FinishReason, PauseMode, SessionRecord, Status
 from tests import histories
 
 from .conftest import MemoryJournal, OpenAgent, OpenWorld
@@ -143,6 +143,28 @@ async def test_an_end_without_partial_tokens_has_no_turn(open_agent: OpenAgent) 
     call = await agent.under_way(agent.post_chat())
     assert (await agent.end())[1]["num_turns"] == 0
     assert (await call)[0] == 409
+
+
+class SlowToOpen(MemoryJournal):
+    async def open_session(self, session: SessionRecord) -> None:
+        self.is_writing.set()
+        await self.may_write.wait()
+        await super().open_session(session)
+
+
+async def test_hanging_up_on_the_start_ends_the_session(open_world: OpenWorld) -> None:
+    journal = SlowToOpen()
+    world = await open_world(journal=journal)
+    journal.may_write.clear()
+    starting = asyncio.create_task(world.start(session_id="s"))
+    await journal.is_writing.wait()
+    await hang_up(starting)
+    assert (await world.call("/rl/end_session", {}))[0] == 403  # the gateway has heard of it meanwhile
+    journal.may_write.set()
+    assert (await world.call("/rl/start_session", {"task_id": "t", "session_id": "s"}))[0] == 409
+    await journal.has_closed.wait()
+    assert journal.closed["s"].status is Status.CANCELLED
+    assert world.gateway.stats().num_open_sessions == 0
 
 
 async def test_hanging_up_on_the_end_does_not_stop_it(open_agent: OpenAgent) -> None:
