@@ -15,10 +15,19 @@ PERIOD_US = 20_000
 
 def cpu_ns(pid: int) -> int:
     """Return the CPU time of a process since its start, without threads that have ended."""
+    return _scheduled(pid, 0)
+
+
+def waited_ns(pid: int) -> int:
+    """Return how long its threads could have run and had no core: on an idle machine next to nothing."""
+    return _scheduled(pid, 1)
+
+
+def _scheduled(pid: int, column: int) -> int:
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(FileNotFoundError, ProcessLookupError):
-            total += int((task / "schedstat").read_text().split()[0])
+            total += int((task / "schedstat").read_text().split()[column])
     return total
 
 
