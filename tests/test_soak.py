@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.slow
-def test_a_small_soak_finds_nothing(tmp_path):
+def test_a_small_soak_finds_nothing(tmp_path: Path) -> None:
     options = ["--minutes", "0.1", "--sessions", "20", "--turns", "4", "--turns-per-s", "20", "--fuzz", "200"]
     command = [sys.executable, "benchmarks/soak", "--out", str(tmp_path / "soak"), *options]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
@@ -26,7 +26,7 @@ def test_a_small_soak_finds_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("a_sample_more", [0.0, 1.0])
-def test_what_grows_is_told_from_what_is_flat(a_sample_more):
+def test_what_grows_is_told_from_what_is_flat(a_sample_more: float) -> None:
     numbers = range(2 * MIN_SAMPLES)
     figures = [{WAITED: 0.0} | {name: 100 + a_sample_more * 10 * number for name in LIMITS} for number in numbers]
     judged = growth([Sample(float(number), one, {}) for number, one in enumerate(figures)])

@@ -42,6 +42,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from areal_agent.engine.wire import control
 from areal_agent.process import ENDING_WITH_US
 from areal_agent.rollout.online import OnlineGateway
+from areal_agent.types import WeightVersion
 from benchmarks.gateway import model
 from benchmarks.gateway.meter import cpu_ns, resident_bytes, waited_ns
 from benchmarks.soak.engine import ANSWER_S
@@ -117,7 +118,9 @@ class Servers:
     async def push(self) -> None:
         """Give the next version to all engines that are there."""
         self.step += 1
-        body = control.DiskUpdate(model_path="weights", weight_version=f"1:{self.step}").encode()
+        body = control.DiskUpdate(
+            model_path="weights", weight_version=WeightVersion(incarnation=1, step=self.step)
+        ).encode()
         async with aiohttp.ClientSession(trust_env=False) as http:
             for _, port in self.engines:
                 with contextlib.suppress(aiohttp.ClientError):
