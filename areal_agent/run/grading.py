@@ -320,8 +320,12 @@ def compare(one: Path, other: Path) -> str:
         raise ConfigError(f"--compare: {str(one)!r} and {str(other)!r} have no task in common; evaluate the same tasks")
     both = (one, first), (other, second)
     lines = [f"{folder}: pass@1 {found.pass_at_1:.3f}  {found.model}" for folder, found in both]
-    names = [name for name in first.settings if first.settings[name] != second.settings.get(name)]
-    lines += [f"they differ in {name}: {first.settings[name]} / {second.settings.get(name)}" for name in names]
+    common = [name for name in first.settings if name in second.settings]
+    lines += [
+        f"they differ in {name}: {first.settings[name]} / {second.settings[name]}"
+        for name in common
+        if first.settings[name] != second.settings[name]
+    ]
     lines += [
         f"only {comparison.num_tasks} of the {len(found.shares)} tasks in {folder} are compared"
         for folder, found in both
@@ -357,7 +361,7 @@ def _results_in(folder: Path) -> _Results:
             model=str(found["model"]),
             pass_at_1=float(found["scores"]["pass_at_1"]["mean"]),
             shares=success_by_task(samples, float(found["success_reward"])),
-            settings={name: found.get(name) for name in SETTINGS},
+            settings={name: found[name] for name in SETTINGS if name in found},
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
