@@ -22,6 +22,10 @@ BOXED = r"\boxed{"
 SPACED_BOX = re.compile(r"\\boxed\s+\{")
 THIN_SPACE = re.compile(r"(?<=\d)\\[,!;: ](?=\d{3}(?!\d))")
 """A space of LaTeX between thousands: `12\\,345`."""
+JOINED = re.compile(r"(?:[ \t,;$&]|\\[,;:! ()]|\\q?quad|\\text\{ *(?:and|or) *\}|\b(?:and|or)\b)*$")
+"""Stands between the boxes of one answer: `\\boxed{1}, \\boxed{2} and \\boxed{3}`."""
+MAX_JOINED = 40
+"""The longest of it, in characters."""
 
 
 @asynccontextmanager
@@ -62,8 +66,12 @@ class Judge:
 def final_answer(said: str) -> str:
     r"""Return what is judged of a text, thoughts left out: the last box, or else the last line or displayed formula.
 
+    Boxes with a comma, "and" or "or" between them are one answer.
+
     >>> final_answer(r"<think>\boxed{1}</think> First \boxed{2}, so \boxed{\frac{1}{2}}.")
     '\\boxed{\\frac{1}{2}}'
+    >>> final_answer(r"First \boxed{5}. It is $\boxed{1}$ or $\boxed{x^{2}}$.")
+    '\\boxed{1, x^{2}}'
     >>> final_answer("Half of it.\nThe final answer is 1/2\n")
     'The final answer is 1/2'
     >>> final_answer("So it is\n$$\n\\frac{1}{2}\n$$"), final_answer(r"<think>\boxed{1}")
@@ -75,12 +83,27 @@ def final_answer(said: str) -> str:
         return text[max(text.rfind("$$", 0, -2), text.rfind(r"\["), 0) :].replace("\n", " ")
     if start < 0:
         return text.rpartition("\n")[2]
-    depth = 0
-    for place in range(start + len(BOXED) - 1, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
+    end = _partner(text, start + len(BOXED) - 1)
+    if end is None:
+        return ""  # a box that is never closed
+    inside = [text[start + len(BOXED) : end]]
+    while (joined := JOINED.search(text, max(0, start - MAX_JOINED), start)) and joined.start() > 0:
+        opening = _partner(text, joined.start() - 1) if text[joined.start() - 1] == "}" else None
+        if opening is None or not text.endswith(BOXED, 0, opening + 1):
+            break
+        inside.insert(0, text[opening + 1 : joined.start() - 1])
+        start = opening + 1 - len(BOXED)
+    return f"{BOXED}{', '.join(dict.fromkeys(inside))}}}"
+
+
+def _partner(text: str, place: int) -> int | None:
+    """Return where the brace at `place` has its partner; None where there is none."""
+    depth, step = 0, 1 if text[place] == "{" else -1
+    for other in range(place, len(text) if step == 1 else -1, step):
+        depth += {"{": 1, "}": -1}.get(text[other], 0)
         if depth == 0:
-            return text[start : place + 1]
-    return ""  # a box that is never closed
+            return other
+    return None
 
 
 def expected_answer(right: str) -> str:
