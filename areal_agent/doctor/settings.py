@@ -126,10 +126,10 @@ async def _packages(config: Config) -> str:
 
 
 async def _algorithm(config: Config) -> str:
-    """Check that a user's own advantage and loss can be imported, and say if the clip changes nothing."""
+    """Check that a user's own advantage and loss can be imported, and say if a clip that is set changes nothing."""
     import_own_functions(config.algorithm)
     own = (name for name in (config.algorithm.advantage, config.algorithm.loss) if is_import_path(name))
-    return "; ".join(text for text in (", ".join(own), idle_clip(config)) if text)
+    return "; ".join(text for text in (f"preset {config.algorithm.preset}", ", ".join(own), idle_clip(config)) if text)
 
 
 async def _teacher(config: Config) -> str:
