@@ -15,11 +15,11 @@ INSTALL = "pip install 'verifiers>=0.3.1,<0.4'"
 
 
 def require_verifiers() -> None:
-    """Raise ConfigError where verifiers is not installed, or is a version without `load_environment(name)`."""
+    """Raise ConfigError where verifiers is not installed, or is not 0.3, which has environments and tasksets."""
     if importlib.util.find_spec("verifiers") is None:
         raise ConfigError(f"the package 'verifiers' is missing; {INSTALL}")
     if importlib.util.find_spec("verifiers.legacy") is None:
-        raise ConfigError(f"this version of verifiers cannot load environments by name; {INSTALL}")
+        raise ConfigError(f"this version of verifiers is not the one that was tried; {INSTALL}")
 
 
 def load(

@@ -8,16 +8,16 @@ A process opens an environment once; its rollouts share it.
 
 import asyncio
 import importlib
-import importlib.util
 import itertools
 import json
+import threading
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import cache, partial
 from typing import Any
 
 from areal_agent import ConfigError, Rollout, SandboxError
-from envs.verifiers.tasks import INSTALL, SPLITS, is_held_out
+from envs.verifiers.tasks import SPLITS, is_held_out, require_verifiers
 
 NO_KEY = "AREAL_AGENT_NO_KEY"
 """A variable that is not set: the key goes in a header, for each rollout has its own."""
@@ -48,8 +48,7 @@ def load(split: str, seed: int, env: dict[str, Any], size: int | None = None) ->
 
 def open_environment(env: Mapping[str, Any]) -> Any:
     """Return an environment, without what it serves. Raises ConfigError."""
-    if importlib.util.find_spec("verifiers") is None or importlib.util.find_spec("verifiers.v1") is None:
-        raise ConfigError(f"the package 'verifiers', with its version 1, is missing; {INSTALL}")
+    require_verifiers()
     loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
     try:
         config = loaders.resolve_env_config(dict(env))
@@ -94,10 +93,11 @@ def opener_of(env: str) -> Callable[[Rollout], AbstractAsyncContextManager[Any]]
 @asynccontextmanager
 async def opened(env: str, _rollout: Rollout) -> AsyncGenerator[tuple[Any, Callable[[int], Any]]]:
     made = await asyncio.to_thread(open_environment, json.loads(env))  # its import takes seconds, once
-    drawn, left = list[Any](), iter(made.taskset)
+    drawn, left, lock = list[Any](), iter(made.taskset), threading.Lock()
 
     def task(number: int) -> Any:
-        drawn.extend(itertools.islice(left, max(0, number + 1 - len(drawn))))
+        with lock:  # rollouts ask in threads of their own, and a generator runs in one at a time
+            drawn.extend(itertools.islice(left, max(0, number + 1 - len(drawn))))
         return drawn[number]
 
     async with made.serving():
