@@ -2,8 +2,8 @@
 
 1. No answered turn is lost, whenever the kill falls: it is in the ledger with the tokens that its agent got, an
 acknowledged end is an end, open sessions end as orphans, and `verify` finds no error. 2. The same holds for a worker's
-shard, whose coordinator lives on, reads meanwhile and ends its orphans. Ten kills of each kind by default; 200 in the
-slow suite.
+shard, whose coordinator lives on, reads meanwhile and ends its orphans. Ten kills of each kind by default; 200 when
+full.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ MAX_ANSWERS_A_LIFE = 40
 REWARD = 0.5
 
 lives = pytest.mark.parametrize(
-    "num_lives", [pytest.param(10, id="10 kills"), pytest.param(200, id="200 kills", marks=pytest.mark.slow)]
+    "num_lives", [pytest.param(10, id="10 kills"), pytest.param(200, id="200 kills", marks=pytest.mark.full)]
 )
 
 

@@ -3,7 +3,8 @@
 1. Every step of a run comes out bit for bit, also of one that was left and resumed with another learning rate, and its
 last checkpoint is the run's file; a replay may begin and end anywhere, and leaves the run as it is. 2. What was changed
 in a ledger is named. 3. Other settings are compared step by step; what would need other rollouts is refused. 4. So do
-runs of other kinds, of several ranks too (slow). 5. What a ledger lacks is told.
+runs of other kinds, of several ranks too (slow; of adapters in trainer/test_whole_runs.py). 5. What a ledger lacks is
+told.
 """
 
 import asyncio
@@ -170,9 +171,9 @@ def test_a_model_that_is_gone_is_told(copied: Path) -> None:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "critic, minibatches": {"algorithm": {"preset": "ppo", "minibatches": 2}},
-    "reference": {"algorithm": {"reference": "initial", "kl_coefficient": 0.05, "minibatches": 2}},
-    "adapters": {"trainer": {"lora": {"rank": 4}, "learning_rate": 1e-3}},
+    "critic, reference, minibatches": {
+        "algorithm": {"preset": "ppo", "reference": "initial", "kl_coefficient": 0.05, "minibatches": 2}
+    },
     "bfloat16, padded rows": {"trainer": {"dtype": "bfloat16", "packing": "padded", "learning_rate": 1e-3}},
     "stale tokens masked, two ranks": {"straggler": "mask", "max_staleness": 1, "trainer": {"num_ranks": 2}},
 }

@@ -1,10 +1,11 @@
 """Saving and resuming, seen from outside a run with real processes (slow).
 
 1. Agents are answered while a save goes on. 2. A second SIGTERM later ends everything at once: no process is left, and
-the ledger is in order (test_quickstart.py has the first signal). 3. A refused resume leaves the run's config as it was;
-a model with another tokenizer is refused. 4. An evaluation beside training that died with its process is made up for
-after the resume, under the weights with which the run goes on. 5. An asynchronous save that fails is told and counted
-and costs no step; the next one is committed in the ledger once it is published.
+the ledger is in order (test_quickstart.py has the first signal). 3. A run resumes, and again: steps after the
+checkpoint are trained again. 4. A refused resume leaves the run's config as it was; a model with another tokenizer is
+refused. 5. An evaluation beside training that died with its process is made up for after the resume, under the weights
+with which the run goes on. 6. An asynchronous save that fails is told and counted and costs no step; the next one is
+committed in the ledger once it is published.
 """
 
 import asyncio
@@ -114,16 +115,33 @@ def test_a_second_sigterm_ends_all_at_once(tmp_path: Path, small_model: Path) ->
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> tuple[Config, Path]:
-    """A run of one step, and its folder."""
-    settings = config(tmp_path_factory.mktemp("saved"), small_model, batch_size=1)
-    return settings, asyncio.run(one_step(settings))
+    """A run that was resumed twice, and its folder."""
+    settings = config(tmp_path_factory.mktemp("saved"), small_model)
+    return settings, asyncio.run(again_and_again(settings))
 
 
-async def one_step(settings: Config) -> Path:
+async def again_and_again(settings: Config) -> Path:
     async with Run(settings, workflow=solve) as run:
-        await train(run, 1)
-        await end(run)
+        await train(run, 2)
+        await run.save()
+        await train(run, 3)  # step 3 is in no checkpoint when the run is left
+    async with Run(settings, workflow=solve, resume=str(run.folder.path)) as resumed:
+        assert (resumed.step, resumed.version.incarnation, resumed.version.step) == (2, 1, 2)
+        await train(resumed, 3)
+        await resumed.stop_producing()
+        await resumed.save()
+        await resumed.settle(is_completed=False)
+    async with Run(settings, workflow=solve, resume=str(run.folder.path)) as again:
+        assert (again.step, again.version.incarnation, again.version.step) == (3, 2, 3)
+        await train(again, 5)
+        await end(again)
+    assert [row["step"] for row in proved_rows(run)] == [1, 2, 3, 3, 4, 5]
     return run.folder.path
+
+
+def test_it_resumes_from_its_checkpoint_again_and_again(saved: tuple[Config, Path]) -> None:
+    checkpoint = latest_checkpoint(saved[1] / "checkpoints")
+    assert checkpoint is not None and checkpoint.step == 5
 
 
 async def refusal(settings: Config, folder: Path, **changes: object) -> str:
@@ -149,7 +167,7 @@ async def test_a_model_with_another_tokenizer_is_refused(
     (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + "\n")
     reason = await refusal(settings, folder, model=str(other))
     assert "is not the one that the checkpoint" in reason
-    assert "step_000001" in reason
+    assert "step_000005" in reason
 
 
 HELD_BY = "HELD_BY_METRICS"

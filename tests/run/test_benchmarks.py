@@ -19,6 +19,7 @@ from areal_agent.config import Config
 from areal_agent.errors import ConfigError
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import reading
+from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import evaluation_rows, read_metrics
 from areal_agent.run.benchmarks import load_benchmarks
 from areal_agent.run.preflight import Preflight
@@ -157,4 +158,5 @@ def test_a_run_evaluates_them(tmp_path: Path, small_model: Path) -> None:
         names = list(questions.eval_endings(snapshot))
         played = questions.trajectory(snapshot, "eval-before-0-mine-00002-1")
     assert len(names) == 18
+    assert verify(folder / "ledger.sqlite").is_ok
     assert (played.group_id, played.turns[0].sampling.max_tokens) == ("eval-before-0-mine", 5)

@@ -1,13 +1,12 @@
 """A whole run with real processes and a small random model.
 
 1. It trains asynchronously within the staleness bound, with spans over versions, and the ledger proves it. 2.
-Failing siblings leave the rest trained, and are counted. 3. It resumes: steps after the checkpoint are trained
-again. 4. A trainer that dies ends it with an error; engines that die are started again, one or all of several. 5. A
-workflow that always fails ends it. 6. rollout_batch is synchronous. 7. A trainer that is too slow to start is an
-error. 8. Nothing is sampled greedily for training. 9. A server joins and another leaves while it trains. 10. Weights
-go over a disk or by torch.distributed, and no folder is left. 11. Keys and values are released while the trainer
-trains, and come back when a train step fails, too. 12. Engine options that would have no effect are refused. What
-max_staleness 0 means is in trainer/test_whole_runs.py.
+Failing siblings leave the rest trained, and are counted. 3. A trainer that dies ends it with an error; engines that
+die are started again, one or all of several. 4. A workflow that always fails ends it. 5. rollout_batch is synchronous.
+6. A trainer that is too slow to start is an error. 7. Nothing is sampled greedily for training. 8. A server joins and
+another leaves while it trains. 9. Weights go over a disk or by torch.distributed, and no folder is left. 10. Keys and
+values are released while the trainer trains, and come back when a train step fails, too. 11. Engine options that would
+have no effect are refused. resume/test_saving.py resumes; trainer/test_whole_runs.py has max_staleness 0.
 """
 
 import asyncio
@@ -142,26 +141,6 @@ async def test_failing_siblings_leave_the_rest_trained(tmp_path: Path, small_mod
     assert {one.status for one in trained} == {Status.COMPLETED}
     assert {"error", "missing_reward", "timeout", "completed"} <= set(statuses)
     assert proved_rows(run)
-
-
-@pytest.mark.slow
-async def test_it_resumes_from_its_checkpoint_again_and_again(tmp_path: Path, small_model: Path) -> None:
-    settings = config(tmp_path, small_model)
-    async with Run(settings, workflow=solve) as run:
-        await train(run, 2)
-        await run.save()
-        await train(run, 3)  # step 3 is in no checkpoint when the run is left
-    async with Run(settings, workflow=solve, resume=str(run.folder.path)) as resumed:
-        assert (resumed.step, resumed.version.incarnation, resumed.version.step) == (2, 1, 2)
-        await train(resumed, 3)
-        await resumed.stop_producing()
-        await resumed.save()
-        await resumed.settle(is_completed=False)
-    async with Run(settings, workflow=solve, resume=str(run.folder.path)) as again:
-        assert (again.step, again.version.incarnation, again.version.step) == (3, 2, 3)
-        await train(again, 5)
-        await end(again)
-    assert [row["step"] for row in proved_rows(run)] == [1, 2, 3, 3, 4, 5]
 
 
 @pytest.mark.slow

@@ -1,13 +1,12 @@
 """The calculator at small size with two rollout workers, by its commands.
 
 1. one of them is killed in the middle: the run completes, says so, and the ledger proves it; 2. it resumes with another
-number of workers; 3. when the main process is killed, no process is left (test_quickstart.py has Ctrl-C).
+number of workers (test_benchmarks.py: with none); 3. when the main process is then killed, no process is left, and the
+ledger proves it (test_quickstart.py has Ctrl-C).
 """
 
 import json
 import subprocess
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -16,17 +15,6 @@ import pytest
 from tests.commands import run, started, until_step
 
 pytestmark = pytest.mark.slow
-
-SMALL = ["batch_size=4", "group_size=4", "rollout.workers=2"]
-
-
-@contextmanager
-def training(folder: Path, *overrides: str) -> Generator[subprocess.Popen[str]]:
-    """The small run, once its second step is done."""
-    args = ("areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={folder}", *SMALL, *overrides)
-    with started(*args) as process:
-        until_step(process, folder, 2)
-        yield process
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
@@ -39,9 +27,12 @@ def assert_proved(folder: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_a_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
+def test_a_worker_or_the_main_process_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with training(folder, "steps=8", "eval.num_tasks=8") as process:
+    config = ("areal_agent.train", "--config", "configs/quickstart.yaml", f"run_dir={folder}")
+    small = ("batch_size=4", "group_size=4", "rollout.workers=2")
+    with started(*config, *small, "steps=8", "eval.num_tasks=8") as process:
+        until_step(process, folder, 2)
         workers = workers_of(process)
         assert len(workers) == 2
         workers[0].kill()
@@ -53,15 +44,11 @@ def test_a_worker_that_is_killed_costs_nothing(tmp_path: Path) -> None:
     assert {path.name for path in folder.glob("ledger-*.sqlite")} == {"ledger-w0.sqlite", "ledger-w1.sqlite"}
     assert_proved(folder)
 
-    resumed = run("areal_agent.train", "--resume", str(folder), "steps=9", "rollout.workers=0")
-    assert resumed.returncode == 0, resumed.stderr
-    assert_proved(folder)
-
-
-def test_no_process_is_left(tmp_path: Path) -> None:
-    with training(tmp_path / "run", "steps=100", "eval.num_tasks=0") as process:
+    with started("areal_agent.train", "--resume", str(folder), "steps=100", "rollout.workers=1") as process:
+        until_step(process, folder, 10)
         children = psutil.Process(process.pid).children(recursive=True)
-        assert len(workers_of(process)) == 2
+        assert len(workers_of(process)) == 1
         process.kill()
         process.wait()
         assert not psutil.wait_procs(children, timeout=60)[1]
+    assert_proved(folder)

@@ -3,7 +3,7 @@
 1. Two synchronous runs of one seed end with the same weights, bit for bit. 2. Each batch is sampled by the weights
 of the step before it alone. 3. With two ranks the first step's weights are those of one rank within float32's
 tolerance. 4. The ledger proves each run. 5. The memory of every rank is reported. 6. A run that trains adapters:
-engine and trainer agree on log-probabilities, before and after a resume.
+engine and trainer agree on log-probabilities, before and after a resume, and its steps come out bit for bit.
 
 A gateway serves all rollouts of a step at once. The order of answers and their neighbours in the engine's batch do
 not show in the weights; they do show in the last bits of recorded probabilities, so the loss is one that does not
@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from areal_agent.ledger import questions
+from areal_agent.ledger.__main__ import main as ledger_command
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics, step_rows
@@ -146,3 +147,4 @@ async def test_engine_and_trainer_agree_and_the_run_is_resumed(tmp_path: Path, s
     assert (after[name] - before[name]).abs().max() > 1e-2
     report = verify(resumed.folder.ledger)
     assert report.is_ok, report
+    assert await asyncio.to_thread(ledger_command, ["replay", str(resumed.folder.path)]) == 0

@@ -14,7 +14,7 @@ from sandboxes.spec import CellSpec, Limits, Program, Status
 pytestmark = pytest.mark.slow
 
 NUM_PROGRAMS = 1000
-STARVED = Limits(wall_s=60.0, cpus=0.1, pids=32)
+STARVED = Limits(wall_s=10.0, cpus=0.3, pids=32)  # all together take longer than one may
 TRUE = Program(argv=("true",))
 
 
