@@ -1,4 +1,4 @@
-"""Executions of all kinds (600 slow, 2,000 full) leave nothing behind; what an open pool holds would be seen as left."""
+"""Executions of all kinds (600 slow, 2,000 full) leave nothing behind; what an open pool holds is seen as left."""
 
 import asyncio
 import subprocess
