@@ -1,9 +1,11 @@
 """Whole runs from the command line, with real processes and a small random model (slow).
 
-1. Two synchronous runs of one seed end with the same weights, bit for bit. 2. Each batch is sampled by the weights
-of the step before it alone. 3. With two ranks the first step's weights are those of one rank within float32's
-tolerance. 4. The ledger proves each run. 5. The memory of every rank is reported. 6. A run that trains adapters:
-engine and trainer agree on log-probabilities, before and after a resume, and its steps come out bit for bit.
+1. Two synchronous runs of one seed end with the same weights, bit for bit, also where one sends them over a disk, and
+keys and values are released while it trains. 2. Each batch is sampled by the weights of the step before it alone.
+3. With two ranks, which send theirs by torch.distributed, the first step's weights are those of one rank within
+float32's tolerance. 4. The ledger proves each run, engine and trainer agree, and no folder is left. 5. The memory of
+every rank is reported. 6. A run that trains adapters: engine and trainer agree on log-probabilities, before and after a
+resume, and its steps come out bit for bit.
 
 A gateway serves all rollouts of a step at once. The order of answers and their neighbours in the engine's batch do
 not show in the weights; they do show in the last bits of recorded probabilities, so the loss is one that does not
@@ -18,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from areal_agent.cluster.local import PREFIX
 from areal_agent.ledger import questions
 from areal_agent.ledger.__main__ import main as ledger_command
 from areal_agent.ledger.ledger import Ledger
@@ -30,11 +33,12 @@ from tests.run.test_run import config, end, solve, train
 
 NUM_STEPS = 3
 LEARNING_RATE = 1e-3
+TOLERANCE = 1e-4
 
 pytestmark = pytest.mark.slow
 
 
-def whole_run(folder: Path, model: Path, *, num_ranks: int) -> Path:
+def whole_run(folder: Path, model: Path, *overrides: str) -> Path:
     """Train by the command, and prove the ledger by its own; the run folder."""
     settings = config(
         folder,
@@ -44,11 +48,17 @@ def whole_run(folder: Path, model: Path, *, num_ranks: int) -> Path:
         steps=NUM_STEPS,
         seed=7,
         algorithm={"behavior_weight_level": "none"},
-        trainer={"learning_rate": LEARNING_RATE, "checkpoint_every": 1, "keep_last": NUM_STEPS, "num_ranks": num_ranks},
+        trainer={"learning_rate": LEARNING_RATE, "checkpoint_every": 1, "keep_last": NUM_STEPS},
     )
     (folder / "config.yaml").write_text(settings.to_yaml())
-    done = run("areal_agent.train", "--config", str(folder / "config.yaml"), "observe.progress=none")
+    (folder / "tmp").mkdir()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TMPDIR", str(folder / "tmp"))
+        done = run("areal_agent.train", "--config", str(folder / "config.yaml"), "observe.progress=none", *overrides)
     assert done.returncode == 0, done.stderr
+    assert [*(folder / "tmp").glob(f"{PREFIX}*")] == []
+    rows = step_rows(read_metrics(folder / "run" / "metrics.jsonl"))
+    assert max(row["trainer/logp_diff_fresh_max"] for row in rows) < TOLERANCE
     proof = run("areal_agent.ledger", "verify", str(folder / "run"))
     assert (proof.returncode, "OK" in proof.stdout) == (0, True), proof.stdout
     summary = json.loads((folder / "run" / "summary.json").read_bytes())
@@ -58,12 +68,12 @@ def whole_run(folder: Path, model: Path, *, num_ranks: int) -> Path:
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Path:
-    return whole_run(tmp_path_factory.mktemp("one"), small_model, num_ranks=1)
+    return whole_run(tmp_path_factory.mktemp("one"), small_model)
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Path:
-    return whole_run(tmp_path_factory.mktemp("two"), small_model, num_ranks=2)
+    return whole_run(tmp_path_factory.mktemp("two"), small_model, "trainer.num_ranks=2", "trainer.transfer=distributed")
 
 
 def trained(folder: Path) -> dict[int, list[Trajectory]]:
@@ -94,7 +104,8 @@ def weights_file(folder: Path, step: int) -> Path:
 
 
 def test_two_runs_of_one_seed_end_with_identical_weights(one: Path, small_model: Path, tmp_path: Path) -> None:
-    again = whole_run(tmp_path, small_model, num_ranks=1)
+    otherwise = ("trainer.transfer=disk", "engine.release_kv=true", "engine.leave_gib=0.25")
+    again = whole_run(tmp_path, small_model, *otherwise)
     assert len(sampled(one)) == NUM_STEPS * 8
     assert sampled(again) == sampled(one)
     assert weights_file(again, NUM_STEPS).read_bytes() == weights_file(one, NUM_STEPS).read_bytes()
@@ -121,9 +132,6 @@ def test_the_memory_of_every_rank_is_told(one: Path, two: Path) -> None:
         for row in step_rows(read_metrics(folder / "metrics.jsonl")):
             assert {name for name in names if row[f"memory/{name}_peak_bytes"] > 0} == names
             assert ("memory/trainer_rank1_peak_bytes" in row) == ("trainer_rank1" in names)
-
-
-TOLERANCE = 1e-4
 
 
 async def test_engine_and_trainer_agree_and_the_run_is_resumed(tmp_path: Path, small_model: Path) -> None:
