@@ -1,10 +1,10 @@
 """The shipped configs, run as a user runs them (slow).
 
 1. The quickstart learns, and says so in summary.json. 2. The exported checkpoint, graded again, gives the same figure,
-and loads with transformers. 3. The ledger proves the run, and its training comes out bit for bit. 4. Ctrl-C, with
-rollout workers, leaves no process, a checkpoint, and the line that resumes, which works. 5. Another preset lifts it
-too, by its name alone (full). 6. The configs of code rewards learn, in jails and in Docker containers. 7. So does the
-number game (full).
+and loads with transformers. 3. The ledger proves the run, and its training comes out bit for bit (ten steps; all when
+full). 4. Ctrl-C, with rollout workers, leaves no process, a checkpoint, and the line that resumes, which works. 5.
+Another preset lifts it too, by its name alone (full). 6. The configs of code rewards learn, in jails and in Docker
+containers. 7. So does the number game (full).
 """
 
 import asyncio
@@ -69,12 +69,11 @@ def test_the_ledger_proves_it(quickstart: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-def test_its_training_comes_out_bit_for_bit(quickstart: Path, tmp_path: Path) -> None:
-    done = run("areal_agent.ledger", "replay", str(quickstart), "--out", str(tmp_path / "again"))
+@pytest.mark.parametrize("num_steps", [10, pytest.param(70, marks=pytest.mark.full)])
+def test_its_training_comes_out_bit_for_bit(quickstart: Path, num_steps: int) -> None:
+    done = run("areal_agent.ledger", "replay", str(quickstart), "--to", str(num_steps))
     assert done.returncode == 0, done.stdout
-    checkpoint = Path(summary_of(quickstart)["checkpoint"])
-    again, then = (path / "model.safetensors" for path in (tmp_path / "again" / checkpoint.name, checkpoint))
-    assert again.read_bytes() == then.read_bytes()
+    assert done.stdout.count("as in the run") == num_steps
 
 
 def test_ctrl_c_ends_cleanly_and_resumes(tmp_path: Path, quickstart: Path) -> None:
