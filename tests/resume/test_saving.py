@@ -116,7 +116,7 @@ def test_a_second_sigterm_ends_all_at_once(tmp_path: Path, small_model: Path) ->
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> tuple[Config, Path]:
     """A run that was resumed twice, and its folder."""
-    settings = config(tmp_path_factory.mktemp("saved"), small_model)
+    settings = config(tmp_path_factory.mktemp("saved"), small_model, steps=9)
     return settings, asyncio.run(again_and_again(settings))
 
 
