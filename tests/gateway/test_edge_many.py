@@ -1,6 +1,6 @@
 """Many sessions at once, each with a call in flight at the same moment; none of them fails.
 
-500 in every run, 2,000 in the slow ones.
+500 by default, 2,000 when full.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ async def many_connections() -> AsyncIterator[aiohttp.ClientSession]:
         yield http
 
 
-@pytest.mark.parametrize("num_sessions", [500, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_sessions", [500, pytest.param(2000, marks=pytest.mark.full)])
 async def test_many_sessions_at_once(
     open_world: OpenWorld, many_connections: aiohttp.ClientSession, num_sessions: int
 ) -> None:

@@ -135,13 +135,13 @@ def image_files(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return target
 
 
-@pytest_asyncio.fixture(params=[(), ("--live-restore",)], ids=["plain", "live-restore"], loop_scope="module")
+@pytest_asyncio.fixture(
+    scope="module", params=[(), ("--live-restore",)], ids=["plain", "live-restore"], loop_scope="module"
+)
 async def daemon(
-    request: pytest.FixtureRequest,
-    image_files: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, image_files: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Daemon]:
+    """One that runs, and has the image; a test leaves it so."""
     if os.getuid() != 0 or shutil.which("dockerd") is None:
         pytest.skip("a second daemon needs root, and dockerd")
     daemon = Daemon(tmp_path_factory.mktemp("d"), *request.param)
@@ -150,11 +150,12 @@ async def daemon(
             await daemon.start()
         except SandboxError as error:
             pytest.skip(f"no second daemon can be started here: {error}")
-        monkeypatch.setenv("DOCKER_HOST", f"unix://{daemon.socket_path}")
-        engine = await Engine.connect()
-        await engine.import_image(image_files, DEFAULT_IMAGE, {})
-        await engine.aclose()
-        yield daemon
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("DOCKER_HOST", f"unix://{daemon.socket_path}")
+            engine = await Engine.connect()
+            await engine.import_image(image_files, DEFAULT_IMAGE, {})
+            await engine.aclose()
+            yield daemon
     finally:
         await daemon.aclose()
 
