@@ -6,7 +6,7 @@
 - The size of a trainer that fits is found. When the node of a rank dies, the run goes on with that size by itself,
   nothing is trained twice, and the ledger is proved.
 - A main process that is killed leaves no process on any node, and a resume goes on.
-- The quickstart runs without an address on a Ray of its own, and learns on three nodes by their address alone (full).
+- The quickstart learns on three nodes by their address alone (full). run/test_survival.py has a Ray of a run's own.
 """
 
 import asyncio
@@ -215,25 +215,13 @@ def test_a_killed_driver_leaves_nothing_and_is_resumed(
     assert report.is_ok, report
 
 
-QUICKSTART = ("areal_agent.train", "--config", "configs/quickstart.yaml", "cluster.kind=ray")
-
-
-def test_without_an_address_a_ray_of_this_machine_alone_is_started(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="the extra ray is not installed")
-    token = Path.home() / ".ray" / "auth_token"
-    was_there = token.exists()
-    done = run_command(*QUICKSTART, "steps=2", "eval.num_tasks=0", "rollout.workers=1", f"run_dir={tmp_path / 'run'}")
-    assert done.returncode == 0, done.stderr
-    assert token.exists() == was_there
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"
-
-
 @pytest.mark.full
 def test_the_quickstart_learns_on_three_nodes(cluster: Any, tmp_path: Path) -> None:
     for _ in range(2):
         cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes()
-    done = run_command(*QUICKSTART, f"cluster.address={cluster.address}", f"run_dir={tmp_path / 'run'}")
+    on_ray = ("cluster.kind=ray", f"cluster.address={cluster.address}", f"run_dir={tmp_path / 'run'}")
+    done = run_command("areal_agent.train", "--config", "configs/quickstart.yaml", *on_ray)
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["success_before"] <= 0.5

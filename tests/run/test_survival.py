@@ -1,11 +1,12 @@
 """A run whose machine is lost goes on from what it shared.
 
 1. Its folder is restored with config, metrics and ledger, and what is lost is told; 2. a folder whose run went on
-elsewhere is refused, and one that died between its claim and its beginning is not; 3. a whole run on a Ray of its own:
-another process goes on from the shared folder, all is trained once, and the first, which wakes up after it, publishes
-nothing (slow).
+elsewhere is refused, and one that died between its claim and its beginning is not; 3. a whole run without an address,
+on a Ray of its own, for which no token is left: another process goes on from the shared folder, with a worker, all is
+trained once, and the first, which wakes up after it, publishes nothing (slow).
 """
 
+import json
 import re
 import signal
 from contextlib import aclosing
@@ -73,7 +74,8 @@ async def test_a_process_that_died_between_claim_and_beginning_may_resume(tmp_pa
 @pytest.mark.slow
 def test_another_machine_goes_on_and_the_first_one_publishes_nothing(tmp_path: Path, small_model: Path) -> None:
     pytest.importorskip("ray", reason="the extra ray is not installed")
-    shared = tmp_path / "shared"
+    shared, token = tmp_path / "shared", Path.home() / ".ray" / "auth_token"
+    was_there = token.exists()
     cluster = {"kind": "ray", "shared_dir": str(shared), "lost_after_s": 60}
     settings = config(tmp_path, small_model, steps=1000, cluster=cluster)
     settings = settings.model_copy(update={"workflow": "tests.run.test_run:solve"})
@@ -83,8 +85,11 @@ def test_another_machine_goes_on_and_the_first_one_publishes_nothing(tmp_path: P
         read_until(first, "3/1000")
         first.send_signal(signal.SIGSTOP)  # as if its machine were cut off
         found = tmp_path / "found"
-        done = run_command("areal_agent.train", "--resume", str(shared / "run"), f"run_dir={found}", "steps=5")
+        changes = (f"run_dir={found}", "steps=5", "rollout.workers=1")
+        done = run_command("areal_agent.train", "--resume", str(shared / "run"), *changes)
         assert done.returncode == 0, done.stdout + done.stderr
+        assert json.loads((found / "summary.json").read_text())["status"] == "completed"
+        assert token.exists() == was_there
         assert re.search(r"snapshot of step 2: at least \d+ rollouts .* lost, and 1 train steps", done.stdout)
         report = verify(found / "ledger.sqlite")
         assert report.is_ok, report
