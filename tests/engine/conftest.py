@@ -218,7 +218,19 @@ Serve = Callable[..., AbstractAsyncContextManager[Served]]
 
 
 @pytest.fixture
-def serve() -> Serve:
+def fixed_shapes() -> bool:
+    """Whether decode steps have fixed shapes, as on a GPU."""
+    return False
+
+
+@pytest.fixture(params=[False, True], ids=["rows", "fixed shapes"])
+def both_ways(request: pytest.FixtureRequest) -> bool:
+    """`fixed_shapes = both_ways` in a file runs its tests without and with them."""
+    return request.param
+
+
+@pytest.fixture
+def serve(fixed_shapes: bool) -> Serve:
     @asynccontextmanager
     async def serving(
         folder: Path,
@@ -228,7 +240,14 @@ def serve() -> Serve:
         push_timeout_s: float = DEADLINE_S,
         grammars: Grammars | None = None,
     ):
-        gate = Gate(ModelRunner(str(folder), device="cpu", num_slots=num_slots, max_context_tokens=max_context))
+        runner = ModelRunner(
+            str(folder),
+            device="cpu",
+            num_slots=num_slots,
+            max_context_tokens=max_context,
+            fixed_shapes=fixed_shapes,
+        )
+        gate = Gate(runner)
         server = await EngineServer.start(
             gate, version=WeightVersion(step=7), push_timeout_s=push_timeout_s, grammars=grammars
         )
@@ -252,12 +271,15 @@ async def served(serve: Serve, tiny: Path) -> AsyncGenerator[Served]:
 
 
 @pytest.fixture
-def schedule():
+def schedule(fixed_shapes: bool):
     """Start a model thread without a server. Calls from one thread are obeyed in their order."""
 
     @contextmanager
     def scheduling(folder: Path, wrap: Callable[[ModelRunner], Wrapped] = Gate):
-        runner = wrap(ModelRunner(str(folder), device="cpu", num_slots=8, max_context_tokens=MAX_CONTEXT))
+        model = ModelRunner(
+            str(folder), device="cpu", num_slots=8, max_context_tokens=MAX_CONTEXT, fixed_shapes=fixed_shapes
+        )
+        runner = wrap(model)
         scheduler = Scheduler(runner, version=WeightVersion(step=7), on_failure=lambda: None)
         try:
             yield scheduler, runner

@@ -19,7 +19,9 @@ from areal_agent.engine.embedded.scheduler import Scheduler
 from areal_agent.engine.embedded.workload import Row, Workload
 from areal_agent.errors import EngineUnreachable
 from areal_agent.types import FinishReason, PauseMode, WeightVersion
-from tests.engine.conftest import DEADLINE_S, Wrapped
+from tests.engine.conftest import DEADLINE_S, Wrapped, both_ways
+
+fixed_shapes = both_ways
 
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 TOLERANCE = 1e-4

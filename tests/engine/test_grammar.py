@@ -19,6 +19,9 @@ from areal_agent.engine.embedded.sampler import Grammars
 from areal_agent.engine.embedded.workload import Row, Workload
 from areal_agent.errors import EngineRejected
 from areal_agent.types import FinishReason, PauseMode, TokenChunk, WeightVersion
+from tests.engine.conftest import both_ways
+
+fixed_shapes = both_ways
 
 pytest.importorskip("llguidance")
 

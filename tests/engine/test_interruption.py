@@ -17,8 +17,11 @@ import pytest
 from areal_agent.engine.wire import control
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import DiskWeights, PauseMode, TokenChunk, VersionSpan, WeightVersion
+from tests.engine.conftest import both_ways
 
 from .sampled import Weights, assert_sampled_by, assert_swapped
+
+fixed_shapes = both_ways
 
 TOLERANCE = 1e-4
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)

@@ -24,7 +24,9 @@ from areal_agent.engine.wire import control
 from areal_agent.engine.wire.fields import WireError
 from areal_agent.errors import EngineRejected
 from areal_agent.types import FinishReason, VersionSpan, WeightVersion
-from tests.engine.conftest import DEADLINE_S, MAX_CONTEXT, Wrapped
+from tests.engine.conftest import DEADLINE_S, MAX_CONTEXT, Wrapped, both_ways
+
+fixed_shapes = both_ways
 
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 TOLERANCE = 1e-4

@@ -18,6 +18,9 @@ from hypothesis import strategies as st
 
 from areal_agent.engine.embedded.kv_cache import PrefixCache
 from areal_agent.types import GenerateRequest, PauseMode, SamplingParams, WeightVersion
+from tests.engine.conftest import both_ways
+
+fixed_shapes = both_ways
 
 
 def ids_of(*values: int) -> np.ndarray:

@@ -28,7 +28,9 @@ from areal_agent.types import (
     WeightPart,
     WeightVersion,
 )
-from tests.engine.conftest import DEADLINE_S
+from tests.engine.conftest import DEADLINE_S, both_ways
+
+fixed_shapes = both_ways
 
 OLD, NEW = WeightVersion(step=7), WeightVersion(step=8)
 

@@ -18,11 +18,11 @@ D head dimension, W width, P past tokens.
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
+from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
 from areal_agent.engine.embedded.kv_cache import Ids, KVCache, KVShape
@@ -73,7 +73,9 @@ class _Norm:
 
 
 def normalised(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis, as a new tensor."""
+    """x / sqrt(mean(x^2) + eps) over the last axis, as a new tensor, rounded before the weight as in transformers."""
+    if x.is_cuda:  # one kernel
+        return rms_norm(x, x.shape[-1:], eps=eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
     return (x * scale).to(x.dtype)
@@ -313,12 +315,18 @@ class DecodeStep:
     """A decode step: one new token for each of the first n slots, at `positions`."""
 
     cache: KVCache
+    slots: Tensor  # [n]
     positions: Tensor  # [n]
     buckets: Sequence[Bucket]
 
+    @classmethod
+    def of(cls, cache: KVCache, positions: Tensor, buckets: Sequence[Bucket]) -> Self:
+        """Return the step of the first rows."""
+        return cls(cache=cache, slots=cache.slots[: len(positions)], positions=positions, buckets=buckets)
+
     def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Store keys and values of the new tokens and attend, with `[n, heads, D]`; the result is `[n, Q * D]`."""
-        self.cache.append(layer, self.positions, keys, values)
+        self.cache.put(layer, self.slots, self.positions, keys, values)
         num_rows, num_kv_heads, head_dim = keys.shape
         grouped = queries.view(num_rows, num_kv_heads, -1, head_dim)  # [n, H, G, D]
         outputs = [self._attend_bucket(layer, grouped, bucket) for bucket in self.buckets]
@@ -336,12 +344,13 @@ def decode_step(cache: KVCache, lengths: Sequence[int]) -> DecodeStep:
     buckets: list[Bucket] = []
     for start, stop in bucket_rows(lengths):
         width = max(lengths[start:stop])
-        mask = None if min(lengths[start:stop]) == width else _mask(length[start:stop], width, cache.dtype)
+        mask = None if min(lengths[start:stop]) == width else length_mask(length[start:stop], width, cache.dtype)
         buckets.append(Bucket(start=start, stop=stop, width=width, mask=mask))
-    return DecodeStep(cache=cache, positions=length - 1, buckets=buckets)
+    return DecodeStep.of(cache, length - 1, buckets)
 
 
-def _mask(length: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+def length_mask(length: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of n rows of these lengths `[n]`: minus infinity beyond them, `[n, 1, 1, W]`."""
     is_beyond = torch.arange(width, device=length.device) >= length[:, None]
     mask = torch.zeros(is_beyond.shape, device=length.device, dtype=dtype).masked_fill_(is_beyond, float("-inf"))
     return mask[:, None, None]

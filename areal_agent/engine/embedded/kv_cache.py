@@ -64,6 +64,15 @@ class KVShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
+def whole_positions(max_context_tokens: int) -> int:
+    """The positions of a slot: one more than the longest context, for tokens that nobody reads, and whole blocks of 16.
+
+    >>> whole_positions(64)
+    80
+    """
+    return (max_context_tokens // 16 + 1) * 16
+
+
 class KVCache:
     """One tensor `[2L, S, H, P, D]`: the keys of layer l are 2l, its values 2l + 1."""
 
@@ -71,7 +80,9 @@ class KVCache:
         self, shape: KVShape, *, num_slots: int, num_positions: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._size = (2 * shape.num_layers, num_slots, shape.num_kv_heads, num_positions, shape.head_dim)
-        self._slots = torch.arange(num_slots, device=device)
+        self.num_slots, self.num_positions = num_slots, num_positions
+        self.token_bytes = shape.num_bytes(dtype)
+        self.slots = torch.arange(num_slots, device=device)
         self.device = device
         self.dtype = dtype
         self.allocate()
@@ -98,9 +109,8 @@ class KVCache:
         parts = self._tensor.unbind(0)
         self._keys, self._values = parts[0::2], parts[1::2]
 
-    def append(self, layer: int, positions: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write one position in each of the first n slots; positions `[n]`, keys and values `[n, H, D]`."""
-        slots = self._slots[: len(positions)]
+    def put(self, layer: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Write n tokens, each at its position of its slot; slots and positions `[n]`, keys and values `[n, H, D]`."""
         self._keys[layer][slots, :, positions] = keys
         self._values[layer][slots, :, positions] = values
 

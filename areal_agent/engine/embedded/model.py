@@ -27,7 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from areal_agent.dtype import DType, computed_in, slowness
 from areal_agent.engine.embedded.decoder import Decoder, Piece, ScoringStep, decode_step, prefill_step
-from areal_agent.engine.embedded.kv_cache import KVCache, SlotStore, plan_room
+from areal_agent.engine.embedded.fixed_shapes import FixedShapes
+from areal_agent.engine.embedded.kv_cache import KVCache, SlotStore, plan_room, whole_positions
 from areal_agent.engine.embedded.transfer import BLOCK_BYTES, take, tensors_over
 from areal_agent.engine.pushes import DTYPE_BYTES, check_layout, take_folder, take_shared_memory, weight_files
 from areal_agent.errors import ConfigError, EngineRejected, WeightUpdateError
@@ -173,10 +174,12 @@ class ModelRunner:
         kv_tokens: int | None = None,
         leave_bytes: int | None = None,
         num_sharing: int = 1,
+        fixed_shapes: bool | None = None,
     ) -> None:
         """Load a Hugging Face folder and allocate the KV cache.
 
-        Raises ConfigError, also when there is no room for one context.
+        With `fixed_shapes`, by default on a GPU, decode steps have fixed shapes. Raises ConfigError, also when there is
+        no room for one context.
         """
         place = _place(device)
         if slow := slowness("engine.dtype", dtype, is_gpu=place.type == "cuda"):
@@ -189,7 +192,11 @@ class ModelRunner:
         self.device = model.device  # with its index
         self.layout = WeightLayout(model)
         self.unneeded = threading.Event()  # when set, `prefill` and `decode` raise StepGivenUp between two layers
-        self._decoder = Decoder(model, max_positions=max_context_tokens)
+        is_gpu = self.device.type == "cuda"
+        if is_gpu:
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, in 1.3 ms a call
+        num_positions = whole_positions(max_context_tokens)
+        self._decoder = Decoder(model, max_positions=num_positions)
         room = plan_room(
             num_slots=num_slots,
             max_context_tokens=max_context_tokens,
@@ -203,11 +210,13 @@ class ModelRunner:
         cache = KVCache(
             self._decoder.kv_shape,
             num_slots=room.num_slots,
-            num_positions=max_context_tokens,
+            num_positions=num_positions,
             device=self.device,
             dtype=self._decoder.dtype,
         )
         self.kv = SlotStore(cache, room, max_context_tokens=max_context_tokens)
+        is_fixed = is_gpu if fixed_shapes is None else fixed_shapes
+        self.fixed = FixedShapes(self._decoder, cache, vocab_size=self.vocab_size) if is_fixed else None
 
     @torch.inference_mode()
     def prefill(self, pieces: Sequence[Piece]) -> Tensor:
@@ -222,6 +231,8 @@ class ModelRunner:
     @torch.inference_mode()
     def decode(self, last_ids: Sequence[int], lengths: Sequence[int]) -> Tensor:
         """Compute one more token in each of the first n slots, counted by `lengths`; return its logits, `[n, V]`."""
+        if self.fixed is not None and self.fixed.takes(lengths):
+            return self.fixed.logits(last_ids, lengths, unneeded=self.unneeded)
         step = decode_step(self.kv.cache, lengths)
         ids = torch.tensor(last_ids, device=self.device)
         return self._decoder.logits(self._decoder.hidden(ids, step.positions, step, unneeded=self.unneeded))
@@ -240,6 +251,8 @@ class ModelRunner:
 
     def release_memory(self) -> None:
         """Free the memory of all keys and values. Nothing can be computed until `resume_memory`."""
+        if self.fixed is not None:
+            self.fixed.forget()
         self.kv.cache.free()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # otherwise torch would keep it for this process
@@ -253,6 +266,8 @@ class ModelRunner:
                 f"there is no memory for the keys and values of {self.kv.num_tokens} tokens in the slots of "
                 f"{self.num_slots} requests: {str(error)[:200]}; let the trainer free its memory, and resume again"
             ) from error
+        if self.fixed is not None:
+            self.fixed.record()
 
 
 # --------------------------------------------------------------------------------------------- new weights

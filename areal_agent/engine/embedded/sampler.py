@@ -110,9 +110,11 @@ def sample(logits: Tensor, rows: SamplingRows, positions: Sequence[int]) -> Draw
     tokens = _draw(_filter(probabilities, rows), uniforms)
     if rows.is_greedy is not None:
         tokens = torch.where(rows.is_greedy, logits.argmax(dim=-1), tokens)
+    logprobs = probabilities.gather(1, tokens[:, None])[:, 0].log()
+    numbers: list[list[float]] = torch.stack([tokens.double(), logprobs.double()]).tolist()  # one wait for a GPU
     return Draws(
-        token_ids=tokens.tolist(),
-        logprobs=probabilities.gather(1, tokens[:, None])[:, 0].log().tolist(),
+        token_ids=[int(token) for token in numbers[0]],
+        logprobs=numbers[1],
         top_logprobs=_likeliest(scaled, rows.num_top),
     )
 
