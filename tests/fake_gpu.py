@@ -28,6 +28,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from areal_agent.engine.embedded.packed import Spans
+
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 PACKAGE = str(Path(__file__).parent.parent / "areal_agent")
 TO_HOST, TO_GPU, WAITS = "to host", "to GPU", "waits"
@@ -154,11 +156,10 @@ class FakeGpu(TorchFunctionMode):
         return put(moved) if device.type == "cuda" else moved
 
 
-def _kernel(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scaling: float) -> Tensor:
-    """What kernels for packed rows compute; shapes are those of `attention.Kernel`."""
-    place = torch.arange(len(q), device=q.device)
-    sequence = torch.searchsorted(offsets, place, right=True)
-    sees = (sequence[:, None] == sequence) & (place[:, None] >= place)
+def kernel(q: Tensor, k: Tensor, v: Tensor, of_queries: Spans, of_keys: Spans, scaling: float) -> Tensor:
+    """What kernels for packed rows compute; shapes are those of `packed.Kernel`."""
+    (query, before_end), (key, beyond) = _places(of_queries, len(q)), _places(of_keys, len(k))
+    sees = (query[:, None] == key) & (before_end[:, None] <= beyond)
     rows = (one.transpose(0, 1)[None] for one in (q, k, v))
     attended = scaled_dot_product_attention(*rows, attn_mask=sees, scale=scaling, enable_gqa=True)
     return attended[0].transpose(0, 1)
@@ -166,6 +167,13 @@ def _kernel(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scal
 
 def _refuse_graphs() -> None:
     raise RuntimeError("nothing is launched here")
+
+
+def _places(spans: Spans, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The sequence of each token, and how many of its tokens follow it, [T] each."""
+    place = torch.arange(num_tokens, device=spans.offsets.device)
+    sequence = torch.searchsorted(spans.offsets, place, right=True)
+    return sequence, spans.offsets[sequence] - place
 
 
 _REPLACED = {
@@ -180,7 +188,8 @@ _REPLACED = {
         (GPU if on_gpu(group[0][0][0]) else CPU, dtype): group for (_, dtype), group in _GROUPED(tensors).items()
     },
     "torch.autocast": lambda _, **more: _AUTOCAST("cpu", **more),
-    "areal_agent.trainer.model.packed_kernel": lambda: _kernel,
+    "areal_agent.trainer.model.packed_kernel": lambda: kernel,
+    "areal_agent.engine.embedded.model.packed_kernel": lambda: kernel,
 }
 _AUTOCAST, _GROUPED = torch.autocast, clip_grad._group_tensors_by_device_and_dtype
 _SAID = {Tensor.device.__get__: GPU, Tensor.is_cuda.__get__: True, Tensor.is_cpu.__get__: False}

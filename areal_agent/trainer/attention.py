@@ -11,12 +11,9 @@ cap, sinks and rule (causal, a sliding window, chunks), which are applied here t
                                        else, and in trees:    blocks of queries, each with the keys in reach
 """
 
-import inspect
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
-from itertools import accumulate
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
@@ -24,21 +21,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from areal_agent.algorithms.trees import Tree
+from areal_agent.engine.embedded.packed import Kernel, Spans, takes
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.context import Context
 from areal_agent.trainer.scores import Rule, Scores, mask_rule
 from areal_agent.trainer.tree_attention import TreeCall, tree_attention
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch 2.9
-    varlen_attn = None
-try:
-    from flash_attn import flash_attn_varlen_func  # pyright: ignore  # an extra of the user's, on a GPU
-except ImportError:
-    flash_attn_varlen_func = None
-
-logger = logging.getLogger(__name__)
 
 ATTENTION_NAME = "areal_agent_segments"
 
@@ -50,73 +37,26 @@ def use_segment_attention(model: PreTrainedModel) -> None:
     model.set_attn_implementation(ATTENTION_NAME)
 
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
-"""Causal attention within all sequences of a row: queries [T, H, D], keys and values [T, G, D], where each sequence
-begins and the last one ends [S + 1] int32, the length of the longest, the scaling -> [T, H, D]."""
-MAX_HEAD_SIZE = 256
-"""The largest D that kernels take; they take multiples of 8."""
-
-
-@cache
-def packed_kernel(attend: Any = varlen_attn) -> Kernel | None:
-    """Return torch's kernel `attend`, else flash-attn's, else None, which is logged. They run on a GPU, in 16 bits."""
-    parameters = () if attend is None else inspect.signature(attend).parameters
-    if {"scale", "window_size"}.issubset(parameters):
-        return partial(_by_torch, attend, {"enable_gqa": True} if "enable_gqa" in parameters else {})
-    if flash_attn_varlen_func is not None:
-        return _by_flash_attn
-    logger.warning(
-        "attention runs sequence by sequence, since torch %s has no kernel for all of them: install 2.11 or flash-attn",
-        torch.__version__,
-    )
-    return None
-
-
-def _by_torch(
-    attend: Any,
-    groups: dict[str, bool],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    offsets: Tensor,
-    longest: int,
-    scaling: float,
-) -> Tensor:
-    if not groups:  # torch 2.11 wants a key and a value for each query head
-        key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
-    spans = (offsets, offsets, longest, longest)
-    return attend(query, key, value, *spans, scale=scaling, window_size=(-1, 0), **groups)
-
-
-def _by_flash_attn(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float) -> Tensor:
-    attend: Any = flash_attn_varlen_func
-    return attend(query, key, value, offsets, offsets, longest, longest, softmax_scale=scaling, causal=True)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OneCall:
     """Plain causal attention within all sequences of one row by one call of a kernel."""
 
     kernel: Kernel
-    offsets: Tensor  # [S + 1] int32
-    longest: int
+    spans: Spans
 
     @classmethod
     def of(cls, kernel: Kernel, segments: Sequence[int], device: torch.device) -> Self:
         """Return the call for sequences of these lengths, which is the same in every layer."""
-        offsets = torch.tensor([0, *accumulate(segments)], dtype=torch.int32, device=device)
-        return cls(kernel=kernel, offsets=offsets, longest=max(segments))
+        return cls(kernel=kernel, spans=Spans.of(segments, device))
 
     def takes(self, query: Tensor, value: Tensor) -> bool:
         """Return whether kernels compute in these types and sizes."""
-        size = query.shape[3]
-        is_half = value.dtype in (torch.bfloat16, torch.float16)
-        return is_half and value.shape[3] == size <= MAX_HEAD_SIZE and size % 8 == 0
+        return value.shape[3] == query.shape[3] and takes(value.dtype, query.shape[3])
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
         """Return the weighted values. Shapes: query [1, H, T, D], key and value [1, G, T, D] -> [1, H, T, D]."""
         q, k, v = (one[0].transpose(0, 1).to(value.dtype) for one in (query, key, value))  # [T, H or G, D]
-        return self.kernel(q, k, v, self.offsets, self.longest, scaling).transpose(0, 1)[None]
+        return self.kernel(q, k, v, self.spans, self.spans, scaling).transpose(0, 1)[None]
 
 
 def segment_attention(

@@ -22,8 +22,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from areal_agent.algorithms.batching import Head, MicroBatch, Sample, collate, logprobs_and_entropy
+from areal_agent.engine.embedded.packed import Kernel
 from areal_agent.errors import ConfigError
-from areal_agent.trainer.attention import ATTENTION_NAME, Kernel, OneCall, use_segment_attention
+from areal_agent.trainer.attention import ATTENTION_NAME, OneCall, use_segment_attention
 from areal_agent.trainer.context import Context
 from areal_agent.trainer.tree_attention import TreeCall
 

@@ -27,11 +27,11 @@ from transformers.core_model_loading import revert_weight_conversion
 from areal_agent.algorithms.batching import MicroBatch
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.losses import value_loss
+from areal_agent.engine.embedded.packed import Kernel, packed_kernel
 from areal_agent.engine.foreign.weight_folders import TIED_HEAD, read_file_shapes, read_shapes
 from areal_agent.engine.pushes import weight_files
 from areal_agent.errors import ConfigError
 from areal_agent.models.causal import fault_of
-from areal_agent.trainer.attention import Kernel, packed_kernel
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.context import Context
 from areal_agent.trainer.forward import (

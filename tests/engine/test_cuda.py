@@ -2,6 +2,7 @@
 
 - log-probabilities are transformers' in float32, and in bfloat16 as far as that tells; also over a long prompt in
   chunks and over a prefix hit, after a swap, and after the memory of keys and values was released
+- decode steps are recorded as graphs, also after that release; prompts are one call of a kernel in bfloat16
 - no token of weight 0 is drawn
 - engine and trainer share the GPU in a whole run
 """
@@ -68,6 +69,15 @@ def differences(known, requests, results) -> torch.Tensor:
 def test_probabilities_are_those_of_transformers(tiny, requests, truth):
     results = answers(work_on(tiny), *requests)
     assert differences(truth(tiny), requests, results).max() < TOLERANCE
+
+
+def test_steps_are_replayed_and_prompts_are_one_call(tiny):
+    runner = work_on(tiny, dtype="bfloat16")._runner
+    assert runner.fixed is not None and runner.fixed.num_graphs > 0 and runner.kernel is not None
+    runner.release_memory()
+    assert runner.fixed.num_graphs == 0
+    runner.resume_memory()
+    assert runner.fixed.num_graphs > 0
 
 
 def test_probabilities_in_bfloat16_are_those_of_float32_on_average(tiny, requests, truth):

@@ -1,7 +1,8 @@
 """The embedded engine's code on a GPU that is not there (tests/fake_gpu.py).
 
-- Answers are those of the CPU, token by token: prefills in chunks and over a prefix, every kind of sampling, a grammar,
-  a swap of weights, memory that is released and taken again. All tensors of an operation are on one device.
+- Answers are those of the CPU, token by token: prefills in chunks and over a prefix, one by one and in one call, every
+  kind of sampling, a grammar, a swap of weights, memory that is released and taken again. All tensors of an operation
+  are on one device.
 - A decode step crosses between host and GPU as often for six rows as for two.
 """
 
@@ -12,8 +13,10 @@ import pytest
 from safetensors.torch import load_file
 
 from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.packed import Kernel
 from areal_agent.engine.embedded.workload import Row, Workload
 from areal_agent.types import GenerateRequest, SamplingParams, WeightVersion
+from tests import fake_gpu
 from tests.fake_gpu import FakeGpu
 
 KINDS = {
@@ -39,10 +42,11 @@ class EvenIds:
         return None
 
 
-def work_on(folder, device: str) -> Workload:
+def work_on(folder, device: str, kernel: Kernel | None = None) -> Workload:
     runner = ModelRunner(
         str(folder), device=device, dtype="float32", num_slots=8, max_context_tokens=512, kv_tokens=16 * 512
     )
+    runner.kernel = kernel
     return Workload(runner, WeightVersion(step=7))
 
 
@@ -54,9 +58,9 @@ def answers(work: Workload, *rows: Row):
     return [row.answer.result() for row in rows]
 
 
-def conversation(folder, other, device: str, ask, **sampling):
+def conversation(folder, other, device: str, ask, kernel: Kernel | None = None, **sampling):
     """Answers of several rows, of two that go on from them, after new weights, and after a release of memory."""
-    work = work_on(folder, device)
+    work = work_on(folder, device, kernel)
     rows = [
         Row(request=ask(n, prompt_length=9 + 5 * n, **sampling), matcher=EvenIds() if n == 2 else None)
         for n in range(4)
@@ -76,11 +80,11 @@ def conversation(folder, other, device: str, ask, **sampling):
     return found + answers(work, Row(request=ask(21, **sampling)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_those_of_the_cpu(kind, tiny, other, ask):
+@pytest.mark.parametrize(("kind", "kernel"), [("plain", None), *((kind, fake_gpu.kernel) for kind in KINDS)])
+def test_answers_are_those_of_the_cpu(kind, kernel, tiny, other, ask):
     expected = conversation(tiny, other, "cpu", ask, **KINDS[kind])
     with FakeGpu():
-        found = conversation(tiny, other, "cuda", ask, **KINDS[kind])
+        found = conversation(tiny, other, "cuda", ask, kernel, **KINDS[kind])
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours.token_ids, ours.cached_tokens) == (theirs.token_ids, theirs.cached_tokens)
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
@@ -91,7 +95,7 @@ def test_answers_are_those_of_the_cpu(kind, tiny, other, ask):
 def test_a_step_crosses_as_often_for_many_rows_as_for_few(kind, tiny):
     def crossed(num_rows: int) -> Counter[tuple[str, str]]:
         with FakeGpu() as gpu:
-            work = work_on(tiny, "cuda")
+            work = work_on(tiny, "cuda", fake_gpu.kernel)
             sampling = SamplingParams(**({"max_tokens": 6, "ignore_eos": True} | KINDS[kind]))
             for n in range(num_rows):
                 request = GenerateRequest(

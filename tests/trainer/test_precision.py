@@ -29,15 +29,9 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.trees import QUERIES_PER_BLOCK
+from areal_agent.engine.embedded.packed import Spans, flash_attn_varlen_func, packed_kernel
 from areal_agent.errors import ConfigError
-from areal_agent.trainer.attention import (
-    ATTENTION_NAME,
-    OneCall,
-    Rule,
-    flash_attn_varlen_func,
-    packed_kernel,
-    segment_attention,
-)
+from areal_agent.trainer.attention import ATTENTION_NAME, OneCall, Rule, segment_attention
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.forward import choose_attention
 from areal_agent.trainer.model import Policy, choose_device
@@ -170,18 +164,19 @@ def test_with_a_float32_output_layer_logits_are_float32(model_folder, given, gro
 # ------------------------------------------------------------------------------------------------- one call
 
 
-def by_mask(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float) -> Tensor:
+def by_mask(query: Tensor, key: Tensor, value: Tensor, spans: Spans, of_keys: Spans, scaling: float) -> Tensor:
     """What a kernel computes, written with a mask made of its offsets: [T, H, D]."""
-    lengths = offsets.diff().tolist()
-    assert max(lengths) == longest and offsets.dtype == torch.int32
+    lengths = spans.offsets.diff().tolist()
+    assert max(lengths) == spans.longest and spans.offsets.dtype == torch.int32 and of_keys is spans
     mask = torch.block_diag(*(torch.ones(one, one) for one in lengths)).bool().tril()
     rows = (one.transpose(0, 1)[None] for one in (query, key, value))
     return scaled_dot_product_attention(*rows, attn_mask=mask, scale=scaling, enable_gqa=True)[0].transpose(0, 1)
 
 
-def leaking(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scaling: float) -> Tensor:
+def leaking(query: Tensor, key: Tensor, value: Tensor, _: Spans, of_keys: Spans, scaling: float) -> Tensor:
     """A kernel that takes the row for one sequence."""
-    return by_mask(query, key, value, offsets[[0, -1]], int(offsets[-1]), scaling)
+    whole = Spans.of([len(key)], CPU)
+    return by_mask(query, key, value, whole, whole, scaling)
 
 
 def refusing(*_: object) -> Tensor:
@@ -202,7 +197,7 @@ def attend(qkv: list[Tensor], one_call: OneCall | None, lengths=LENGTHS, rule: R
 
 def test_the_offsets_are_where_sequences_begin_and_the_end_of_the_last() -> None:
     call = OneCall.of(by_mask, LENGTHS, CPU)
-    assert (call.offsets.tolist(), call.longest) == ([0, 3, 4, 9], 5)
+    assert (call.spans.offsets.tolist(), call.spans.longest) == ([0, 3, 4, 9], 5)
 
 
 def test_one_call_is_the_loop_over_sequences() -> None:
@@ -274,10 +269,11 @@ def test_the_proof_does_not_rest_on_how_a_mean_is_rounded() -> None:
         choose_attention(make("llama", DENSE), is_padded=False)
 
 
-def each_head(query: Tensor, key: Tensor, value: Tensor, *spans: Any, scale: float, window_size: object) -> Tensor:
+def each_head(query: Tensor, key: Tensor, value: Tensor, *told: Any, scale: float, window_size: object) -> Tensor:
     """torch 2.11's kernel, which wants a key and a value for each query head."""
-    assert key.shape == value.shape == query.shape and window_size == (-1, 0) and spans[0] is spans[1]
-    return by_mask(query, key, value, spans[0], spans[2], scale)
+    assert key.shape == value.shape == query.shape and window_size == (-1, 0) and told[0] is told[1]
+    spans = Spans(offsets=told[0], longest=told[2])
+    return by_mask(query, key, value, spans, spans, scale)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.11", reason="an older torch has no such kernel")
@@ -285,7 +281,8 @@ def test_the_kernel_of_torch_is_called_as_it_asks_to_be() -> None:
     kernel = packed_kernel()
     assert kernel is not None
     query, key, value = (torch.empty(9, heads, 8, device="meta", dtype=torch.bfloat16) for heads in (4, 2, 2))
-    assert kernel(query, key, value, torch.tensor([0, 3, 4, 9]), 5, 0.3).shape == (9, 4, 8)
+    spans = Spans.of(LENGTHS, CPU)
+    assert kernel(query, key, value, spans, spans, 0.3).shape == (9, 4, 8)
 
 
 def test_a_kernel_for_equally_many_heads_gets_keys_and_values_repeated() -> None:

@@ -8,6 +8,8 @@
     workload.py     the rows and their steps: admit, prefill in chunks, decode, stamp weight versions
        ├─▶ model.py      checks and loads a model folder; token ids to logits; proves new weights, copies them in place
        │      decoder.py     the forward pass and its attention
+       │      packed.py      attention of many prompts in one call of a kernel, on a GPU
+       │      fixed_shapes.py  decode steps that a GPU replays as graphs
        │      kv_cache.py    slots of keys and values, the prefix cache, and the room that they share
        │      transfer.py    weights as bytes over torch.distributed
        └─▶ sampler.py    penalties, biases and grammars; logits to tokens and log-probabilities

@@ -20,12 +20,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
 from areal_agent.engine.embedded.kv_cache import Ids, KVCache, KVShape
+from areal_agent.engine.embedded.packed import Kernel, Spans
 
 
 class StepGivenUp(Exception):
@@ -114,7 +116,7 @@ class Decoder:
 
     def __init__(self, model: PreTrainedModel, *, max_positions: int) -> None:
         config, inner = model.config, cast(Any, model).model
-        self._num_heads: int = config.num_attention_heads
+        self.num_heads: int = config.num_attention_heads
         self.kv_shape = KVShape(
             num_layers=config.num_hidden_layers,
             num_kv_heads=config.num_key_value_heads,
@@ -131,7 +133,7 @@ class Decoder:
         self,
         ids: Tensor,
         positions: Tensor,
-        step: "PrefillStep | DecodeStep | ScoringStep",
+        step: "PrefillStep | PackedPrefillStep | DecodeStep | ScoringStep",
         *,
         unneeded: threading.Event,
     ) -> Tensor:
@@ -156,7 +158,7 @@ class Decoder:
 
     def _project(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normalised and rotated together, and values: `[N, Q, D]`, `[N, H, D]`, `[N, H, D]`."""
-        num_heads, num_kv_heads, head_dim = self._num_heads, self.kv_shape.num_kv_heads, self.kv_shape.head_dim
+        num_heads, num_kv_heads, head_dim = self.num_heads, self.kv_shape.num_kv_heads, self.kv_shape.head_dim
         num_rotated = num_heads + num_kv_heads
         heads = layer.qkv(x).view(len(x), num_rotated + num_kv_heads, head_dim)
         rotated, values = heads[:, :num_rotated], heads[:, num_rotated:]
@@ -286,6 +288,39 @@ def causal_mask(num_tokens: int, num_past: int, device: torch.device) -> Tensor:
     [[True, True, False], [True, True, True]]
     """
     return torch.ones(num_tokens, num_past + num_tokens, dtype=torch.bool, device=device).tril_(num_past)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedPrefillStep:
+    """The same prefill with one call of a kernel for all pieces, on a GPU. Shapes: U tokens of all slots' pieces."""
+
+    cache: KVCache
+    kernel: Kernel
+    own: tuple[Tensor, Tensor]  # slots and positions of the new tokens, each [N]
+    every: tuple[Tensor, Tensor]  # and of all tokens that they see, each [U]
+    spans: tuple[Spans, Spans]  # of both
+
+    @classmethod
+    def of(cls, cache: KVCache, kernel: Kernel, pieces: Sequence[Piece]) -> Self:
+        """Prepare a prefill of pieces, packed in this order."""
+        begins, ends = [piece.begin for piece in pieces], [piece.begin + len(piece.ids) for piece in pieces]
+        slots = [piece.slot for piece in pieces]
+
+        def tokens(firsts: Sequence[int]) -> tuple[tuple[Tensor, Tensor], Spans]:
+            lengths = [end - first for first, end in zip(firsts, ends, strict=True)]
+            positions = np.concatenate([np.arange(*span) for span in zip(firsts, ends, strict=True)])
+            places = np.stack([np.repeat(slots, lengths), positions])
+            of_slots, of_positions = torch.from_numpy(places).to(cache.device)
+            return (of_slots, of_positions), Spans.of(lengths, cache.device)
+
+        (own, of_own), (every, of_every) = tokens(begins), tokens([0] * len(pieces))
+        return cls(cache=cache, kernel=kernel, own=own, every=every, spans=(of_own, of_every))
+
+    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Store keys and values of the new tokens and attend, with `[N, heads, D]`; the result is `[N, Q * D]`."""
+        self.cache.put(layer, *self.own, keys, values)
+        every = self.cache.get(layer, *self.every)
+        return self.kernel(queries, *every, *self.spans, queries.shape[-1] ** -0.5).flatten(1)
 
 
 class ScoringStep:

@@ -80,6 +80,11 @@ class FixedShapes:
             graph.replay()
         return self._logits[: len(lengths)]
 
+    @property
+    def num_graphs(self) -> int:
+        """The number of recorded shapes; 0 where steps are launched kernel by kernel."""
+        return len(self._graphs)
+
     def forget(self) -> None:
         """Drop all graphs, before the cache gives its memory back."""
         self._graphs.clear()

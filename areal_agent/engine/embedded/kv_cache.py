@@ -114,6 +114,10 @@ class KVCache:
         self._keys[layer][slots, :, positions] = keys
         self._values[layer][slots, :, positions] = values
 
+    def get(self, layer: int, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values of n tokens, each `[n, H, D]`."""
+        return self._keys[layer][slots, :, positions], self._values[layer][slots, :, positions]
+
     def write(self, layer: int, slot: int, begin: int, keys: Tensor, values: Tensor) -> None:
         """Write positions `[begin, begin + T)` of one slot; keys and values `[H, T, D]`."""
         positions = slice(begin, begin + keys.shape[1])

@@ -26,9 +26,17 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from areal_agent.dtype import DType, computed_in, slowness
-from areal_agent.engine.embedded.decoder import Decoder, Piece, ScoringStep, decode_step, prefill_step
+from areal_agent.engine.embedded.decoder import (
+    Decoder,
+    PackedPrefillStep,
+    Piece,
+    ScoringStep,
+    decode_step,
+    prefill_step,
+)
 from areal_agent.engine.embedded.fixed_shapes import FixedShapes
 from areal_agent.engine.embedded.kv_cache import KVCache, SlotStore, plan_room, whole_positions
+from areal_agent.engine.embedded.packed import Kernel, packed_kernel, proved, takes
 from areal_agent.engine.embedded.transfer import BLOCK_BYTES, take, tensors_over
 from areal_agent.engine.pushes import DTYPE_BYTES, check_layout, take_folder, take_shared_memory, weight_files
 from areal_agent.errors import ConfigError, EngineRejected, WeightUpdateError
@@ -197,6 +205,7 @@ class ModelRunner:
             torch.backends.cuda.enable_cudnn_sdp(False)  # it makes a plan for each new shape, in 1.3 ms a call
         num_positions = whole_positions(max_context_tokens)
         self._decoder = Decoder(model, max_positions=num_positions)
+        self.kernel = self._choose_kernel() if is_gpu else None
         room = plan_room(
             num_slots=num_slots,
             max_context_tokens=max_context_tokens,
@@ -218,12 +227,23 @@ class ModelRunner:
         is_fixed = is_gpu if fixed_shapes is None else fixed_shapes
         self.fixed = FixedShapes(self._decoder, cache, vocab_size=self.vocab_size) if is_fixed else None
 
+    def _choose_kernel(self) -> Kernel | None:
+        """Return a proved kernel for prefills in one call; None where there is none, in float32 for example."""
+        shape, dtype = self._decoder.kv_shape, self._decoder.dtype
+        kernel = packed_kernel() if takes(dtype, shape.head_dim) else None
+        like = torch.empty(0, dtype=dtype, device=self.device)
+        heads = {"num_heads": self._decoder.num_heads, "num_kv_heads": shape.num_kv_heads, "head_size": shape.head_dim}
+        return None if kernel is None else proved(kernel, **heads, like=like)
+
     @torch.inference_mode()
     def prefill(self, pieces: Sequence[Piece]) -> Tensor:
         """Compute keys and values of the pieces; return the logits after the last token of each, `[n, V]`."""
         ids = torch.from_numpy(np.concatenate([piece.ids for piece in pieces])).to(self.device)
         positions = np.concatenate([np.arange(piece.begin, piece.begin + len(piece.ids)) for piece in pieces])
-        step = prefill_step(self.kv.cache, pieces, in_parts=self.device.type == "cpu")
+        if self.kernel is None:
+            step = prefill_step(self.kv.cache, pieces, in_parts=self.device.type == "cpu")
+        else:
+            step = PackedPrefillStep.of(self.kv.cache, self.kernel, pieces)
         hidden = self._decoder.hidden(ids, torch.from_numpy(positions).to(self.device), step, unneeded=self.unneeded)
         last = np.cumsum([len(piece.ids) for piece in pieces]) - 1
         return self._decoder.logits(hidden[torch.from_numpy(last).to(self.device)])
