@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from argparse import Namespace
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cores = cores_for(Path(options.model)) if is_on_cpu(config.device) else 1
     torch.set_num_threads(share_out(cores, config.threads, options.sharing, "auto", 0)[0])
     torch.set_num_interop_threads(1)
+    if not is_on_cpu(config.device):
+        sys.setswitchinterval(0.0005)  # by default a thread may keep others waiting for longer than a step takes
     disable_progress_bar()  # its output is a log
     runner = ModelRunner(
         options.model,

@@ -54,7 +54,7 @@ def test_logits_are_those_of_the_rows_alone(runners, lengths):
 
 def test_rows_of_very_different_lengths_are_read_in_buckets(runners):
     cache, decoder = runners[0].kv.cache, runners[0].fixed._decoder
-    fixed = FixedShapes(decoder, cache, vocab_size=97, excess_bytes=100 * cache.token_bytes)
+    fixed = FixedShapes(decoder, cache, max_context_tokens=LONGEST, vocab_size=97, excess_bytes=100 * cache.token_bytes)
     assert runners[0].fixed.takes([LONGEST, 1, 1])
     assert not fixed.takes([LONGEST, 1, 1])
     assert fixed.takes([LONGEST] * 4)

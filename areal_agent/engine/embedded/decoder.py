@@ -152,9 +152,10 @@ class Decoder:
             layer.down.add_to(hidden, silu(gate).mul_(up))
         return self._norm(hidden.to(self._head.dtype))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of the next token, `[n, V]` float32."""
-        return linear(hidden, self._head).float()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """The logits of the next token, `[n, V]` float32; in `out` if it is given."""
+        computed = linear(hidden, self._head)
+        return computed.float() if out is None else out.copy_(computed)
 
     def _project(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys, normalised and rotated together, and values: `[N, Q, D]`, `[N, H, D]`, `[N, H, D]`."""
@@ -162,11 +163,15 @@ class Decoder:
         num_rotated = num_heads + num_kv_heads
         heads = layer.qkv(x).view(len(x), num_rotated + num_kv_heads, head_dim)
         rotated, values = heads[:, :num_rotated], heads[:, num_rotated:]
-        if layer.query_norm is not None and layer.key_norm is not None:
+        half = head_dim // 2
+        if layer.query_norm is None or layer.key_norm is None:
+            turned = heads.roll(half, -1)[:, :num_rotated]  # a part alone would be copied before
+        else:
             rotated = normalised(rotated, layer.query_norm.eps)
             rotated[:, :num_heads].mul_(layer.query_norm.weight)
             rotated[:, num_heads:].mul_(layer.key_norm.weight)
-        rotated = torch.addcmul(rotated * cos, rotated.roll(head_dim // 2, -1), sin)
+            turned = rotated.roll(half, -1)
+        rotated = torch.addcmul(rotated * cos, turned, sin)
         return rotated[:, :num_heads], rotated[:, num_heads:], values
 
 

@@ -14,12 +14,16 @@ the same function is called.
 Shapes: n rows, R rows and W positions of a fixed shape, S slots, V vocabulary.
 """
 
+import gc
 import logging
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,22 +38,32 @@ EXCESS_BYTES = 20e9
 
 
 class FixedShapes:
-    """The decode steps of one model over one cache. Use it from one thread, as the model."""
+    """The decode steps of one model over one cache. Use it from one thread at a time, as the model."""
 
     def __init__(
-        self, decoder: Decoder, cache: KVCache, *, vocab_size: int, excess_bytes: float = EXCESS_BYTES
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        *,
+        max_context_tokens: int,
+        vocab_size: int,
+        excess_bytes: float = EXCESS_BYTES,
     ) -> None:
-        """Record all shapes. The cache has one position more than a context."""
+        """Record all shapes. The cache has `whole_positions` of the longest context."""
         self._excess_bytes = excess_bytes
         self._decoder = decoder
         self._cache = cache
         self._rows = sizes(1, cache.num_slots, with_middles=False)
-        self._widths = sizes(min(NARROWEST, cache.num_positions), cache.num_positions, with_middles=True)
+        longest = -(-max_context_tokens // 16) * 16  # kernels want whole blocks
+        self._widths = sizes(min(NARROWEST, longest), longest, with_middles=True)
         self._inputs = {
             rows: torch.zeros(3, rows, dtype=torch.long, device=cache.device) for rows in self._rows
         }  # of each size its ids, positions and lengths
         self._logits = torch.zeros(cache.num_slots, vocab_size, device=cache.device)
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._is_warm = False
+        self._can_record = cache.device.type == "cuda"
         self.record()
 
     def takes(self, lengths: Sequence[int]) -> bool:
@@ -73,7 +87,7 @@ class FixedShapes:
             [*(length - 1 for length in lengths), *[self._cache.num_positions - 1] * num_beyond],
             [*lengths, *[1] * num_beyond],
         ]
-        self._inputs[rows].copy_(torch.tensor(told))
+        self._inputs[rows].copy_(torch.from_numpy(np.array(told)), non_blocking=True)
         if (graph := self._graphs.get(shape)) is None:
             self._compute(*shape)
         else:
@@ -91,37 +105,50 @@ class FixedShapes:
 
     def record(self) -> None:
         """Record a graph of every shape on a GPU. Where that fails, steps are launched as they are on a CPU."""
-        if self._cache.device.type != "cuda":
+        if not self._can_record:
             return
         started_s = time.perf_counter()
+        gc.collect()
+        gc.disable()  # what is collected while a graph is recorded may free memory of the GPU, which would spoil it
         try:
-            pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._cache.device)
+            self._stream = self._stream or torch.cuda.Stream(self._cache.device)  # libraries keep memory for each
+            pool = torch.cuda.graph_pool_handle()
             for rows in reversed(self._rows):  # the largest first: the others find room in its memory
                 self._inputs[rows].copy_(torch.tensor([[0], [self._cache.num_positions - 1], [1]]))
                 for width in self._widths:
-                    self._graphs[rows, width] = self._recorded(rows, width, pool, stream)
+                    self._graphs[rows, width] = self._recorded(rows, width, pool, self._stream)
         except RuntimeError as error:
             self._graphs.clear()
+            self._can_record = False  # a failure may leave torch's allocator as if it went on
             logger.warning(
                 "decode steps are launched kernel by kernel, which is slow, since no CUDA graph could be recorded: %s",
                 str(error)[:300],
             )
             return
+        finally:
+            gc.enable()
+        self._is_warm = True
         taken_s = time.perf_counter() - started_s
         logger.info("recorded decode steps of %d shapes in %.1f s", len(self._graphs), taken_s)
 
-    def _recorded(self, rows: int, width: int, pool: object, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    def _recorded(self, rows: int, width: int, pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.inference_mode(), torch.cuda.stream(stream):
-            self._compute(rows, width)  # kernels are loaded and libraries take their memory before
+            if not self._is_warm:  # kernels are loaded, and libraries take their memory, before
+                self._compute(rows, width)
             stream.synchronize()
             # `torch.cuda.graph` would collect garbage each time; other threads may go on allocating meanwhile
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # pyright: ignore[reportArgumentType]
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self._compute(rows, width)
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                with suppress(RuntimeError, AttributeError):  # before torch 2.12 that leaves the allocator recording
+                    cast(Any, torch)._C._cuda_endAllocateToPool(self._cache.device.index, pool)
+                raise
+            graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         return graph
 
@@ -130,7 +157,7 @@ class FixedShapes:
         mask = length_mask(lengths, width, self._cache.dtype)
         step = DecodeStep.of(self._cache, positions, [Bucket(start=0, stop=rows, width=width, mask=mask)])
         hidden = self._decoder.hidden(ids, positions, step, unneeded=threading.Event())  # a graph runs to its end
-        self._logits[:rows] = self._decoder.logits(hidden)
+        self._decoder.logits(hidden, out=self._logits[:rows])
 
     def _shape(self, lengths: Sequence[int]) -> tuple[int, int]:
         rows = self._rows[bisect_left(self._rows, len(lengths))]

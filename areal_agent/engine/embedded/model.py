@@ -56,6 +56,9 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 SCORED = 256
 """Tokens whose logits are computed at once when a sequence is scored: they bound the memory of large vocabularies."""
 
+SEEN_TOKENS = 65_536
+"""Tokens of prompts, with those before them, whose keys and values are copied side by side for one call."""
+
 _HUB_NAME = re.compile(r"[A-Za-z0-9][^/\s]*/[^/\s]+")
 
 
@@ -225,7 +228,11 @@ class ModelRunner:
         )
         self.kv = SlotStore(cache, room, max_context_tokens=max_context_tokens)
         is_fixed = is_gpu if fixed_shapes is None else fixed_shapes
-        self.fixed = FixedShapes(self._decoder, cache, vocab_size=self.vocab_size) if is_fixed else None
+        self.fixed = None
+        if is_fixed:
+            self.fixed = FixedShapes(
+                self._decoder, cache, max_context_tokens=max_context_tokens, vocab_size=self.vocab_size
+            )
 
     def _choose_kernel(self) -> Kernel | None:
         """Return a proved kernel for prefills in one call; None where there is none, in float32 for example."""
@@ -240,13 +247,14 @@ class ModelRunner:
         """Compute keys and values of the pieces; return the logits after the last token of each, `[n, V]`."""
         ids = torch.from_numpy(np.concatenate([piece.ids for piece in pieces])).to(self.device)
         positions = np.concatenate([np.arange(piece.begin, piece.begin + len(piece.ids)) for piece in pieces])
-        if self.kernel is None:
+        num_seen = sum(piece.begin + len(piece.ids) for piece in pieces)
+        if self.kernel is None or num_seen > SEEN_TOKENS:
             step = prefill_step(self.kv.cache, pieces, in_parts=self.device.type == "cpu")
         else:
             step = PackedPrefillStep.of(self.kv.cache, self.kernel, pieces)
+        last = torch.from_numpy(np.cumsum([len(piece.ids) for piece in pieces]) - 1).to(self.device)
         hidden = self._decoder.hidden(ids, torch.from_numpy(positions).to(self.device), step, unneeded=self.unneeded)
-        last = np.cumsum([len(piece.ids) for piece in pieces]) - 1
-        return self._decoder.logits(hidden[torch.from_numpy(last).to(self.device)])
+        return self._decoder.logits(hidden[last])
 
     @torch.inference_mode()
     def decode(self, last_ids: Sequence[int], lengths: Sequence[int]) -> Tensor:

@@ -106,7 +106,8 @@ def sample(logits: Tensor, rows: SamplingRows, positions: Sequence[int]) -> Draw
     """Draw one token per row from logits `[n, V]` float32; `positions` `[n]` are those of the new tokens."""
     scaled = logits if rows.temperatures is None else logits / rows.temperatures
     probabilities = torch.softmax(scaled, dim=-1)
-    uniforms = torch.from_numpy(uniform(rows.seeds, np.array(positions, dtype=np.uint64))).to(logits.device)
+    drawn = torch.from_numpy(uniform(rows.seeds, np.array(positions, dtype=np.uint64)))
+    uniforms = drawn.to(logits.device, non_blocking=True)  # a wait here would be one for the logits
     tokens = _draw(_filter(probabilities, rows), uniforms)
     if rows.is_greedy is not None:
         tokens = torch.where(rows.is_greedy, logits.argmax(dim=-1), tokens)

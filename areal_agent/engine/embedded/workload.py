@@ -400,8 +400,8 @@ class Workload:
             self._retract_last()
             self.counts.retracted_requests += 1
         rows = self.slots[: self._num_decoding]
+        self._sampling = self._sampling or SamplingBatch(rows, self._runner)  # while a GPU is idle: its copies wait
         logits = self._runner.decode([row.token_ids[-1] for row in rows], [row.num_tokens for row in rows])
-        self._sampling = self._sampling or SamplingBatch(rows, self._runner)
         self._sample(rows, logits, self._sampling)
 
     def _sample(self, rows: Sequence[Row], logits: Tensor, sampling: SamplingBatch) -> None:
