@@ -179,7 +179,7 @@ def _places(spans: Spans, num_tokens: int) -> tuple[Tensor, Tensor]:
 _REPLACED = {
     "torch.cuda.is_available": lambda: True,
     "torch.cuda.device_count": lambda: 1,
-    "torch.cuda.get_device_name": lambda *_: "fake",
+    "torch.cuda.get_device_name": lambda *_: "a fake H100",
     "torch.cuda.empty_cache": lambda: None,
     "torch.cuda.graph_pool_handle": lambda: _refuse_graphs(),
     "torch.cuda.mem_get_info": lambda *_: (2**30, 2**30),

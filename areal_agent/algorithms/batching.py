@@ -124,6 +124,7 @@ class MicroBatch:
     tree: Tree | None  # the one row in which prefixes are shared; without it and segments: a row each, padded
     num_input_tokens: int  # of samples with loss tokens; without padding
     num_shared_tokens: int  # those that need no position of their own
+    num_pairs: int  # of a token and one that it sees, in plain causal attention
     predicting: Tensor  # [M] int64, positions in the flattened inputs
     sequences: Tensor  # [M] int64, in 0..S-1: the sample of each loss token
     targets: Tensor  # [M]
@@ -148,13 +149,16 @@ def collate(
 ) -> MicroBatch:
     """Put samples in one row, in a row each, or in a tree, and concatenate their loss tokens, on `device`."""
     lengths = [one.num_tokens for one in samples]
+    num_pairs = sum(length * (length + 1) // 2 for length in lengths)
     tree = segments = None
     positions = [torch.arange(length) for length in lengths]
     if is_padded:
         inputs, depths = (pad_sequence(one, batch_first=True) for one in ([one.inputs for one in samples], positions))
         places = [row * inputs.shape[1] + one for row, one in enumerate(positions)]
     elif is_tree:
-        tree = Tree.of([one.inputs for one in samples]).to(device)
+        tree = Tree.of([one.inputs for one in samples])
+        num_pairs = len(tree.depths) + int(tree.depths.sum())
+        tree = tree.to(device)
         inputs, depths, places = tree.inputs[None], tree.depths[None], tree.places
     else:
         segments = tuple(lengths)
@@ -169,6 +173,7 @@ def collate(
         tree=tree,
         num_input_tokens=sum(one.num_tokens for one in samples if one.num_loss_tokens),
         num_shared_tokens=0 if tree is None else sum(lengths) - len(tree.inputs),
+        num_pairs=num_pairs,
         predicting=torch.cat([place[one.predicting] for place, one in zip(places, samples, strict=True)]).to(device),
         sequences=torch.arange(len(samples)).repeat_interleave(counts).to(device),
         weights=weights.repeat_interleave(counts).to(device),

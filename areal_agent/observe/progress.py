@@ -36,6 +36,7 @@ class StepView:
     staleness_max: int
     engine: Mapping[str, float]
     trainer: Mapping[str, float]
+    mfu: float | None = None  # of the trainer, on a GPU that is known
     untrained: str = ""  # what was dropped or masked
 
     @classmethod
@@ -52,6 +53,7 @@ class StepView:
             staleness_max=row["staleness/max"],
             engine=engine,
             trainer=trainer,
+            mfu=row.get("trainer/mfu"),
             untrained=untrained(row),
         )
 
@@ -217,6 +219,8 @@ class _Steps:
         table.add_row("  staleness", f"{view.staleness_mean:.1f}", Text(f"at most {view.staleness_max}"))
         table.add_row("  engine", f"{view.generated_tokens_per_s:,.0f} tokens/s", _shares(view.engine))
         table.add_row("  trainer", f"{view.trained_tokens_per_s:,.0f} tokens/s", _shares(view.trainer))
+        if view.mfu is not None:
+            table.add_row("  MFU", f"{view.mfu:.2f}", Text("of the trainer's updates"))
         if view.untrained:
             table.add_row("  untrained", "", Text(view.untrained, style="yellow"))
         return table
@@ -275,6 +279,7 @@ class PlainDisplay:
             f"{f'{view.staleness_mean:.1f} max {view.staleness_max}':>12} "
             f"{view.generated_tokens_per_s:10,.0f} {view.trained_tokens_per_s:10,.0f}  "
             f"{_wait(view.engine):<16} {_wait(view.trainer):<16} {'-' if left_s is None else clock_time(left_s):>6}"
+            + (f"  MFU {view.mfu:.2f}" if view.mfu is not None else "")
             + (f"  {view.untrained}" if view.untrained else "")
         )
 

@@ -6,13 +6,13 @@ The counts are sums and maxima over micro-batches, so they do not depend on how 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from areal_agent.algorithms.batching import Sample
+from areal_agent.algorithms.batching import MicroBatch, Sample
 from areal_agent.algorithms.losses import Counts, LossStats, divergence
 from areal_agent.algorithms.trees import in_order
 from areal_agent.trainer.ranks import Group
@@ -77,6 +77,7 @@ class Tally(Counts):
     num_shared_tokens: int = 0  # those of them that had no position of their own
     num_positions: int = 0  # computed, with padding
     num_micro_batches: int = 0
+    num_operations: float = 0.0  # of the models, forward and backward
     value_loss: float = 0.0
     num_clipped_values: int = 0
     losses: LossStats = field(default_factory=LossStats)
@@ -173,6 +174,58 @@ def device_memory(device: torch.device, group: Group) -> dict[str, float]:
     if device.type != "cuda":
         return {}
     return {"peak_device_memory_bytes": max(group.gather([torch.cuda.max_memory_allocated(device)]))[0]}
+
+
+PEAK_TFLOPS = {"H100 PCIe": 756, "NVL": 835, "H100": 989, "H200": 989, "B200": 2250, "A100": 312, "L40S": 362}
+"""Dense products in bfloat16 by data sheet, in 1e12 operations a second, by what a GPU's name has; the first counts."""
+
+
+def peak_rate(device: torch.device) -> float | None:
+    """Return how many operations a second a GPU can do in bfloat16; None for a CPU and for a GPU that is not known."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((1e12 * rate for known, rate in PEAK_TFLOPS.items() if known in name), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """The operations of a forward and backward pass. What is recomputed, and what a window leaves out, is not looked at.
+
+    For each token, a weight takes 2 forward, 2 for the gradient of its input and, if it is trained, 2 for its own; the
+    output layer's are those of the loss tokens. A token and one that it sees take 12 for each number of a query: 2
+    forward and 4 backward in the product with the key, and as many in that with the value.
+    """
+
+    of_token: float
+    of_loss_token: float
+    of_pair: float
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module], config: Any, *, num_outputs: int, is_head_trained: bool = True) -> Self:
+        """Count those of a decoder's layers, of which `config` is a text model's, and of an output layer."""
+        of_token, num_used = 0.0, getattr(config, "num_experts_per_tok", None)
+        for weight in (one for layer in layers for one in layer.parameters() if one.ndim > 1):
+            share = num_used / len(weight) if num_used and weight.ndim == 3 else 1.0  # experts are in one tensor
+            of_token += share * (6 if weight.requires_grad else 4) * weight.numel()
+        num_heads = getattr(config, "num_attention_heads", 0)
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // max(num_heads, 1)
+        return cls(
+            of_token=of_token,
+            of_loss_token=(6 if is_head_trained else 4) * num_outputs * config.hidden_size,
+            of_pair=12.0 * len(layers) * num_heads * head_size,
+        )
+
+    def count(self, batch: MicroBatch) -> float:
+        """Return the operations of a micro-batch; padding is none, and prefixes in a tree are computed once."""
+        num_tokens = batch.num_input_tokens - batch.num_shared_tokens
+        of_layers = self.of_token * num_tokens + self.of_pair * batch.num_pairs
+        return of_layers + self.of_loss_token * batch.num_loss_tokens
+
+
+def mfu_metrics(updates: Sequence[Update], seconds: float, device: torch.device, group: Group) -> dict[str, float]:
+    """Return the share of all ranks' peak rate that the updates of `seconds` reached. Empty where that is not known."""
+    peak = peak_rate(device)
+    done = sum(one.tally.num_operations for one in updates)
+    return {} if peak is None else {"mfu": done / (seconds * group.size * peak)}
 
 
 def critic_metrics(samples: Sequence[Sample], updates: Sequence[Update]) -> dict[str, float]:

@@ -41,7 +41,9 @@ from areal_agent.trainer.forward import (
     decoder_of,
     hidden_states,
     tree_fault,
+    vocab_size,
 )
+from areal_agent.trainer.metrics import Work
 from areal_agent.trainer.optimizer import Optimizer, Schedule
 from areal_agent.trainer.ranks import ALONE, FLOAT32, Group, Precision, fill, set_apart, whole
 from areal_agent.types import TensorEntry
@@ -165,6 +167,15 @@ class Policy:
     @property
     def hidden_size(self) -> int:
         return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def work(self) -> Work:
+        """The operations of a forward and backward pass."""
+        config = self.model.config.get_text_config()
+        is_full = self.adapter is None
+        return Work.of(
+            decoder_layers(self._decoder), config, num_outputs=vocab_size(self.model), is_head_trained=is_full
+        )
 
     @property
     def publish_dtype(self) -> torch.dtype:
@@ -373,6 +384,7 @@ class Critic:
         fill(decoder, rows)
         rate = algorithm.critic_learning_rate or config.learning_rate
         own_schedule = None if schedule is None else replace(schedule, peak=rate)
+        self.work = Work.of(decoder_layers(decoder), policy.model.config.get_text_config(), num_outputs=1)
         self.optimizer = Optimizer(
             self.model.parameters(), config.model_copy(update={"learning_rate": rate}), own_schedule
         )

@@ -46,6 +46,7 @@ from areal_agent.trainer.metrics import (
     advantage_metrics,
     critic_metrics,
     device_memory,
+    mfu_metrics,
     reward_metrics,
     update_metrics,
 )
@@ -106,6 +107,7 @@ class Stepper:
         if critic is not None:
             self._measures["critic"] = critic.values
         self._critic = critic
+        self._works = [policy.work] + ([] if critic is None else [critic.work])
         self._recorder = recorder
         self._objective = choose_objective(algorithm)
         self._own_advantage: AdvantageFunction | None = load_own(algorithm, "advantage")
@@ -142,6 +144,7 @@ class Stepper:
             **advantage_metrics(samples),
             **critic_metrics(samples, updates),
             **({} if differences is None else distill_metrics(differences)),
+            **mfu_metrics(updates, laps.seconds["update"], self._policy.device, self._group),
             **{f"seconds_{phase}": seconds for phase, seconds in laps.seconds.items()},
             **memory,
         }
@@ -393,6 +396,7 @@ class Stepper:
             num_shared_tokens=batch.num_shared_tokens,
             num_positions=batch.inputs.numel(),
             num_micro_batches=1,
+            num_operations=sum(one.count(batch) for one in self._works),
             value_loss=value_loss,
             num_clipped_values=num_clipped,
             losses=stats,

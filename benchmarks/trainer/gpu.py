@@ -12,9 +12,7 @@ sequences whose second halves are in the loss: forward, backward, then AdamW. Si
     float32 head    the trainer with trainer.fp32_lm_head
     tree            one call (FlexAttention), but the sequences of a row share their first halves, computed once
 
-MFU is the model's own operations, 6 for each weight and token (of the output layer for loss tokens alone) and causal
-attention's, over the GPU's dense bfloat16 rate from its data sheet. Recomputation counts as time, not as work;
-what is shared counts as if it was computed for each sequence.
+MFU is that of `trainer/mfu` (docs/metrics.md), but what is shared counts as if it was computed for each sequence.
 """
 
 import argparse
@@ -31,6 +29,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from areal_agent.algorithms.batching import MicroBatch, Sample, collate
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.forward import LossTokenForward, decoder_layers, decoder_of
+from areal_agent.trainer.metrics import PEAK_TFLOPS, peak_rate
 from areal_agent.trainer.model import Policy
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.ranks import ALONE, Group, Precision
@@ -48,8 +47,6 @@ SHAPES = {  # hidden, intermediate, layers, heads, head size, vocabulary
     "0.6B": (1024, 3072, 28, 16, 128, 151_936),
     "1.7B": (2048, 6144, 28, 16, 128, 151_936),
 }
-TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
-"""Dense bfloat16 products of the SXM modules, in 1e12 operations per second."""
 MICRO_BATCHES = 2
 WARM_UP = 2
 
@@ -61,7 +58,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=8192, help="of a micro-batch (default %(default)s)")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence (default %(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="of which the median is told (default %(default)s)")
-    parser.add_argument("--peak-tflops", type=float, help="of a GPU other than " + ", ".join(TFLOPS))
+    parser.add_argument("--peak-tflops", type=float, help="of a GPU other than " + ", ".join(PEAK_TFLOPS))
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         print(
@@ -70,7 +67,7 @@ def main() -> int:
         return 1
     device = torch.device(args.device)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    peak = args.peak_tflops or next((rate for known, rate in TFLOPS.items() if known in name), None)
+    peak = 1e12 * args.peak_tflops if args.peak_tflops else peak_rate(device)
     print(f"{name}, torch {torch.__version__}, {args.tokens} tokens in sequences of {args.length}")
     print("\n| shape | side | tokens/s | to autocast | MFU | peak GiB |\n|---|---|---|---|---|---|", flush=True)
     group = Group.of_one(device)
@@ -81,10 +78,10 @@ def main() -> int:
             if measured is None:
                 print(f"| {shape} | {side} | not run: no kernel gives the model's own logits here | | | |", flush=True)
                 continue
-            seconds, num_bytes = measured
+            seconds, num_bytes, work = measured
             rate = MICRO_BATCHES * args.tokens / seconds
             base = base or rate
-            mfu = f"{rate * work(shape, args.length) / (peak * 1e12):.3f}" if peak else "-"
+            mfu = f"{work / seconds / peak:.3f}" if peak else "-"
             memory = f"{num_bytes / 2**30:.1f}" if num_bytes else "-"
             print(f"| {shape} | {side} | {rate:.0f} | {rate / base:.2f} | {mfu} | {memory} |", flush=True)
     group.leave()
@@ -93,8 +90,8 @@ def main() -> int:
 
 def step_s(
     shape: str, side: str, device: torch.device, group: Group, lengths: Sequence[int], num_steps: int
-) -> tuple[float, int] | None:
-    """Return the median seconds of a step and the peak of allocated bytes; None without a kernel for one call."""
+) -> tuple[float, int, float] | None:
+    """Return a step's median seconds, peak of allocated bytes, and operations; None without a kernel for one call."""
     gc.collect()  # the model of the side before
     policy = Policy(build(shape, device), device)
     if side == "one call" and policy.kernel is None:
@@ -112,6 +109,7 @@ def step_s(
     is_tree = side == "tree"
     batches = [batch_of(lengths, SHAPES[shape][-1], device, seed, is_tree=is_tree) for seed in range(MICRO_BATCHES)]
     is_gpu = device.type == "cuda"
+    work = sum(policy.work.count(batch_of(lengths, SHAPES[shape][-1], device, seed)) for seed in range(MICRO_BATCHES))
     times: list[float] = []
     for number in range(WARM_UP + num_steps):
         if is_gpu and number == WARM_UP:
@@ -125,7 +123,7 @@ def step_s(
         if is_gpu:
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started_s)
-    return statistics.median(times[WARM_UP:]), torch.cuda.max_memory_allocated() if is_gpu else 0
+    return statistics.median(times[WARM_UP:]), torch.cuda.max_memory_allocated() if is_gpu else 0, work
 
 
 def build(shape: str, device: torch.device) -> Qwen3ForCausalLM:
@@ -144,14 +142,6 @@ def build(shape: str, device: torch.device) -> Qwen3ForCausalLM:
     )
     with device:
         return Qwen3ForCausalLM(config)
-
-
-def work(shape: str, length: int) -> float:
-    """Return the operations of one token, forward and backward, in a sequence of `length` tokens half in the loss."""
-    hidden, intermediate, layers, heads, head_size, vocabulary = SHAPES[shape]
-    weights = layers * (3 * heads * head_size * hidden + 3 * intermediate * hidden)  # q and o; k and v have half
-    attention = layers * heads * head_size * length  # q k^T and its product with v, over half of the row
-    return 6.0 * (weights + vocabulary * hidden / 2 + attention)
 
 
 def batch_of(

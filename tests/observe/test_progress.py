@@ -2,7 +2,7 @@
 
 - plain: one aligned line a step, the time left from the pace of the steps, a line for each quarter of a phase, no
   control character. A side that does not wait is a dash. `none` shows nothing; `auto` is plain without a terminal.
-- What was dropped or masked is shown in both.
+- What was dropped or masked, and the MFU where it is known, are shown in both.
 - In a terminal it draws a picture, leaves the last one there and gives the cursor back.
 - The table lists the longest activity first and leaves small ones out. The advice names the side that was waited
   for, and why; without a step there is none; fewer threads are advised where there is more than one.
@@ -110,9 +110,9 @@ def test_a_step_is_one_aligned_line_under_a_heading(stream: io.StringIO) -> None
 
 
 @pytest.mark.parametrize("kind", ["plain", "live"])
-def test_what_a_step_did_not_train_is_in_its_line(kind: str, stream: io.StringIO) -> None:
+def test_what_a_step_did_not_train_and_its_mfu_are_in_its_line(kind: str, stream: io.StringIO) -> None:
     row = {"rollouts/dropped/stale": 8, "tokens/masked/altered": 1200, "tokens/masked/other_roots": 30}
-    view = replace(VIEW, untrained=untrained(row))
+    view = replace(VIEW, untrained=untrained(row), mfu=0.314)
     if kind == "plain":
         plain(stream, 100, [0.0]).step(view)
     else:
@@ -120,6 +120,7 @@ def test_what_a_step_did_not_train_is_in_its_line(kind: str, stream: io.StringIO
         display.step(view, None)
         display.close()
     assert "dropped 8 stale; masked 1,200 tokens altered" in stream.getvalue()
+    assert "MFU" in stream.getvalue() and "0.31" in stream.getvalue()
 
 
 def test_the_time_left_follows_the_pace(stream: io.StringIO) -> None:

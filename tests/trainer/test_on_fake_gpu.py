@@ -89,6 +89,7 @@ def test_a_step(case, model_folder, step_input, open_trainer, tmp_path):
     (of_small, few), (of_large, many) = counted
     assert {where for kind, where in many if kind in (TO_HOST, WAITS)} <= FROM_GPU
     assert {one: n for one, n in many.items() if n > few[one] * max(1, of_large / of_small)} == {}
+    assert 0.0 < metrics["mfu"] < 1.0
     assert (metrics["shared_positions"] > 0) is config.packing.startswith("tree")
     if config.dtype == "float32":
         plain = open_trainer(model_folder, config.model_copy(update={"device": "cpu"}), AlgorithmConfig(**algorithm))

@@ -16,6 +16,7 @@
 - Named parts of the reward count with their weights. test_custom_loss.py has a user's own loss and advantage.
 - What is kept of tokens is what the loss was computed from, with several minibatches too.
 - A checkpoint with critic and reference goes on exactly; one that lacks what the algorithm asks for is refused.
+- The operations that MFU is made of are those that torch counts, and of attention those of tokens that are seen.
 - A sequence longer than a micro-batch goes alone, or is refused at the start with `trainer.oversized: refuse`.
 """
 
@@ -28,15 +29,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
 
 from areal_agent.algorithms.advantages import token_advantages
+from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.algorithms.config import PRESETS, AlgorithmConfig
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError
 from areal_agent.observe.token_records import FOLDER, read_seen
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.wire import StepInput
-from tests.trainer.lab import GRADIENT_DESCENT, PLAIN, Lab
+from tests.trainer.lab import CPU, GRADIENT_DESCENT, PLAIN, Lab
 
 LEARNING = TrainerConfig(learning_rate=3e-3)
 REFERRED = {"reference": "initial", "kl_coefficient": 0.5}
@@ -386,3 +389,15 @@ def test_what_is_kept_of_tokens_is_what_the_loss_was_computed_from(
         ratios.append(np.exp(seen.logprobs - seen.proximal))
     moved = np.abs(np.concatenate(ratios) - 1).max()
     assert moved < 1e-5 if minibatches == 1 else moved > 1e-3
+
+
+def test_the_operations_of_a_micro_batch_are_those_that_torch_counts(lab, given):
+    batch = collate([sample_of(one) for one in given.records], CPU)
+    work = lab.policy.work
+    with FlopCounterMode(display=False) as counted:
+        lab.policy.logprobs_and_entropy(batch)[0].sum().backward()
+    products = sum(
+        number for operation, number in counted.get_flop_counts()["Global"].items() if "mm" in str(operation)
+    )
+    of_attention = 12 * 2 * 32 * sum(length * (length + 1) // 2 for length in batch.segments)
+    assert work.count(batch) - of_attention == products
