@@ -14,7 +14,8 @@ trainer's model at once: the budget of a micro-batch, or the longest context whe
                                         T (L + 1) a     activations; checkpointed: T (c H L + 2 a)
                                        20 min(T V, 2^24)    logits of one chunk: five float32 tensors of them
                                         8 V H           the gradient of the output layer on its way (float32: 4 V H)
-      while it updates, besides         8 P / N         gradients, and AdamW's own workspace
+      while it updates, besides         4 P / N         gradients
+                              on a CPU  4 P / N         AdamW's own workspace; on a GPU it is one pass
       while it loads                    4 P             of each model
                            with N > 1   4 P / N         of each model; and what its attention is proved with:
                                         4 (P - (L - 1) layer)  one layer, and all that is no layer
@@ -213,9 +214,11 @@ class TrainerMemory:
         )
 
     def updating(self) -> Parts:
-        """Return the parts while AdamW makes new weights: it works on all parameters at once."""
-        workspace = Parts({"trainer: AdamW's workspace": self._share(FLOAT32_BYTES * self._trained)})
-        return self._always() + Parts({"trainer: gradients": self._gradients()}) + workspace
+        """Return the parts while AdamW makes new weights."""
+        workspace = 0 if self._is_gpu else self._share(FLOAT32_BYTES * self._trained)
+        return self._always() + Parts(
+            {"trainer: gradients": self._gradients(), "trainer: AdamW's workspace": workspace}
+        )
 
     def loading(self) -> Parts:
         """Return the parts while models are loaded. Several ranks load their rows. There are no moments yet."""

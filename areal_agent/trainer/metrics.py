@@ -188,7 +188,7 @@ def peak_rate(device: torch.device) -> float | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work:
-    """The operations of a forward and backward pass. What is recomputed, and what a window leaves out, is not looked at.
+    """The operations of a forward and backward pass. Neither recomputation nor windows are looked at.
 
     For each token, a weight takes 2 forward, 2 for the gradient of its input and, if it is trained, 2 for its own; the
     output layer's are those of the loss tokens. A token and one that it sees take 12 for each number of a query: 2

@@ -3,6 +3,7 @@
 - With every loss, layout, precision, adapters, critic, reference and shared prefixes all tensors of an operation are on
   one device. In float32 metrics are those of the CPU.
 - What crosses between host and GPU in a step is known, and grows with the micro-batches, not with the samples.
+- There AdamW is one pass; what it keeps is what it keeps on a CPU, and goes on in either place.
 - What the trainer pushes is what an engine on the GPU then holds.
 - The fake GPU finds a tensor on the wrong device, one that was not moved, and an `item` in a loop.
 """
@@ -16,6 +17,7 @@ import torch
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.engine.embedded.model import ModelRunner, take_weights
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
+from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.ranks import Group
 from tests.fake_gpu import CPU, GPU, TO_HOST, WAITS, FakeGpu, WrongDevice
 
@@ -97,6 +99,29 @@ def test_a_step(case, model_folder, step_input, open_trainer, tmp_path):
         expected = plain.train_step(large).metrics
         names = [name for name in expected if "seconds" not in name]
         assert [metrics[one] for one in names] == pytest.approx([expected[one] for one in names], rel=1e-2, abs=1e-4)
+
+
+@pytest.mark.parametrize(("before", "after"), [(CPU, GPU), (GPU, CPU)], ids=str)
+def test_an_optimiser_goes_on_where_another_stopped(before, after):
+    def made(weights: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, Optimizer]:
+        weights = weights.to(device).requires_grad_()
+        return weights, Optimizer([weights], TrainerConfig(learning_rate=0.1))
+
+    def update(weights: torch.Tensor, optimizer: Optimizer) -> torch.Tensor:
+        weights.grad = (weights.detach() + 1.0) / 10.0
+        optimizer.update()
+        return weights.detach()
+
+    with FakeGpu():
+        first, optimizer = made(torch.arange(6.0).reshape(2, 3), before)
+        second, other = made(update(first, optimizer), after)
+        assert [one.adamw.defaults["fused"] for one in (optimizer, other)] == [before == GPU, after == GPU]
+        kept = optimizer.adamw.state_dict()["state"]
+        kept = {number: {name: one.cpu() for name, one in of.items()} for number, of in kept.items()}  # in a checkpoint
+        other.adamw.load_state_dict(other.adamw.state_dict() | {"state": kept})
+        assert other.adamw.state[second]["step"].device == after
+        torch.testing.assert_close(update(second, other).cpu(), update(first, optimizer).cpu())
+        assert other.adamw.state[second]["step"] == 2
 
 
 @pytest.mark.parametrize("changes", [{"transfer": "shared_memory"}, {"transfer": "disk"}, {"lora": LORA}], ids=str)
