@@ -7,7 +7,7 @@ share are there once. Either way no sequence sees another, and the loss tokens a
 Shapes: R rows of T tokens, S samples, M loss tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -19,8 +19,10 @@ from torch.utils.checkpoint import checkpoint
 from areal_agent.algorithms.trees import Tree
 from areal_agent.types import TokenRecord
 
-LOGITS_PER_CHUNK = 2**24
-"""The number of logits that exist at once: 64 MiB in float32, however large the batch and the vocabulary."""
+CHUNK_BYTES = 2**27
+"""The size of the logits that exist at once, and of their gradient, however large the batch and the vocabulary."""
+BLOCK_ON_CPU, BLOCK_ON_GPU = 2**18, 2**23
+"""The number of logits of which float32 copies exist at once."""
 Head = Callable[[Tensor], Tensor]
 """The output layer of a model: hidden states [M, H] -> logits [M, V]."""
 
@@ -197,14 +199,14 @@ def logprobs_and_entropy(
     logp_i = log softmax(head(h_i) / temperature_i)[target_i];  H_i = -sum_v p_iv log p_iv.
     `hidden` holds the states at the *predicting* positions (one before each target), so nothing is computed for tokens
     outside the loss. With more than one chunk of `chunk_size` positions, logits are recomputed in the backward pass,
-    which changes memory, not values. Logits of less than float32 are cast to it before the temperature and the softmax.
+    which changes memory, not values. They stay in the type in which the head computes them; all else is in float32.
     Shapes: hidden [M, H], targets [M], temperatures [M] -> [M], [M].
     """
     num_tokens = len(targets)
     assert hidden.ndim == 2 and len(hidden) == num_tokens, (hidden.shape, targets.shape)
     assert targets.shape == temperatures.shape == (num_tokens,), (targets.shape, temperatures.shape)
-    size = chunk_size or max(1, LOGITS_PER_CHUNK // vocab_size)
-    measure = _one_chunk if num_tokens <= size else _recomputed
+    size = chunk_size or max(1, CHUNK_BYTES // (vocab_size * hidden.element_size()))
+    measure = _one_chunk if num_tokens <= size or not torch.is_grad_enabled() else _recomputed
     chunks = [
         measure(hidden[i : i + size], targets[i : i + size], temperatures[i : i + size], head)
         for i in range(0, max(num_tokens, 1), size)
@@ -212,16 +214,68 @@ def logprobs_and_entropy(
     return torch.cat([logprobs for logprobs, _ in chunks]), torch.cat([entropy for _, entropy in chunks])
 
 
-def _recomputed(hidden: Tensor, targets: Tensor, temperatures: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    if not torch.is_grad_enabled():
-        return _one_chunk(hidden, targets, temperatures, head)
-    logprobs, entropy = checkpoint(_one_chunk, hidden, targets, temperatures, head, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues]
-    return logprobs, entropy
-
-
 def _one_chunk(hidden: Tensor, targets: Tensor, temperatures: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    logits = head(hidden)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperatures[:, None]  # [M, V]
-    log_p = torch.log_softmax(logits, dim=-1)
-    entropy = -(log_p.exp() * log_p).sum(dim=-1)
-    return log_p.gather(1, targets[:, None]).squeeze(1), entropy
+    measured: Any = _OfLogits.apply(head(hidden), targets, temperatures, [])
+    return measured
+
+
+def _recomputed(hidden: Tensor, targets: Tensor, temperatures: Tensor, head: Head) -> tuple[Tensor, Tensor]:
+    known: list[tuple[Tensor, Tensor]] = []  # the second time
+
+    def measure(hidden: Tensor) -> Any:
+        return _OfLogits.apply(head(hidden), targets, temperatures, known)
+
+    measured: Any = checkpoint(measure, hidden, use_reentrant=False, preserve_rng_state=False)
+    return measured
+
+
+class _OfLogits(torch.autograd.Function):
+    """Log-probability and entropy from logits [M, V], of which nothing else is kept, and the gradient in closed form.
+
+    With z the logits over the temperature T:  dlogp / dlogits = (1[v = target] - p_v) / T
+                                               dH / dlogits = -p_v (log p_v + H) / T
+    `known` has the results where they are known; else they are put there. Float32 is of a block of rows at a time.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperatures: Tensor, known: list[tuple[Tensor, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        if not known:
+            dtype = torch.promote_types(logits.dtype, torch.float32)
+            logprobs, entropy = (logits.new_empty(len(logits), dtype=dtype) for _ in range(2))
+            for rows in _blocks(logits):
+                log_p = torch.log_softmax(logits[rows] / temperatures[rows, None], dim=-1)
+                logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
+                entropy[rows] = -log_p.exp().mul_(log_p).sum(dim=-1)
+            known.append((logprobs, entropy))
+        ctx.save_for_backward(logits, targets, temperatures, *known[0])
+        ctx.set_materialize_grads(False)
+        return known[0][0].detach(), known[0][1].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        of_logprobs, of_entropy = gradients
+        logits, targets, temperatures, logprobs, entropy = ctx.saved_tensors
+        if of_logprobs is None:
+            of_logprobs = torch.zeros_like(logprobs)
+        of_logits = torch.empty_like(logits)
+        for rows in _blocks(logits):
+            target, temperature = targets[rows, None], temperatures[rows, None]
+            toward = of_logprobs[rows, None] / temperature
+            log_p = logits[rows] / temperature
+            log_p.sub_(log_p.gather(1, target) - logprobs[rows, None])
+            if of_entropy is None:
+                block = log_p.exp_().mul_(-toward)
+            else:
+                p = log_p.exp()
+                block = log_p.add_(entropy[rows, None]).mul_(-of_entropy[rows, None] / temperature)
+                block.sub_(toward).mul_(p)
+            of_logits[rows] = block.scatter_add_(1, target, toward)
+        return of_logits, None, None, None
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Yield rows whose float32 fits a CPU's cache, or is enough for a GPU."""
+    size = max(1, (BLOCK_ON_GPU if logits.is_cuda else BLOCK_ON_CPU) // logits.shape[1])
+    return (slice(start, start + size) for start in range(0, len(logits), size))

@@ -12,7 +12,8 @@ trainer's model at once: the budget of a micro-batch, or the longest context whe
       while it trains, besides          4 P / N         gradients, and 4 (P' + H) / N of a critic
                                         c (V H + 2 layers)  in bfloat16 or with N > 1: what is gathered at a time
                                         T (L + 1) a     activations; checkpointed: T (c H L + 2 a)
-                                       20 min(T V, 2^24)    logits of one chunk: five float32 tensors of them
+                                        2 min(c T V, 2^27)  logits of one chunk, and their gradient
+                                        8 min(T V, 2^23)    float32 of a block of them; on a CPU 2^18
                                         8 V H           the gradient of the output layer on its way (float32: 4 V H)
       while it updates, besides         4 P / N         gradients
                               on a CPU  4 P / N         AdamW's own workspace; on a GPU it is one pass
@@ -22,7 +23,7 @@ trainer's model at once: the budget of a micro-batch, or the longest context whe
 
       while it saves beside training    a checkpoint over N, in the machine's memory (`trainer.async_save`)
 
-      c bytes is a number that is computed with (`trainer.dtype`); of V H it is 4 on a CPU, and with
+      c bytes is a number that is computed with (`trainer.dtype`); of V H and of logits it is 4 on a CPU, and with
       `trainer.fp32_lm_head`.
       a, of a token and a layer, in bfloat16 (norms inside in float32), counted on a CPU:
               16 H + 6 Q D + 4 K D + 8 I  + 6 (Q D + K D) where queries and keys are normalised
@@ -157,8 +158,7 @@ class EngineMemory:
         return share if kv_tokens is None else min(share, kv_tokens * token)
 
 
-LOGITS_A_CHUNK = 2**24  # algorithms/batching.py
-LOGIT_BYTES = 20
+CHUNK_BYTES, BLOCK_ON_CPU, BLOCK_ON_GPU = 2**27, 2**18, 2**23  # algorithms/batching.py
 NUM_SLOTS = 2  # weights/channels.py
 
 
@@ -202,13 +202,15 @@ class TrainerMemory:
         of_rest = self._computed_bytes if self._is_gpu and not self._trainer.fp32_lm_head else FLOAT32_BYTES
         gathered = of_rest * shape.num_embedding_parameters + 2 * self._computed_bytes * shape.num_layer_parameters
         is_gathered = self._is_half or self._trainer.num_ranks > 1
+        num_logits, block = self.tokens * shape.vocab_size, BLOCK_ON_GPU if self._is_gpu else BLOCK_ON_CPU
+        logits = 2 * min(of_rest * num_logits, CHUNK_BYTES) + 2 * FLOAT32_BYTES * min(num_logits, block)
         head = 0 if self._lora else shape.num_embedding_parameters  # adapters do not change the output layer
         return self._always() + Parts(
             {
                 "trainer: gradients": self._gradients(),
                 "trainer: gathered layers": gathered if is_gathered else 0,
                 "trainer: activations": self._activations(),
-                "trainer: logits": LOGIT_BYTES * min(self.tokens * shape.vocab_size, LOGITS_A_CHUNK),
+                "trainer: logits": logits,
                 "trainer: output layer's gradient": FLOAT32_BYTES * (2 if self._is_half else 1) * head,
             }
         )

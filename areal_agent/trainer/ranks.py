@@ -241,10 +241,13 @@ class Precision:
         return cls(layers=layers, rest=layers if is_gpu and not config.fp32_lm_head else torch.float32)
 
     def policies(self) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
-        """Return FSDP2's policy for a layer, whose outputs are what the rest computes in, and for the rest."""
+        """Return FSDP2's policy for a layer, whose outputs are what the rest computes in, and for the rest.
+
+        What the rest is called with is a micro-batch, whose temperatures stay float32.
+        """
         return (
             MixedPrecisionPolicy(param_dtype=self.layers, reduce_dtype=torch.float32, output_dtype=self.rest),
-            MixedPrecisionPolicy(param_dtype=self.rest, reduce_dtype=torch.float32),
+            MixedPrecisionPolicy(param_dtype=self.rest, reduce_dtype=torch.float32, cast_forward_inputs=False),
         )
 
 

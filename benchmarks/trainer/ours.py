@@ -34,7 +34,7 @@ GRADIENT = TrainerConfig(learning_rate=1e6, epsilon=1e6, betas=(0.0, 0.0), weigh
 def main(folder: Path, variant: str, num_steps: int) -> None:
     torch.set_num_threads(1)
     if variant == "whole":
-        batching.LOGITS_PER_CHUNK = 2**62
+        batching.CHUNK_BYTES = 2**62
     packing: Any = "balanced" if variant == "whole" else variant
     given = the_step(folder)
     before_mb = peak_mb()

@@ -5,7 +5,8 @@
 - An emptied sample has one input, no loss token, and the same fields filled in.
 - Packed sequences stand behind one another and positions begin anew; padded ones have a row each, filled on the right.
 - Either way the loss tokens are the same in the same order.
-- Log-probability and entropy are those of a plain log-softmax over the temperature, in chunks or not.
+- Log-probability and entropy are those of a plain log-softmax over the temperature, in chunks or not, and so are their
+  gradients; those of logits in bfloat16 are right to its rounding.
 """
 
 from dataclasses import replace
@@ -119,3 +120,29 @@ def test_values_are_those_of_a_plain_log_softmax():
     with torch.no_grad():
         chunked, _ = logprobs_and_entropy(hidden, targets, temperatures, head, vocab_size=VOCAB, chunk_size=5)
     torch.testing.assert_close(chunked, logprobs.detach())
+
+
+@pytest.mark.parametrize("chunk_size", [None, 5])
+@pytest.mark.parametrize("kept", [(0, 1), (0,), (1,)], ids=["both", "log-probability", "entropy"])
+def test_gradients_are_those_of_finite_differences(chunk_size, kept):
+    hidden, targets, temperatures, head = problem()
+    head.double()
+
+    def measure(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = {"vocab_size": VOCAB, "chunk_size": chunk_size}
+        found = logprobs_and_entropy(hidden, targets, temperatures, lambda states: states @ weight.T, **given)
+        return tuple(found[one] for one in kept)
+
+    assert torch.autograd.gradcheck(measure, (hidden.detach().double().requires_grad_(), head.weight))
+
+
+def test_gradients_of_half_precise_logits_are_rounded_once():
+    wide = 2**17  # so that there are blocks of two rows
+    targets, temperatures = torch.tensor([3, wide - 1, 0]), torch.tensor([1.0, 0.5, 2.0])
+    logits = torch.randn(3, wide, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact, half = (logits.to(dtype).requires_grad_() for dtype in (torch.float64, torch.bfloat16))
+    for given in (exact, half):
+        logprobs, entropy = logprobs_and_entropy(given, targets, temperatures, lambda one: one, vocab_size=wide)
+        assert logprobs.dtype == torch.promote_types(given.dtype, torch.float32)
+        (logprobs.sum() + 0.3 * entropy.sum()).backward()
+    torch.testing.assert_close(half.grad.double(), exact.grad, atol=1e-9, rtol=2**-8)

@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from areal_agent.config import Config
+from areal_agent.doctor import memory as estimates
 from areal_agent.doctor.findings import GIB, State
 from areal_agent.doctor.machines import Machine, shares_of
 from areal_agent.doctor.memory import CUDA_CONTEXT_BYTES, SERVER_BYTES, TrainerMemory, estimate, memory_findings
@@ -92,10 +93,17 @@ def test_a_trainer_on_one_gpu() -> None:
         "trainer: gradients": 4 * PARAMETERS,
         "trainer: gathered layers": 2 * (151_936 * 1024 + 2 * 15_730_944),
         "trainer: activations": 8192 * 29 * 75_776,  # 16 H + 12 Q D + 10 K D + 8 I bytes of a token and layer
-        "trainer: logits": 20 * 2**24,
+        "trainer: logits": 2 * 2**27 + 8 * 2**23,
         "trainer: output layer's gradient": 8 * 151_936 * 1024,
         "trainer: CUDA": CUDA_CONTEXT_BYTES,
     }
+
+
+def test_the_sizes_of_chunks_and_blocks_are_those_of_the_loss() -> None:
+    from areal_agent.algorithms import batching
+
+    names = ("CHUNK_BYTES", "BLOCK_ON_CPU", "BLOCK_ON_GPU")
+    assert [getattr(estimates, one) for one in names] == [getattr(batching, one) for one in names]
 
 
 def test_the_dtype_decides_what_is_gathered_and_kept() -> None:
@@ -173,7 +181,7 @@ def test_adapters_take_the_memory_of_what_is_trained() -> None:
         "trainer: gradients": 4 * adapters,
         "trainer: gathered layers": 2 * (151_936 * 1024 + 2 * 15_730_944),
         "trainer: activations": 8192 * 29 * (75_776 + 2 * 2 * 32),
-        "trainer: logits": 20 * 2**24,
+        "trainer: logits": 2 * 2**27 + 8 * 2**23,
         "trainer: CUDA": CUDA_CONTEXT_BYTES,
     }
     memory = TrainerMemory(shape=QWEN3_06B, config=asked, is_gpu=True)

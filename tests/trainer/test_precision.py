@@ -3,7 +3,7 @@
 - `auto` is bfloat16 on cuda and float32 on a CPU; a float32 output layer is an option of bfloat16.
 - In bfloat16 weights stay float32 and gradients are those of float32 within rounding, summed over micro-batches in
   float32; that holds for each family, with adapters, critic, reference and recomputed layers, and over a resume.
-- With `fp32_lm_head` the logits are products in float32.
+- With `fp32_lm_head` the logits are products in float32. Temperatures are never rounded.
 - One call gives what the loop over sequences gives, values and gradients; windows, soft caps, sinks, float32 and odd
   sizes are left to the loop. A kernel that fails or sees other sequences is not used. No verdict rests on how a mean
   is rounded. A kernel without grouped heads gets keys and values repeated; a torch without one is told once.
@@ -15,6 +15,7 @@
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,6 +147,7 @@ def test_a_resumed_run_goes_on_exactly(model_folder, make_batch, as_input, open_
 
 def test_with_a_float32_output_layer_logits_are_float32(model_folder, given, group) -> None:
     batch = collate([sample_of(one) for one in given.records], CPU)
+    batch = replace(batch, temperatures=torch.full_like(batch.temperatures, 0.7))  # which is none of bfloat16
     away: dict[torch.dtype, float] = {}
     for rest in (torch.float32, torch.bfloat16):
         policy = Policy.load(model_folder, CPU)
@@ -154,8 +156,10 @@ def test_with_a_float32_output_layer_logits_are_float32(model_folder, given, gro
         policy.model.lm_head.register_forward_hook(lambda _, given, logits, seen=seen: seen.append((given[0], logits)))
         policy.shard(group, Precision(layers=torch.bfloat16, rest=rest))
         with torch.no_grad():
-            assert policy.logprobs_and_entropy(batch)[0].dtype == torch.float32
+            found, _ = policy.logprobs_and_entropy(batch)
         ((hidden, logits),) = seen
+        expected = torch.log_softmax(logits[0].float() / 0.7, dim=-1).gather(1, batch.targets[:, None])[:, 0]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
         assert hidden.dtype == logits.dtype == rest
         away[rest] = off_by(logits, hidden.float() @ weight.T)
     assert away[torch.float32] < 1e-6 and away[torch.bfloat16] > 1e-3
