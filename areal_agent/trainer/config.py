@@ -100,8 +100,9 @@ class TrainerConfig(Section):
     """`auto`: cuda if there is a GPU."""
     dtype: DType = "auto"
     """What the model computes in; `auto` decides as `engine.dtype` does. Weights, sums of gradients and the optimiser
-    are float32 in any case; on a CPU embeddings, last norm and output layer too. With bfloat16 a layer's weights are
-    cast when the layer runs (FSDP2), and no second copy of the model is kept."""
+    are float32 in any case; on a CPU embeddings, last norm and output layer too. With bfloat16 one rank on
+    a GPU has a copy of the weights in it while it trains; else a layer's are cast when it runs (FSDP2), and no second
+    copy of the model is kept."""
     fp32_lm_head: bool = False
     """With bfloat16 on a GPU: compute the embeddings, the last norm and the output layer in float32, and so
     log-probabilities as exactly as the layers' outputs allow (MiniMax-M1, arXiv 2506.13585). Products of the output

@@ -9,7 +9,7 @@ gather parameters do so one after the other and are collective: every rank has t
 import copy
 import math
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
@@ -43,6 +43,7 @@ from areal_agent.trainer.forward import (
     tree_fault,
     vocab_size,
 )
+from areal_agent.trainer.halves import Halves
 from areal_agent.trainer.metrics import Work
 from areal_agent.trainer.optimizer import Optimizer, Schedule
 from areal_agent.trainer.ranks import ALONE, FLOAT32, Group, Precision, fill, set_apart, whole
@@ -88,6 +89,7 @@ class Policy:
         self._group = group
         saved = model.state_dict().keys()
         self._buffers = {name: one for name, one in model.named_buffers() if name in saved}  # never trained
+        self._halves: Halves | None = None
         self._untrained: dict[str, Path] = {}  # the file of each tensor that this model lacks
         self.kernel, self.tree_fault = self._choose_attention(is_padded=is_padded)
         self._loss_tokens = LossTokenForward(self.model, self.kernel)
@@ -163,6 +165,7 @@ class Policy:
         fill(self.model, self._rows)
         self._rows = {}
         self._group = group
+        self._halves = halves_of(self._loss_tokens, group, precision)
 
     @property
     def hidden_size(self) -> int:
@@ -275,8 +278,16 @@ class Policy:
         return {name: whole(one.detach()) for name, one in self.trained_parameters().items()}
 
     def logprobs_and_entropy(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return log-probability and entropy of the batch's loss tokens, [M] each, at the rollouts' temperatures."""
-        return self._loss_tokens(batch)
+        """Return log-probability and entropy of the batch's loss tokens, [M] each, at the rollouts' temperatures.
+
+        For gradients, call it and make the backward pass within `computing`.
+        """
+        with nullcontext() if torch.is_grad_enabled() else self.computing():
+            return self._loss_tokens(batch)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Within the context, the model's parameters are those that it computes with. It may be nested."""
+        return nullcontext() if self._halves is None else self._halves.on()
 
     def logprobs_without_adapter(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return `logprobs_and_entropy` of the model without its adapters: the reference, in the same memory."""
@@ -323,6 +334,11 @@ class Policy:
     @property
     def _decoder(self) -> nn.Module:
         return decoder_of(self.model)
+
+
+def halves_of(module: nn.Module, group: Group, precision: Precision) -> Halves | None:
+    """Return the copies that one rank without FSDP2 computes with; None if it computes in float32, or FSDP2 casts."""
+    return Halves(module) if group.mesh is None and precision.layers == torch.bfloat16 else None
 
 
 def choose_device(name: str, *, rank: int = 0, num_ranks: int = 1) -> torch.device:
@@ -382,6 +398,7 @@ class Critic:
             recompute(decoder_layers(decoder))
         group.shard(decoder_layers(decoder), self.model, precision)
         fill(decoder, rows)
+        self._halves = halves_of(self.model, group, precision)
         rate = algorithm.critic_learning_rate or config.learning_rate
         own_schedule = None if schedule is None else replace(schedule, peak=rate)
         self.work = Work.of(decoder_layers(decoder), policy.model.config.get_text_config(), num_outputs=1)
@@ -391,7 +408,12 @@ class Critic:
 
     def values(self, batch: MicroBatch) -> Tensor:
         """Return the value of each loss token of the micro-batch, [M] float32."""
-        return self.model(batch).float()
+        with nullcontext() if torch.is_grad_enabled() else self.computing():
+            return self.model(batch).float()
+
+    def computing(self) -> AbstractContextManager[None]:
+        """As that of the policy."""
+        return nullcontext() if self._halves is None else self._halves.on()
 
     def backward(self, batch: MicroBatch) -> tuple[float, int]:
         """Accumulate the gradient of the clipped value loss; return the loss and how many values were clipped."""

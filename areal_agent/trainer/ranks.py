@@ -240,6 +240,11 @@ class Precision:
         layers: torch.dtype = getattr(torch, computed_in(config.dtype, hidden_size, is_gpu=is_gpu))
         return cls(layers=layers, rest=layers if is_gpu and not config.fp32_lm_head else torch.float32)
 
+    @property
+    def needs_fsdp(self) -> bool:
+        """Whether one rank needs FSDP2, which casts what goes from a layer to the rest; else `Halves` are enough."""
+        return self.layers != self.rest
+
     def policies(self) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
         """Return FSDP2's policy for a layer, whose outputs are what the rest computes in, and for the rest.
 
@@ -307,7 +312,7 @@ class Group:
 
     @classmethod
     def of_one(cls, device: torch.device) -> Self:
-        """Return a group of this process alone, whose FSDP2 casts parameters. Undo it with `leave`."""
+        """Return a group of this process alone, whose FSDP2 casts between layers and the rest. Undo it with `leave`."""
         return cls._of(0, 1, dist.HashStore(), device, LOOPBACK, STALLED_S)  # pyright: ignore[reportPrivateImportUsage]
 
     @classmethod
@@ -393,7 +398,7 @@ class Group:
         are fixed over the whole update.
         """
         if self.mesh is None:
-            assert precision == FLOAT32, "only FSDP2 casts parameters; use Group.of_one"
+            assert not precision.needs_fsdp, "only FSDP2 casts between layers and the rest; use Group.of_one"
             return
         of_layer, of_rest = precision.policies()
         units = [*((layer, of_layer) for layer in layers), *([] if whole is None else [(whole, of_rest)])]

@@ -15,6 +15,7 @@ depend on the split. Rank 0 has the records and makes all choices; the other ran
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -164,13 +165,9 @@ class Stepper:
         return self._finished(step)
 
     def _do(self, work: Work) -> Any:
-        match work.what:
-            case "update":
-                return self._update(work.share, **work.arguments)
-            case "fit":
-                return self._fit(work.share, **work.arguments)
-            case _:
-                return self._measure(work.share, **work.arguments)
+        do = {"update": self._update, "fit": self._fit}.get(work.what, self._measure)
+        with self._policy.computing(), nullcontext() if self._critic is None else self._critic.computing():
+            return do(work.share, **work.arguments)
 
     def _end(self, step: int | None = None) -> dict[str, float]:
         """Release the other ranks, whose generators have drawn nothing. Return metrics of all ranks."""

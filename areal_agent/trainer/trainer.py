@@ -24,7 +24,7 @@ from areal_agent.trainer.digests import digest_of_ranks, numerics, weights_diges
 from areal_agent.trainer.forward import vocab_size
 from areal_agent.trainer.model import Critic, Policy, choose_device
 from areal_agent.trainer.optimizer import Optimizer, Schedule
-from areal_agent.trainer.ranks import ALONE, FLOAT32, Group, Precision
+from areal_agent.trainer.ranks import ALONE, Group, Precision
 from areal_agent.trainer.saving import Saver
 from areal_agent.trainer.state import Training, form_of, read_training
 from areal_agent.trainer.step import Stepper
@@ -72,7 +72,7 @@ class Trainer:
         precision = Precision.of(config, device, policy.hidden_size)
         if slow := slowness("trainer.dtype", config.dtype, is_gpu=device.type == "cuda"):
             logger.warning("%s", slow)
-        if group.mesh is None and precision != FLOAT32:
+        if group.mesh is None and precision.needs_fsdp:
             group = Group.of_one(device)
         self._group = group
         schedule = Schedule.of(config, setup.num_steps * algorithm.minibatches)

@@ -7,9 +7,10 @@ Models have random weights of Qwen3's shapes. A step is two micro-batches, each 
 sequences whose second halves are in the loss: forward, backward, then AdamW. Sides:
 
     autocast        bfloat16 products by torch.autocast, attention sequence by sequence: the trainer before
-    loop            bfloat16 by FSDP2, attention sequence by sequence
+    FSDP2           bfloat16 by FSDP2, one attention call for a row: the trainer of several ranks
+    loop            bfloat16 by copies of the weights, attention sequence by sequence
     one call        the same with one attention call for a row: the trainer's default on a GPU
-    float32 head    the trainer with trainer.fp32_lm_head
+    float32 head    the trainer with trainer.fp32_lm_head, by FSDP2
     tree            one call (FlexAttention), but the sequences of a row share their first halves, computed once
 
 MFU is that of `trainer/mfu` (docs/metrics.md), but what is shared counts as if it was computed for each sequence.
@@ -30,13 +31,14 @@ from areal_agent.algorithms.batching import MicroBatch, Sample, collate
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.forward import LossTokenForward, decoder_layers, decoder_of
 from areal_agent.trainer.metrics import PEAK_TFLOPS, peak_rate
-from areal_agent.trainer.model import Policy
+from areal_agent.trainer.model import Policy, halves_of
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.ranks import ALONE, Group, Precision
 
 HALF, FULL = torch.bfloat16, torch.float32
 SIDES: dict[str, Precision | None] = {
     "autocast": None,
+    "FSDP2": Precision(layers=HALF, rest=HALF),
     "loop": Precision(layers=HALF, rest=HALF),
     "one call": Precision(layers=HALF, rest=HALF),
     "float32 head": Precision(layers=HALF, rest=FULL),
@@ -94,17 +96,17 @@ def step_s(
     """Return a step's median seconds, peak of allocated bytes, and operations; None without a kernel for one call."""
     gc.collect()  # the model of the side before
     policy = Policy(build(shape, device), device)
-    if side == "one call" and policy.kernel is None:
+    if side in ("FSDP2", "one call") and policy.kernel is None:
         return None
     precision = SIDES[side]
     forward = LossTokenForward(policy.model, None if side in ("autocast", "loop") else policy.kernel)
     layers = decoder_layers(decoder_of(policy.model))
-    if precision is None:
-        ALONE.shard(layers, forward)
-        casting = torch.autocast(device.type, dtype=HALF)
-    else:
-        group.shard(layers, forward, precision)
-        casting = contextlib.nullcontext()
+    casting = torch.autocast(device.type, dtype=HALF) if precision is None else contextlib.nullcontext()
+    halves = None
+    if precision is not None:
+        within = group if side == "FSDP2" or precision.needs_fsdp else ALONE
+        within.shard(layers, forward, precision)
+        halves = halves_of(forward, within, precision)
     optimizer = Optimizer(policy.model.parameters(), TrainerConfig())
     is_tree = side == "tree"
     batches = [batch_of(lengths, SHAPES[shape][-1], device, seed, is_tree=is_tree) for seed in range(MICRO_BATCHES)]
@@ -115,10 +117,11 @@ def step_s(
         if is_gpu and number == WARM_UP:
             torch.cuda.reset_peak_memory_stats()
         started_s = time.perf_counter()
-        for batch in batches:
-            with casting:
-                logprobs, _ = forward(batch)
-            (-logprobs.mean() / len(batches)).backward()
+        with contextlib.nullcontext() if halves is None else halves.on():
+            for batch in batches:
+                with casting:
+                    logprobs, _ = forward(batch)
+                (-logprobs.mean() / len(batches)).backward()
         optimizer.update()
         if is_gpu:
             torch.cuda.synchronize()

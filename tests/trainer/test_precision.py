@@ -3,6 +3,8 @@
 - `auto` is bfloat16 on cuda and float32 on a CPU; a float32 output layer is an option of bfloat16.
 - In bfloat16 weights stay float32 and gradients are those of float32 within rounding, summed over micro-batches in
   float32; that holds for each family, with adapters, critic, reference and recomputed layers, and over a resume.
+- One rank without FSDP2 gives what FSDP2 gives, over two micro-batches, with experts, adapters and recomputed layers;
+  its weights are float32, also after an error, and no copy of them stays.
 - With `fp32_lm_head` the logits are products in float32. Temperatures are never rounded.
 - One call gives what the loop over sequences gives, values and gradients; windows, soft caps, sinks, float32 and odd
   sizes are left to the loop. A kernel that fails or sees other sequences is not used. No verdict rests on how a mean
@@ -35,6 +37,7 @@ from areal_agent.errors import ConfigError
 from areal_agent.trainer.attention import ATTENTION_NAME, OneCall, Rule, segment_attention
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.forward import choose_attention
+from areal_agent.trainer.halves import Halves
 from areal_agent.trainer.model import Policy, choose_device
 from areal_agent.trainer.ranks import ALONE, FLOAT32, Group, Precision, whole
 from tests.trainer.families import DENSE, PACKED, make
@@ -128,6 +131,42 @@ def test_each_family_computes_in_bfloat16(model_type, group) -> None:
     assert 0 < (found - expected).abs().median() < 0.1  # of all tokens but those that a router sends elsewhere
     assert [one is None for one in ours] == [one is None for one in theirs]
     assert all(bool(one.isfinite().all()) for one in ours if one is not None)
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma2", "qwen3_moe"])
+def test_one_rank_computes_what_fsdp2_does(model_type, is_adapted, group) -> None:
+    def measured(within: Group) -> list[Tensor]:
+        policy = Policy(make(model_type, PACKED[model_type]), CPU)
+        if is_adapted:
+            policy.adapt(LoraConfig(target_modules=("q_proj", "v_proj")), 0, BOTH)
+        policy.recompute_layers()
+        policy.shard(within, BOTH)
+        found: list[Tensor] = []
+        with policy.computing():
+            for samples in (SAMPLES, SAMPLES[:1]):
+                logprobs, _ = policy.logprobs_and_entropy(collate(samples, CPU))
+                logprobs.sum().backward()
+                found.append(logprobs.detach())
+        trained = policy.trained_parameters().values()
+        assert {one.dtype for one in trained} == {torch.float32}
+        with torch.no_grad():  # without `computing`
+            assert torch.equal(policy.logprobs_and_entropy(collate(SAMPLES, CPU))[0], found[0])
+        return found + [whole(one.grad) for one in trained]
+
+    for ours, theirs in zip(measured(ALONE), measured(group), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_copies_are_gone_when_training_fails() -> None:
+    linear = nn.Linear(3, 2)
+    before, halves = dict(linear.named_parameters()), Halves(linear)
+    with pytest.raises(RuntimeError), halves.on(), halves.on():
+        copies = list(linear.parameters())
+        assert [one.dtype for one in copies] == [torch.bfloat16] * 2
+        linear(torch.zeros(4, 5))
+    assert dict(linear.named_parameters()) == before
+    assert [one.untyped_storage().nbytes() for one in copies] == [0, 0]
 
 
 def test_a_resumed_run_goes_on_exactly(model_folder, make_batch, as_input, open_trainer, tmp_path) -> None:

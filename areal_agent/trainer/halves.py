@@ -1,0 +1,71 @@
+"""A model of one rank that computes in bfloat16 while its weights and gradients are float32.
+
+    weights, float32 ── copied once for all micro-batches ──▶ copies in bfloat16: the module's parameters within `on`
+       ▲ gradient, float32 ◀── added for each micro-batch ───────┘
+
+Several ranks have FSDP2 for this, which copies weights for each layer and micro-batch, there and back. For one rank
+that takes more of the CPU's time than the layers themselves, and a GPU waits for it. Copies are there within `on` alone.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+
+class Halves:
+    """The copies of a module's float32 parameters. Parameters that a module shares with another are copied once."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._halves: dict[nn.Parameter, nn.Parameter] = {}
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self._is_on = False
+        for part in module.modules():
+            parameters: dict[str, nn.Parameter | None] = vars(part)["_parameters"]
+            for name, one in parameters.items():
+                if one is not None and one.dtype == torch.float32:
+                    if one not in self._halves:
+                        self._halves[one] = _half_of(one)
+                    self._places.append((parameters, name, one))
+
+    @contextmanager
+    def on(self) -> Generator[None]:
+        """Within the context the module has the copies. Backward passes have to be made in it, too. It may be nested."""
+        if self._is_on:
+            yield
+            return
+        self._is_on = True
+        try:
+            with torch.no_grad():
+                for weight, half in self._halves.items():
+                    half.untyped_storage().resize_(half.numel() * half.itemsize)
+                    half.copy_(weight)
+            for parameters, name, weight in self._places:
+                parameters[name] = self._halves[weight]
+            yield
+        finally:
+            for parameters, name, weight in self._places:
+                parameters[name] = weight
+            for half in self._halves.values():
+                half.untyped_storage().resize_(0)
+            self._is_on = False
+
+
+def _half_of(weight: nn.Parameter) -> nn.Parameter:
+    """Return an empty copy, which hands its gradient on as soon as a backward pass has all of it."""
+    half = nn.Parameter(torch.empty_like(weight, dtype=torch.bfloat16), requires_grad=weight.requires_grad)
+    if weight.requires_grad:
+        half.register_post_accumulate_grad_hook(partial(_hand_on, weight))
+    half.untyped_storage().resize_(0)
+    return half
+
+
+def _hand_on(weight: nn.Parameter, half: Tensor) -> None:
+    gradient, half.grad = half.grad, None
+    assert gradient is not None, "the hook is called with a gradient"
+    if weight.grad is None:
+        weight.grad = gradient.float()
+    else:
+        weight.grad.add_(gradient)
