@@ -4,7 +4,7 @@
        ▲ gradient, float32 ◀── added for each micro-batch ───────┘
 
 Several ranks have FSDP2 for this, which copies weights for each layer and micro-batch, there and back. For one rank
-that takes more of the CPU's time than the layers themselves, and a GPU waits for it. Copies are there within `on` alone.
+that takes the CPU longer than the layers themselves, and a GPU waits for it. Outside `on` copies take no memory.
 """
 
 from collections.abc import Generator
@@ -32,7 +32,7 @@ class Halves:
 
     @contextmanager
     def on(self) -> Generator[None]:
-        """Within the context the module has the copies. Backward passes have to be made in it, too. It may be nested."""
+        """Within the context the module has the copies. Make backward passes in it, too. It may be nested."""
         if self._is_on:
             yield
             return
