@@ -12,7 +12,7 @@ cap, sinks and rule (causal, a sliding window, chunks), which are applied here t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Self
 
@@ -31,8 +31,8 @@ ATTENTION_NAME = "areal_agent_segments"
 
 
 def use_segment_attention(model: PreTrainedModel) -> None:
-    """Make the model's layers call `segment_attention`; its forward passes then take `segments`."""
-    AttentionInterface.register(ATTENTION_NAME, segment_attention)
+    """Make the model's layers call `segment_attention`, compiled or not; its forward passes then take a `row`."""
+    AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(segment_attention))
     AttentionMaskInterface.register(ATTENTION_NAME, mask_rule)
     model.set_attn_implementation(ATTENTION_NAME)
 
@@ -59,6 +59,19 @@ class OneCall:
         return self.kernel(q, k, v, self.spans, self.spans, scaling).transpose(0, 1)[None]
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
+class Row:
+    """How one row is packed; without anything, each row is a sequence.
+
+    torch.compile does not look into it, since it is not frozen, and so does not compile for each number of sequences.
+    """
+
+    segments: Sequence[int] | None = None  # the lengths of the sequences in it
+    tree: Tree | None = None
+    one_call: OneCall | TreeCall | None = None
+    context: Context | None = None  # other ranks have the rest of its tokens; `segments` are those of all of it
+
+
 def segment_attention(
     module: nn.Module,
     query: Tensor,
@@ -69,27 +82,25 @@ def segment_attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    segments: Sequence[int] | None = None,
-    tree: Tree | None = None,
-    one_call: OneCall | TreeCall | None = None,
-    context: Context | None = None,
+    row: Row | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within each of `segments`, the lengths of the sequences in the one row, or in a tree, or in each row.
+    """Attention within each sequence of a packed row, or in a tree, or in each row.
 
-    `one_call` is used for plain causal attention in types and sizes that it takes; what it computes is the same. With
-    `context` other ranks have the rest of the row's tokens, and `segments` are those of the whole row.
+    `one_call` is used for plain causal attention in types and sizes that it takes; what it computes is the same.
 
     Shapes: B rows of T tokens, H query heads, G key-value heads, D and E the sizes of keys and values: query
     [B, H, T, D], key [B, G, T, D], value [B, G, T, E], sinks `s_aux` [H] -> [B, T, H, E].
     """
+    row = row or Row()
+    tree, one_call, context = row.tree, row.one_call, row.context
     if context is not None:
-        _require_plain(attention_mask, segments or (), context)
-        given: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "segments": segments, "one_call": one_call}
+        _require_plain(attention_mask, row.segments or (), context)
+        given: dict[str, Any] = {"scaling": scaling, "softcap": softcap, "row": replace(row, context=None)}
         output, none = segment_attention(module, *context.heads(query, key, value), s_aux=context.own(s_aux), **given)
         return context.tokens(output), none
     num_tokens = query.shape[2]
-    lengths = list(segments or (num_tokens,))
+    lengths = list(row.segments or (num_tokens,))
     assert sum(lengths) == num_tokens, (lengths, query.shape)
     scores = Scores(scaling=query.shape[3] ** -0.5 if scaling is None else scaling, softcap=softcap, sinks=s_aux)
     longest = max(lengths) if tree is None else tree.longest

@@ -77,6 +77,9 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass: up to a third more time, for a fraction
     of the memory that long sequences take. Gradients do not change."""
+    compile: bool = False
+    """Compile each layer but its attention (torch.compile): fewer passes over its activations. The first micro-batches
+    take up to minutes, and a C compiler is needed. Gradients differ by rounding. Not measured on a GPU yet."""
     packing: Literal["tree", "balanced", "first_fit", "padded"] = "tree"
     """How sequences share a micro-batch; none sees another. `tree`: one row in which prefixes that several have are
     there once (docs/trees.md); where that saves little, or the model or `context_parallel` does not permit it, as

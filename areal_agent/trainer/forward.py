@@ -24,7 +24,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from areal_agent.algorithms.batching import Head, MicroBatch, Sample, collate, logprobs_and_entropy
 from areal_agent.engine.embedded.packed import Kernel
 from areal_agent.errors import ConfigError
-from areal_agent.trainer.attention import ATTENTION_NAME, OneCall, use_segment_attention
+from areal_agent.trainer.attention import ATTENTION_NAME, OneCall, Row, use_segment_attention
 from areal_agent.trainer.context import Context
 from areal_agent.trainer.tree_attention import TreeCall
 
@@ -68,11 +68,11 @@ def hidden_states(
     packed: dict[str, Any] = {}
     if batch.segments is not None:
         one_call = OneCall.of(kernel, batch.segments, batch.inputs.device) if kernel else None
-        packed = {"position_ids": batch.positions, "segments": batch.segments, "one_call": one_call}
-        packed |= {} if context is None else {"context": context}
+        row = Row(segments=batch.segments, one_call=one_call, context=context)
+        packed = {"position_ids": batch.positions, "row": row}
     elif batch.tree is not None:
         one_call = TreeCall.of(batch.tree) if kernel else None
-        packed = {"position_ids": batch.positions, "tree": batch.tree, "one_call": one_call}
+        packed = {"position_ids": batch.positions, "row": Row(tree=batch.tree, one_call=one_call)}
     states = decoder(input_ids=batch.inputs, use_cache=False, **packed).last_hidden_state  # [R, T, H]
     return states.flatten(0, 1)[batch.predicting]
 

@@ -152,6 +152,10 @@ class Policy:
         rows = {name: self._rows[outer].clone() for name, outer in inner.items() if outer in self._rows}
         return copy.deepcopy(self._decoder), rows
 
+    def compile_layers(self) -> None:
+        """Have torch compile the layers. Make copies before, and `recompute_layers` after."""
+        compile_each(decoder_layers(self._decoder))
+
     def recompute_layers(self) -> None:
         """Recompute activations in the backward pass instead of keeping them. Make copies (`backbone`) before."""
         recompute(decoder_layers(self._decoder))
@@ -394,6 +398,8 @@ class Critic:
         head = nn.Linear(policy.hidden_size, 1, bias=False, device=policy.device)
         nn.init.zeros_(head.weight)
         self.model = ValueForward(decoder, head, policy.kernel, group.context).eval()
+        if config.compile:
+            compile_each(decoder_layers(decoder))
         if config.gradient_checkpointing:
             recompute(decoder_layers(decoder))
         group.shard(decoder_layers(decoder), self.model, precision)
@@ -537,6 +543,12 @@ def halve(model: nn.Module, inside: Iterable[nn.Module], apart: dict[str, Tensor
                 apart[f"{name}.weight"] = half
                 half = torch.empty(half.shape, dtype=half.dtype, device="meta")
             layer.weight = nn.Parameter(half, requires_grad=False)
+
+
+def compile_each(layers: Sequence[nn.Module]) -> None:
+    """Make layers run compiled, but for attention. The first micro-batches compile, for all lengths that follow."""
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def recompute(layers: Sequence[nn.Module]) -> None:

@@ -82,6 +82,8 @@ class Trainer:
             critic = Critic(policy, config, algorithm, schedule=schedule, group=group, precision=precision)
         if lora is not None:
             policy.adapt(lora, setup.seed, precision)
+        if config.compile:
+            policy.compile_layers()
         if config.gradient_checkpointing:
             policy.recompute_layers()
         policy.shard(group, precision)

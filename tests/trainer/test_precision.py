@@ -5,6 +5,7 @@
   float32; that holds for each family, with adapters, critic, reference and recomputed layers, and over a resume.
 - One rank without FSDP2 gives what FSDP2 gives, over two micro-batches, with experts, adapters and recomputed layers;
   its weights are float32, also after an error, and no copy of them stays.
+- Compiled layers give the same, and are compiled for the first two micro-batches alone, whatever follows.
 - With `fp32_lm_head` the logits are products in float32. Temperatures are never rounded.
 - One call gives what the loop over sequences gives, values and gradients; windows, soft caps, sinks, float32 and odd
   sizes are left to the loop. A kernel that fails or sees other sequences is not used. No verdict rests on how a mean
@@ -34,7 +35,7 @@ from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.trees import QUERIES_PER_BLOCK
 from areal_agent.engine.embedded.packed import Spans, flash_attn_varlen_func, packed_kernel
 from areal_agent.errors import ConfigError
-from areal_agent.trainer.attention import ATTENTION_NAME, OneCall, Rule, segment_attention
+from areal_agent.trainer.attention import ATTENTION_NAME, OneCall, Row, Rule, segment_attention
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.forward import choose_attention
 from areal_agent.trainer.halves import Halves
@@ -169,6 +170,28 @@ def test_copies_are_gone_when_training_fails() -> None:
     assert [one.untyped_storage().nbytes() for one in copies] == [0, 0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_recomputed", [False, True])
+def test_compiled_layers_compute_the_same_and_are_compiled_once(is_recomputed) -> None:
+    torch._dynamo.reset()
+    plain, compiled = (Policy(make("qwen3", {**DENSE, "head_dim": 8}), CPU) for _ in range(2))
+    compiled.compile_layers()
+    if is_recomputed:
+        compiled.recompute_layers()
+    samples = [SAMPLES[0], *SAMPLES]
+    counted: list[int] = []
+    for size in (1, 3, 2, 4):
+        batch = collate(samples[:size], CPU)
+        found = [one.logprobs_and_entropy(batch)[0] for one in (plain, compiled)]
+        for one in found:
+            one.sum().backward()
+        torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+        counted.append(torch._dynamo.utils.counters["frames"]["total"])
+    assert 0 < counted[0] <= counted[1] == counted[2] == counted[3]
+    for ours, theirs in zip(compiled.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-3, rtol=1e-3)
+
+
 def test_a_resumed_run_goes_on_exactly(model_folder, make_batch, as_input, open_trainer, tmp_path) -> None:
     config = TrainerConfig(learning_rate=1e-3, dtype="bfloat16")
     steps = [as_input(make_batch(step, num_groups=1)) for step in (1, 2)]
@@ -235,7 +258,8 @@ def random_qkv(size: int, dtype: torch.dtype, device: torch.device = CPU, length
 
 
 def attend(qkv: list[Tensor], one_call: OneCall | None, lengths=LENGTHS, rule: Rule | None = None, **scores: object):
-    return segment_attention(nn.Identity(), *qkv, rule, scaling=0.3, segments=lengths, one_call=one_call, **scores)[0]
+    row = Row(segments=lengths, one_call=one_call)
+    return segment_attention(nn.Identity(), *qkv, rule, scaling=0.3, row=row, **scores)[0]
 
 
 def test_the_offsets_are_where_sequences_begin_and_the_end_of_the_last() -> None:
@@ -415,7 +439,14 @@ def test_windows_soft_caps_and_sinks_in_blocks_are_the_formula(window, softcap, 
     states = torch.zeros(1, sum(lengths), 1)
     rule = create_sliding_window_causal_mask(config, states, None, None, positions)
     found, _ = segment_attention(
-        nn.Identity(), *qkv, rule, scaling=0.3, softcap=softcap, s_aux=sinks, segments=lengths, sliding_window=window
+        nn.Identity(),
+        *qkv,
+        rule,
+        scaling=0.3,
+        softcap=softcap,
+        s_aux=sinks,
+        row=Row(segments=lengths),
+        sliding_window=window,
     )
     parts = zip(*(one.split(lengths, dim=2) for one in qkv), strict=True)
     expected = torch.cat([dense(list(part), window, softcap, sinks) for part in parts], dim=1)

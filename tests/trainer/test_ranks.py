@@ -28,7 +28,7 @@ from areal_agent.cluster.gang import Gang, rank_name, start_rank, start_trainer
 from areal_agent.cluster.hosts import Host, LocalHost, Process
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError, ProcessDied, TrainerDied, TrainerError
-from areal_agent.trainer.attention import Rule, segment_attention
+from areal_agent.trainer.attention import Row, Rule, segment_attention
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.context import Context
 from areal_agent.trainer.model import choose_device
@@ -188,7 +188,7 @@ def test_a_window_within_a_sequence_is_refused() -> None:
     query = torch.zeros(1, 2, 8, 4)
     rule = Rule(reach=4, arguments={})
     with pytest.raises(ConfigError, match="windows or chunks, of 4 tokens, and a sequence has 10; set it to 1"):
-        segment_attention(torch.nn.Module(), query, query, query, rule, segments=(10, 6), context=context(2))
+        segment_attention(torch.nn.Module(), query, query, query, rule, row=Row(segments=(10, 6), context=context(2)))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from areal_agent.algorithms.batching import Sample, collate
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.algorithms.packing import deal, siblings
 from areal_agent.algorithms.trees import Tree, in_order
-from areal_agent.trainer.attention import segment_attention
+from areal_agent.trainer.attention import Row, segment_attention
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.model import Policy
 from areal_agent.trainer.ranks import ALONE
@@ -183,7 +183,7 @@ def test_flex_attention_sees_what_blocks_of_queries_see(small_blocks):
     call = TreeCall.of(tree)
     assert call.takes(query, value) and not call.takes(query[..., :8], value)
     once, blocks = (
-        segment_attention(nn.Identity(), query, key, value, tree=tree, one_call=one)[0] for one in (call, None)
+        segment_attention(nn.Identity(), query, key, value, row=Row(tree=tree, one_call=one))[0] for one in (call, None)
     )
     torch.testing.assert_close(once, blocks)
 
