@@ -8,7 +8,7 @@ gather parameters do so one after the other and are collective: every rank has t
 
 import copy
 import math
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
@@ -50,6 +50,8 @@ from areal_agent.trainer.ranks import ALONE, FLOAT32, Group, Precision, fill, se
 from areal_agent.types import TensorEntry
 from areal_agent.weights.channels import layout
 
+Computing = Callable[[], AbstractContextManager[None]]
+"""Makes a context, which may be nested, in which a model's parameters are those that it computes with."""
 UNUSED = "rotary_emb.inv_freq"
 """Tensors in the files of old models, which every program computes itself."""
 
@@ -89,7 +91,7 @@ class Policy:
         self._group = group
         saved = model.state_dict().keys()
         self._buffers = {name: one for name, one in model.named_buffers() if name in saved}  # never trained
-        self._halves: Halves | None = None
+        self.computing: Computing = nullcontext
         self._untrained: dict[str, Path] = {}  # the file of each tensor that this model lacks
         self.kernel, self.tree_fault = self._choose_attention(is_padded=is_padded)
         self._loss_tokens = LossTokenForward(self.model, self.kernel)
@@ -169,7 +171,7 @@ class Policy:
         fill(self.model, self._rows)
         self._rows = {}
         self._group = group
-        self._halves = halves_of(self._loss_tokens, group, precision)
+        self.computing = computing_in(self._loss_tokens, group, precision)
 
     @property
     def hidden_size(self) -> int:
@@ -289,10 +291,6 @@ class Policy:
         with nullcontext() if torch.is_grad_enabled() else self.computing():
             return self._loss_tokens(batch)
 
-    def computing(self) -> AbstractContextManager[None]:
-        """Within the context, the model's parameters are those that it computes with. It may be nested."""
-        return nullcontext() if self._halves is None else self._halves.on()
-
     def logprobs_without_adapter(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return `logprobs_and_entropy` of the model without its adapters: the reference, in the same memory."""
         assert self.adapter is not None, "there is nothing to leave out"
@@ -340,9 +338,9 @@ class Policy:
         return decoder_of(self.model)
 
 
-def halves_of(module: nn.Module, group: Group, precision: Precision) -> Halves | None:
-    """Return the copies that one rank without FSDP2 computes with; None if it computes in float32, or FSDP2 casts."""
-    return Halves(module) if group.mesh is None and precision.layers == torch.bfloat16 else None
+def computing_in(module: nn.Module, group: Group, precision: Precision) -> Computing:
+    """Return how a sharded module gets the parameters of this precision: by copies, where one rank has no FSDP2."""
+    return Halves(module).on if group.mesh is None and precision.layers == torch.bfloat16 else nullcontext
 
 
 def choose_device(name: str, *, rank: int = 0, num_ranks: int = 1) -> torch.device:
@@ -404,7 +402,7 @@ class Critic:
             recompute(decoder_layers(decoder))
         group.shard(decoder_layers(decoder), self.model, precision)
         fill(decoder, rows)
-        self._halves = halves_of(self.model, group, precision)
+        self.computing = computing_in(self.model, group, precision)
         rate = algorithm.critic_learning_rate or config.learning_rate
         own_schedule = None if schedule is None else replace(schedule, peak=rate)
         self.work = Work.of(decoder_layers(decoder), policy.model.config.get_text_config(), num_outputs=1)
@@ -416,10 +414,6 @@ class Critic:
         """Return the value of each loss token of the micro-batch, [M] float32."""
         with nullcontext() if torch.is_grad_enabled() else self.computing():
             return self.model(batch).float()
-
-    def computing(self) -> AbstractContextManager[None]:
-        """As that of the policy."""
-        return nullcontext() if self._halves is None else self._halves.on()
 
     def backward(self, batch: MicroBatch) -> tuple[float, int]:
         """Accumulate the gradient of the clipped value loss; return the loss and how many values were clipped."""

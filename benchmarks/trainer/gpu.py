@@ -31,7 +31,7 @@ from areal_agent.algorithms.batching import MicroBatch, Sample, collate
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.forward import LossTokenForward, decoder_layers, decoder_of
 from areal_agent.trainer.metrics import PEAK_TFLOPS, peak_rate
-from areal_agent.trainer.model import Policy, halves_of
+from areal_agent.trainer.model import Computing, Policy, computing_in
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.ranks import ALONE, Group, Precision
 
@@ -102,11 +102,11 @@ def step_s(
     forward = LossTokenForward(policy.model, None if side in ("autocast", "loop") else policy.kernel)
     layers = decoder_layers(decoder_of(policy.model))
     casting = torch.autocast(device.type, dtype=HALF) if precision is None else contextlib.nullcontext()
-    halves = None
+    computing: Computing = contextlib.nullcontext
     if precision is not None:
         within = group if side == "FSDP2" or precision.needs_fsdp else ALONE
         within.shard(layers, forward, precision)
-        halves = halves_of(forward, within, precision)
+        computing = computing_in(forward, within, precision)
     optimizer = Optimizer(policy.model.parameters(), TrainerConfig())
     is_tree = side == "tree"
     batches = [batch_of(lengths, SHAPES[shape][-1], device, seed, is_tree=is_tree) for seed in range(MICRO_BATCHES)]
@@ -117,7 +117,7 @@ def step_s(
         if is_gpu and number == WARM_UP:
             torch.cuda.reset_peak_memory_stats()
         started_s = time.perf_counter()
-        with contextlib.nullcontext() if halves is None else halves.on():
+        with computing():
             for batch in batches:
                 with casting:
                     logprobs, _ = forward(batch)
