@@ -389,3 +389,23 @@ def count_cancellations() -> int:
     task = asyncio.current_task()
     assert task is not None
     return task.cancelling()
+
+
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""The memory limit of a container, in cgroup version 2 and 1."""
+
+
+def machine_memory() -> tuple[int, int | None]:
+    """Return the bytes of memory of this machine or container, and those free for new use now; None: not known."""
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = min([total, *(int(limit) for path in CGROUP_LIMITS if (limit := _read(path).strip()).isdigit())])
+    lines = _read(Path("/proc/meminfo")).splitlines()
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    return total, None if free is None else min(total, free)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -9,19 +9,16 @@ first machine.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from areal_agent.config import Config
 from areal_agent.doctor.findings import GIB, MIB, Finding, State, gib, output_of
 from areal_agent.doctor.model import ModelShape
 from areal_agent.dtype import LARGE, computed_in, multiplies_bfloat16, slowness
 from areal_agent.engine.config import EnginePlan
+from areal_agent.process import machine_memory
 
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 ASKING_S = 20.0
-
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""The memory limit of a container, in cgroup version 2 and 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +55,9 @@ async def this_machine() -> Machine:
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         # the names in it may be of any kind, and GPUs count as equal
         sizes = sizes[: sum(name.strip() not in ("", "-1") for name in visible.split(","))]
-    total, available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _available_bytes()
-    total = min([total, *(int(limit) for path in CGROUP_LIMITS if (limit := _read(path).strip()).isdigit())])
+    total, available = machine_memory()
     return Machine(
-        memory_bytes=total,
-        available_bytes=None if available is None else min(total, available),
-        num_gpus=len(sizes),
-        gpu_bytes=min(sizes, default=0),
+        memory_bytes=total, available_bytes=available, num_gpus=len(sizes), gpu_bytes=min(sizes, default=0)
     )
 
 
@@ -90,18 +83,6 @@ async def _gpu_sizes() -> list[int]:
     except OSError:  # a TimeoutError is one
         return []
     return [int(line) * MIB for line in output.split() if line.isdigit()]
-
-
-def _available_bytes() -> int | None:
-    lines = _read(Path("/proc/meminfo")).splitlines()
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def uses_gpu(device: str, machine: Machine) -> bool:

@@ -245,11 +245,15 @@ class TrainerMemory:
         """Return the parts while weights are published, one tensor after the other."""
         return self._always()
 
+    def saving(self, num_ranks: int, free_bytes: int | None) -> Parts:
+        """Return the copies that so many ranks write beside training, where their machine has that much free."""
+        copies = num_ranks * self._share(self.checkpoint_bytes)
+        is_beside = self._trainer.saves_beside(copies, free_bytes, is_gpu=self._is_gpu)
+        return +Parts({"trainer: a checkpoint being written": copies if is_beside else 0})
+
     def on_machine(self, num_ranks: int) -> Parts:
         """Return the use of the memory of a machine with so many ranks: on a CPU all, else what goes through it."""
         parts = Parts({"trainer: processes": num_ranks * TORCH_PROCESS_BYTES})
-        if self._trainer.async_save:
-            parts += Parts({"trainer: a checkpoint being written": num_ranks * self._share(self.checkpoint_bytes)})
         if self._is_gpu:
             # several ranks have a tensor at a time
             of_rank = (
@@ -324,6 +328,7 @@ def estimate(
     host = Parts({"main process": MAIN_BYTES * share.has_main, "rollout workers": share.num_workers * WORKER_BYTES})
     host += trainer.on_its_way() if share.has_main else Parts()
     host += engine.on_machine(len(share.servers)) + trainer.on_machine(share.num_ranks)
+    host += trainer.saving(share.num_ranks, machine.memory_bytes and machine.memory_bytes - host.total())
     needs: dict[int | None, Parts] = {None: host}
     for number in range(max(machine.num_gpus, share.num_gpus)):
         sampling = engine.on_gpu(share.num_servers_on(number))

@@ -268,8 +268,11 @@ def _checkpoints(memory: TrainerMemory, config: Config, machine: Machine) -> Fin
         f"{config.trainer.keep_last + 1} checkpoints of {gib(memory.checkpoint_bytes)} (trainer.keep_last "
         f"{config.trainer.keep_last}, and the next one) need {gib(needed)}"
     )
+    is_beside = memory.saving(config.trainer.num_ranks, machine.available_bytes or machine.memory_bytes)
+    how = f"training {'goes on' if is_beside else 'waits'} while one is written"
     remedy = "free disk space, set run_dir to another disk, or set trainer.keep_last=1"
-    return _compared("disk", found, needed, free, "there" if machine.is_elsewhere else f"at {place}", remedy, "--disk")
+    where = f"{'there' if machine.is_elsewhere else f'at {place}'}; {how} (trainer.async_save)"
+    return _compared("disk", found, needed, free, where, remedy, "--disk")
 
 
 def _weights(memory: TrainerMemory, config: Config, machine: Machine) -> Finding:

@@ -260,8 +260,9 @@ class Run:
     async def save(self) -> Path | None:
         """Publish a checkpoint of the steps done; only then are their trajectories `trained`. Rollouts go on.
 
-        With `trainer.async_save` this returns None once the save before has ended and this one goes on by itself, which
-        `saved` waits for. A disk that fails is told, and None returned; raises TrainerError the third time in a row.
+        Beside training (`trainer.async_save`) this returns None once the save before has ended and this one goes on by
+        itself, which `saved` waits for. A disk that fails is told, and None returned; raises TrainerError the third
+        time in a row.
         """
         return await uninterrupted(self._save())
 

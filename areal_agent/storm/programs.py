@@ -322,7 +322,7 @@ class _Trainer:
                 self._lineage = lineage_in(Path(given["setup"]["model"]))
                 self._shared = Path(given["setup"]["shared_memory"])
                 self._begun_with = Path(given["setup"]["model"])
-                self._is_async = given["setup"]["trainer"]["async_save"]
+                self._is_async = given["setup"]["trainer"]["async_save"] is True
                 return {
                     "step": 0,
                     "num_parameters": 1,

@@ -101,7 +101,7 @@ class TrainerClient:
     async def save(self, directory: Path, *, step: int, incarnation: int, run_state: JsonObject) -> SaveEnd | None:
         """Publish a checkpoint in `directory` and remove old ones (see checkpoint.py).
 
-        With `trainer.async_save` this returns None once the weights are copied, and `saved` has the end.
+        A save beside training (`trainer.async_save`) returns None once the weights are copied; `saved` has its end.
         """
         answer = await self._call(
             "save", {"directory": str(directory), "step": step, "incarnation": incarnation, "run_state": run_state}

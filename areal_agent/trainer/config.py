@@ -128,13 +128,24 @@ class TrainerConfig(Section):
     the whole model is trained. See docs/lora.md."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     """Train steps between checkpoints."""
-    async_save: bool = False
+    async_save: bool | Literal["auto"] = "auto"
     """Train on while a checkpoint is written: every rank copies its shards to the machine's memory and writes the
-    copies. One save is under way at a time; the next one and the end of the run wait for it."""
+    copies. One save is under way at a time; the next one and the end of the run wait for it. `auto`: on a GPU, when
+    the copies take at most half of the memory that is free then."""
     keep_last: Annotated[int, Field(ge=1)] = 2
     """Checkpoints that are kept, besides the one that the run was resumed from."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """How long the process may take to load the model."""
+
+    def saves_beside(self, num_bytes: int, free_bytes: int | None, *, is_gpu: bool) -> bool:
+        """Return whether training goes on while a checkpoint is written, whose copies take `num_bytes` of a machine.
+
+        >>> [TrainerConfig().saves_beside(40, free, is_gpu=True) for free in (100, 60, None)]
+        [True, False, False]
+        """
+        if self.async_save != "auto":
+            return self.async_save
+        return is_gpu and free_bytes is not None and 2 * num_bytes <= free_bytes
 
     @property
     def num_threads(self) -> int:

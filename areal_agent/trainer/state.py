@@ -46,7 +46,7 @@ from areal_agent.trainer.checkpoint import ADAPTER, RUN_STATE, TRAINING
 from areal_agent.trainer.config import LoraConfig
 from areal_agent.trainer.model import Critic, Policy
 from areal_agent.trainer.optimizer import Optimizer
-from areal_agent.trainer.ranks import whole
+from areal_agent.trainer.ranks import shard_of, whole
 from areal_agent.types import JsonObject, TensorEntry
 from areal_agent.weights.channels import write_adapter, write_model
 
@@ -87,6 +87,12 @@ class Content:
                 "lora": _lora(training),
             },
         )
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of copies of this rank's shards."""
+        both = (*self.parameters.values(), *self.training.values())
+        return sum(shard_of(one).nbytes for one in both)
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> Self:
         """Return the same with a copy of each tensor."""

@@ -122,8 +122,7 @@ class Trainer:
             self._channel = _open_channel(config, policy, setup.shared_memory, self._source, host, group)
         if checkpoint is not None:
             read_training(setup.model, self._training)
-        template, is_beside = setup.chat_template, config.async_save
-        self.saver = Saver(self._training, group, source=self._source, chat_template=template, is_beside=is_beside)
+        self.saver = Saver(self._training, group, config, source=self._source, chat_template=setup.chat_template)
         self.info = self._described(teacher)
 
     def _described(self, teacher: Policy | None) -> TrainerInfo:
@@ -196,8 +195,8 @@ class Trainer:
     ) -> Checkpoint | None:
         """Publish a checkpoint that contains `run_state`. All ranks write; rank 0 publishes, the others get None.
 
-        With `trainer.async_save` it only begins, all get None, and `saver.ended` has the result. Raises ValueError
-        unless `step` was trained last, and OSError on rank 0 if files cannot be written.
+        Beside training (`trainer.async_save`) it only begins, all get None, and `saver.ended` has the result. Raises
+        ValueError unless `step` was trained last, and OSError on rank 0 if files cannot be written.
         """
         if step != self._step:
             raise ValueError(

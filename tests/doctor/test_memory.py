@@ -27,7 +27,7 @@ from areal_agent.doctor.findings import GIB, State
 from areal_agent.doctor.machines import Machine, shares_of
 from areal_agent.doctor.memory import CUDA_CONTEXT_BYTES, SERVER_BYTES, TrainerMemory, estimate, memory_findings
 from areal_agent.doctor.model import ModelShape, shape_of
-from areal_agent.doctor.settings import storage_findings
+from areal_agent.doctor.settings import _checkpoints, storage_findings
 from areal_agent.models.recipe import RECIPE
 from areal_agent.rollout.tasks import load_tasks, require_json
 from areal_agent.rollout.workflow import load_workflow
@@ -144,7 +144,26 @@ def test_a_replica_is_shared_by_its_own_ranks_and_copied_with_its_save() -> None
     asked = config(trainer={"num_ranks": 4, "replicas": 2, "async_save": True}, engine=sglang("--base-gpu-id", "4"))
     assert parts_of(asked, EIGHT_GPUS, 3, QWEN3_4B)["trainer: weights"] == 2 * 4_022_468_096
     memory = TrainerMemory(shape=QWEN3_4B, config=asked, is_gpu=True)
-    assert memory.on_machine(4)["trainer: a checkpoint being written"] == 2 * memory.checkpoint_bytes
+    assert memory.saving(4, None)["trainer: a checkpoint being written"] == 2 * memory.checkpoint_bytes
+
+
+@pytest.mark.parametrize(
+    ("chosen", "device", "memory_bytes", "is_beside"),
+    [
+        ("auto", "cuda", 64 * GIB, True),
+        ("auto", "cuda", 8 * GIB, False),  # the copies take 6.7 GiB
+        ("auto", "cpu", 64 * GIB, False),
+        (True, "cpu", 8 * GIB, True),
+        (False, "cuda", 64 * GIB, False),
+    ],
+)
+def test_copies_for_a_save_beside_training_are_counted_and_told(chosen, device, memory_bytes, is_beside) -> None:
+    asked = config(trainer={"async_save": chosen, "device": device})
+    machine = replace(ONE_GPU, memory_bytes=memory_bytes, disk_bytes=2**40, is_elsewhere=True)
+    assert ("trainer: a checkpoint being written" in parts_of(asked, machine, None)) is is_beside
+    memory = TrainerMemory(shape=QWEN3_06B, config=asked, is_gpu=device == "cuda")
+    told = "goes on" if is_beside else "waits"
+    assert f"training {told} while one is written" in _checkpoints(memory, asked, machine).found
 
 
 def test_a_reference_and_a_critic_are_counted() -> None:

@@ -5,17 +5,21 @@
 - What crosses between host and GPU in a step is known, and grows with the micro-batches, not with the samples.
 - There AdamW is one pass; what it keeps is what it keeps on a CPU, and goes on in either place.
 - What the trainer pushes is what an engine on the GPU then holds.
+- A checkpoint is written beside training, unless the machine has too little memory for its copies.
 - The fake GPU finds a tensor on the wrong device, one that was not moved, and an `item` in a loop.
 """
 
+import threading
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.engine.embedded.model import ModelRunner, take_weights
+from areal_agent.trainer import saving
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.ranks import Group
@@ -138,6 +142,25 @@ def test_a_push(changes, model_folder, step_input, open_trainer):
         runner.layout.copy(proved)
         assert not gpu.copies
         assert runner.layout.holds(proved)
+
+
+def test_a_save(model_folder, step_input, open_trainer, tmp_path, monkeypatch):
+    may_write = threading.Event()
+    with FakeGpu():
+        trainer = open_trainer(model_folder, TrainerConfig(device="cuda", dtype="float32"), AlgorithmConfig())
+        trainer.train_step(step_input(1, 1))
+        monkeypatch.setattr(saving, "machine_memory", lambda: (2**40, 2**10))
+        at_once = trainer.saver.save(tmp_path, lambda write: "published")
+        monkeypatch.setattr(saving, "machine_memory", lambda: (2**40, 2**30))
+        trainer.saver._thread.submit(may_write.wait, 30)
+        beside = trainer.save(tmp_path, step=1, incarnation=0)
+        held = {name: one.tolist() for name, one in trainer._policy.whole_parameters(torch.float32)}
+        trainer.train_step(step_input(2, 1))
+    may_write.set()
+    trainer.saver.close()
+    assert (at_once, beside) == ("published", None)
+    saved = load_file(trainer.saver.ended().path / "model.safetensors")
+    assert {name: one.tolist() for name, one in saved.items()} == held
 
 
 def test_what_the_fake_gpu_finds():
