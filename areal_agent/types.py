@@ -537,7 +537,20 @@ class DistributedWeights:
         return sum(part.num_bytes for part in self.parts)
 
 
-Weights = SharedMemoryWeights | DiskWeights | DistributedWeights
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceWeights:
+    """A set of weights in the memory of the trainer's GPU, which an engine on the same GPU opens by the `handle`.
+
+    `checksum` is over all its bytes, and `device` the UUID of the GPU; empty on a CPU.
+    """
+
+    handle: str
+    device: str
+    entries: tuple[TensorEntry, ...]
+    checksum: int
+
+
+Weights = SharedMemoryWeights | DiskWeights | DistributedWeights | DeviceWeights
 """Every form in which a push can send weights."""
 
 

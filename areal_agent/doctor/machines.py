@@ -56,9 +56,7 @@ async def this_machine() -> Machine:
         # the names in it may be of any kind, and GPUs count as equal
         sizes = sizes[: sum(name.strip() not in ("", "-1") for name in visible.split(","))]
     total, available = machine_memory()
-    return Machine(
-        memory_bytes=total, available_bytes=available, num_gpus=len(sizes), gpu_bytes=min(sizes, default=0)
-    )
+    return Machine(memory_bytes=total, available_bytes=available, num_gpus=len(sizes), gpu_bytes=min(sizes, default=0))
 
 
 def described(

@@ -22,7 +22,8 @@ trainer's model at once: the budget of a micro-batch, or the longest context whe
                            with N > 1   4 P / N         of each model; and what its attention is proved with:
                                         4 (P - (L - 1) layer)  one layer, and all that is no layer
 
-      while it saves beside training    a checkpoint over N, in the machine's memory (`trainer.async_save`)
+      while it saves beside training    a checkpoint over N, in the machine's memory (`trainer.async_save`; `auto`: on
+                                        a GPU, where half of what the rest leaves free is enough)
 
       c bytes is a number that is computed with (`trainer.dtype`); of V H and of logits it is 4 on a CPU, and with
       `trainer.fp32_lm_head`.
@@ -42,6 +43,7 @@ trainer's model at once: the budget of a micro-batch, or the longest context whe
                                         8 V R           logits of R running requests
       with SGLang                       what `--mem-fraction-static` gives, or `kv_tokens` where that is less
     new weights on their way            2 e P           in shared memory (two slots), and e P once more in the engine;
+                                          e P           on a GPU of an embedded engine and the trainer, in each
                                           e P           with `distributed`: in all ranks together, in the engine, and
                                         2 e P           in each process of SGLang's, vLLM's
 
@@ -60,7 +62,7 @@ from areal_agent.doctor.findings import GIB, Finding, State, gib
 from areal_agent.doctor.machines import Machine, Share, placement_findings, shares_of, told, uses_gpu, without_room
 from areal_agent.doctor.model import BFLOAT16_BYTES, FLOAT32_BYTES, ModelShape
 from areal_agent.dtype import computed_in
-from areal_agent.engine.config import EnginePlan, default_kv_tokens
+from areal_agent.engine.config import EnginePlan, default_kv_tokens, may_open_memory
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.config import LoraConfig
 
@@ -82,6 +84,14 @@ SERVER_PROCESS_BYTES = 3 * GIB
 """Host memory of a server's processes."""
 
 
+def opens_memory(config: Config) -> bool:
+    """Return whether new weights lie in the memory of a GPU that the trainer and the engine share."""
+    by_memory = config.trainer.transfer == "shared_memory" and config.cluster.kind == "local"
+    lora = config.trainer.lora
+    is_whole = lora is None or lora.push == "merged"
+    return by_memory and is_whole and may_open_memory(config.engine, config.trainer.num_ranks)
+
+
 class EngineMemory:
     """The engine's memory, as one process or several servers; nothing for an engine that runs already."""
 
@@ -101,7 +111,8 @@ class EngineMemory:
         self._overhead_bytes = CUDA_CONTEXT_BYTES if self._is_embedded else SERVER_BYTES
         logits = 2 * FLOAT32_BYTES * shape.vocab_size * config.engine.max_running_requests
         self._logit_bytes = logits if self._is_embedded else 0  # a foreign server's are in its workspaces
-        self._stages_on_gpu = self._is_embedded and self._is_distributed and self._is_gpu
+        stages = self._is_distributed or opens_memory(config)
+        self._stages_on_gpu = self._is_embedded and stages and self._is_gpu
 
     def on_gpu(self, num_servers: int) -> Parts:
         """Return the use of one GPU with a shard of so many servers."""
@@ -186,6 +197,7 @@ class TrainerMemory:
         self._in_bfloat16 = shape.num_matrix_parameters if lora and self._is_half and shape.dtype == "bfloat16" else 0
         self._computed_bytes = BFLOAT16_BYTES if self._is_half else FLOAT32_BYTES  # of one number in a layer
         self._item_bytes = BFLOAT16_BYTES if is_gpu else FLOAT32_BYTES  # of one number as an engine gets it
+        self._shares_memory = opens_memory(config)
         self._pushes_adapter = lora is not None and lora.push == "adapter"
         self.published_bytes = (
             FLOAT32_BYTES * self._trained if self._pushes_adapter else self._item_bytes * shape.num_parameters
@@ -271,7 +283,9 @@ class TrainerMemory:
 
     def _always(self) -> Parts:
         weights = FLOAT32_BYTES * (self._shape.num_parameters - self._in_bfloat16) + BFLOAT16_BYTES * self._in_bfloat16
-        keeps_published = self._trainer.transfer == "distributed"
+        published = self._share(self.published_bytes) if self._trainer.transfer == "distributed" else 0
+        if self._is_gpu and self._shares_memory:
+            published = self.published_bytes
         return +Parts(
             {
                 "trainer: weights": self._share(weights),
@@ -280,7 +294,7 @@ class TrainerMemory:
                 "trainer: critic with its moments": self._share(3 * FLOAT32_BYTES * self._critic),
                 "trainer: reference": self._share(FLOAT32_BYTES * self._reference),
                 "trainer: teacher": self._share(FLOAT32_BYTES * self._shape.num_teacher_parameters),
-                "trainer: new weights for the engine": self._share(self.published_bytes) if keeps_published else 0,
+                "trainer: new weights for the engine": published,
                 "trainer: CUDA": self._cuda_bytes(),
             }
         )

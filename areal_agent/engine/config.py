@@ -246,6 +246,16 @@ def may_be_on(config: EngineConfig, num_gpus: int) -> bool:
     return any(plan.num_servers_on(gpu) for gpu in range(num_gpus))
 
 
+def may_open_memory(config: EngineConfig, num_gpus: int) -> bool:
+    """Return whether the engine is a single embedded one of this machine, which may be on one of the trainer's GPUs.
+
+    >>> [may_open_memory(EngineConfig(num_servers=number), 1) for number in (1, 2)]
+    [True, False]
+    """
+    is_ours = config.backend == "embedded" and not config.urls and not config.url
+    return is_ours and config.num_servers == 1 and may_be_on(config, num_gpus)
+
+
 def read_arguments(words: Sequence[str]) -> Mapping[str, str]:
     """Read `--name value` and `--name=value`, by name.
 

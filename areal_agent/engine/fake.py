@@ -42,6 +42,7 @@ from areal_agent.engine.pushes import Pushes, take_folder, take_shared_memory, w
 from areal_agent.engine.wire.generate import check_request
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, WeightUpdateError
 from areal_agent.types import (
+    DeviceWeights,
     DiskWeights,
     DistributedWeights,
     EngineInfo,
@@ -190,8 +191,8 @@ def _verify(weights: Weights, *, is_damaged: bool) -> None:
 
     A path that does not exist is a name in a test's script, and is accepted unless it is to be damaged.
     """
-    if isinstance(weights, DistributedWeights):
-        raise WeightUpdateError("the scripted engine joins no process group; send shared memory or a folder")
+    if isinstance(weights, DistributedWeights | DeviceWeights):
+        raise WeightUpdateError("the scripted engine joins no group and opens no GPU; send shared memory or a folder")
     if not Path(weights.path).exists():
         if is_damaged:
             raise WeightUpdateError(f"there is no {weights.path!r}, so the whole push counts as damaged")

@@ -44,7 +44,7 @@ from areal_agent.cluster.local import (
 )
 from areal_agent.cluster.ray_hosts import open_hosts
 from areal_agent.config import Config
-from areal_agent.engine.config import may_be_on
+from areal_agent.engine.config import may_be_on, may_open_memory
 from areal_agent.errors import (
     ArealAgentError,
     ConfigError,
@@ -82,7 +82,7 @@ from areal_agent.trainer.checkpoint import FailedSaves
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.wire import SaveEnd, StepReport
 from areal_agent.types import RolloutBatch, Task, WeightVersion
-from areal_agent.weights.push import PushReport, push_under
+from areal_agent.weights.push import PushReport, publish_and_push, push_under
 
 NOTHING: Mapping[str, float] = {}
 
@@ -233,9 +233,9 @@ class Run:
 
     async def _swap(self, version: WeightVersion) -> PushReport:
         await self._survival.pushing(version.step)
-        weights = await self._trainer.publish()
-        report = await push_under(
-            self.config.engine.on_push, [self.source.engine], weights, version, drained=self.source.drained
+        policy, engines, drained = self.config.engine.on_push, [self.source.engine], self.source.drained
+        report = await publish_and_push(
+            self._trainer.publish, lambda weights: push_under(policy, engines, weights, version, drained=drained)
         )
         self.version = version
         await self.source.publish(version)
@@ -453,6 +453,8 @@ class Run:
                     token_records=folder.token_records,
                     token_records_share=config.observe.token_records,
                     has_one_gpu=hosts.chooses_gpus,
+                    may_open_memory=config.cluster.kind == "local"
+                    and may_open_memory(config.engine, config.trainer.num_ranks),
                     shares_gpu=config.cluster.kind == "local" and may_be_on(config.engine, config.trainer.num_ranks),
                 )
                 info = await self._gang.init(setup)

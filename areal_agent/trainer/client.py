@@ -94,9 +94,12 @@ class TrainerClient:
             weights=answer["weights"],
         )
 
-    async def publish(self) -> Weights:
-        """Copy the weights to where engines read them. They stay intact at least until the next call."""
-        return WEIGHTS.validate_python(await self._call("publish", {}))
+    async def publish(self, through_host: bool = False) -> Weights:
+        """Copy the weights to where engines read them. They stay intact at least until the next call.
+
+        With `through_host` that is from now on never the memory of a GPU.
+        """
+        return WEIGHTS.validate_python(await self._call("publish", {"through_host": through_host}))
 
     async def save(self, directory: Path, *, step: int, incarnation: int, run_state: JsonObject) -> SaveEnd | None:
         """Publish a checkpoint in `directory` and remove old ones (see checkpoint.py).

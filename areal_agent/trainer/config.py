@@ -111,7 +111,8 @@ class TrainerConfig(Section):
     log-probabilities as exactly as the layers' outputs allow (MiniMax-M1, arXiv 2506.13585). Products of the output
     layer become several times slower. It narrows the difference to engines that do the same."""
     transfer: Literal["shared_memory", "disk", "distributed"] = "shared_memory"
-    """How new weights reach the engine. `shared_memory`: through /dev/shm. `disk`: through folders in the machine's
+    """How new weights reach the engine. `shared_memory`: through /dev/shm, or on one GPU that an embedded engine shares
+    with the trainer through the memory of that GPU, if it can be shared. `disk`: through folders in the machine's
     temporary directory, for machines whose /dev/shm is too small, as in many containers; on a Ray cluster in the
     shared folder, and the default there. `distributed`: by torch.distributed, in a process group of the trainer and a
     server: NCCL if each has its own GPU, else gloo. Servers in `engine.urls` support it if areal_agent's launcher
@@ -225,3 +226,5 @@ class TrainerSetup(Section):
     """Each rank sees its own GPU alone; without, all see those of one machine."""
     shares_gpu: bool = False
     """An engine uses the same GPU between steps, so memory that only a step needs is freed after it."""
+    may_open_memory: bool = False
+    """The engine may open memory of the trainer's GPU (`engine.config.may_open_memory`)."""

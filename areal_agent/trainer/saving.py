@@ -6,9 +6,10 @@
     others    copy their shards ─┬─▶ train on▼         ▼          ▼      ▼
                                  └─ thread:  take part in each, until it is over
 
-With `auto` each save decides by the memory that is free. Rank 0 writes the export, which it gathers tensor by tensor, and each rank its shards of the rest. The same code writes
-live tensors and copies. Copies are gathered in process groups of their own, so that a train step may run beside it. A
-disk that fails does not break the ranks: rank 0 tells the others that it is over, and the next save may be tried.
+With `auto` each save decides by the memory that is free. Rank 0 writes the export, which it gathers tensor by tensor,
+and each rank its shards of the rest. The same code writes live tensors and copies. Copies are gathered in process
+groups of their own, so that a train step may run beside it. A disk that fails does not break the ranks: rank 0 tells
+the others that it is over, and the next save may be tried.
 """
 
 import logging

@@ -30,7 +30,7 @@ from areal_agent.trainer.state import Training, form_of, read_training
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.wire import StepInput, StepReport, TrainerInfo
 from areal_agent.types import DistributedWeights, JsonObject, TokenRecord, Weights
-from areal_agent.weights.channels import DiskChannel, DistributedChannel, SharedMemoryChannel, joined
+from areal_agent.weights.channels import DeviceChannel, DiskChannel, DistributedChannel, SharedMemoryChannel, joined
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,11 @@ class Trainer:
         )
         self._channel = None
         if setup.publishes and (group.rank == 0 or config.transfer == "distributed"):
-            host = config.transfer_host or address
-            self._channel = _open_channel(config, policy, setup.shared_memory, self._source, host, group)
+            pushes_weights = config.transfer == "shared_memory" and (lora is None or lora.push == "merged")
+            if pushes_weights and setup.may_open_memory and device.type == "cuda":
+                self._channel = _open_device_channel(policy, setup.shared_memory)
+            self._host = config.transfer_host or address
+            self._channel = self._channel or self._open_channel()
         if checkpoint is not None:
             read_training(setup.model, self._training)
         self.saver = Saver(self._training, group, config, source=self._source, chat_template=setup.chat_template)
@@ -171,8 +174,18 @@ class Trainer:
             torch.cuda.empty_cache()  # torch would keep the memory that only a step needs
         return StepReport(step=step, metrics=metrics, seconds=time.perf_counter() - started_s)
 
-    def publish(self) -> Weights | None:
-        """Copy the weights to where engines read them. Collective; ranks other than 0 get None."""
+    def _open_channel(self) -> SharedMemoryChannel | DiskChannel | DistributedChannel:
+        setup = self._setup
+        return _open_channel(setup.trainer, self._policy, setup.shared_memory, self._source, self._host, self._group)
+
+    def publish(self, *, through_host: bool = False) -> Weights | None:
+        """Copy the weights to where engines read them. Collective; ranks other than 0 get None.
+
+        With `through_host` that is from now on never the memory of a GPU, which the engine could not open.
+        """
+        if through_host and isinstance(self._channel, DeviceChannel):
+            self._channel.close()
+            self._channel = self._open_channel()
         lora = self._setup.trainer.lora
         pushes_adapter = lora is not None and lora.push == "adapter"
         is_spread = isinstance(self._channel, DistributedChannel)
@@ -244,6 +257,15 @@ def load_teacher(folder: Path, policy: Policy, *, is_padded: bool, group: Group)
             "a teacher with as many"
         )
     return teacher
+
+
+def _open_device_channel(policy: Policy, folder: Path) -> DeviceChannel | None:
+    """Share memory of the GPU, or say why it cannot be."""
+    try:
+        return DeviceChannel(policy.published(), policy.device, folder)
+    except Exception as error:  # a boundary: CUDA's refusals share no type, and the host's memory always works
+        logger.warning("new weights go through the host's memory, because the GPU's cannot be shared: %s", error)
+        return None
 
 
 def _open_channel(

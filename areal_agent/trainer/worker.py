@@ -140,7 +140,7 @@ class Worker:
                 measured = self._ready().measure(decode_records(arguments["records"], request.arrays))
                 return {"logprobs": [] if self._rank else [one.tolist() for one in measured]}
             case "publish":
-                published = self._ready().publish()
+                published = self._ready().publish(through_host=arguments.get("through_host", False))
                 return asdict(published) if published else {}
             case "save":
                 directory, names = Path(arguments["directory"]), ("step", "incarnation", "run_state")

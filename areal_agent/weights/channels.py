@@ -6,6 +6,7 @@ readable until the next write at least. `close` frees everything.
 
     SharedMemoryChannel   two memory-mapped files, written in turn, for engines on the same host
     DiskChannel           folders on disk, for hosts with too little shared memory, and for adapters
+    DeviceChannel         memory of the trainer's GPU, for an engine on the same GPU
     DistributedChannel    torch.distributed: sent to each engine that asks, in a process group of the two; each rank of
                           the trainer has one, with its part of the weights
 """
@@ -31,6 +32,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from areal_agent.engine.embedded.sharing import SharedBuffer
 from areal_agent.engine.embedded.transfer import (
     Request,
     Store,
@@ -54,7 +56,14 @@ from areal_agent.engine.foreign.weight_folders import (
 from areal_agent.engine.pushes import INDEX, WEIGHTS
 from areal_agent.errors import unwritable
 from areal_agent.files import MANIFEST, bring_to_disk, encode_manifest
-from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry, WeightPart
+from areal_agent.types import (
+    DeviceWeights,
+    DiskWeights,
+    DistributedWeights,
+    SharedMemoryWeights,
+    TensorEntry,
+    WeightPart,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +131,30 @@ class SharedMemoryChannel:
         """Remove the files. An engine that has one mapped keeps the memory until it unmaps it."""
         for path, _ in self._slots:
             path.unlink(missing_ok=True)
+
+
+class DeviceChannel:
+    """Writes one buffer in memory of the trainer's device, from which an engine there copies (sharing.py).
+
+    What was written last is overwritten by the next write. An engine that is still copying then finds another checksum.
+    """
+
+    def __init__(self, entries: tuple[TensorEntry, ...], device: torch.device, folder: Path) -> None:
+        """Make the buffer, on a CPU as a file in `folder`. Raises what torch does where memory cannot be shared."""
+        self._entries = entries
+        self._shared = SharedBuffer(entries[-1].offset + entries[-1].num_bytes, device, folder)
+
+    def write(self, parameters: Parameters) -> DeviceWeights:
+        """Copy the parameters into the buffer, and wait for the copy. Raises ValueError if they do not fit."""
+        shared = self._shared
+        for entry, parameter in fitting(self._entries, parameters):
+            _store(shared.data, entry, parameter)
+        digest = checksum(shared.data)
+        return DeviceWeights(handle=shared.handle, device=shared.device, entries=self._entries, checksum=digest)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._shared.close()
 
 
 def fitting(entries: Sequence[TensorEntry], parameters: Parameters) -> Iterator[tuple[TensorEntry, Tensor]]:

@@ -16,9 +16,10 @@ The policy (`engine.on_push`) says what happens to answers in progress:
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -26,7 +27,9 @@ from typing import Any, Literal
 from areal_agent.errors import EngineError, EnginesGone, WeightUpdateError
 from areal_agent.process import uninterrupted
 from areal_agent.protocols import WeightReceiver
-from areal_agent.types import PauseMode, Weights, WeightVersion
+from areal_agent.types import DeviceWeights, PauseMode, Weights, WeightVersion
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +124,25 @@ async def _failures(what: str, calls: Sequence[Coroutine[Any, Any, None]]) -> li
         elif result is not None:
             raise result
     return failures
+
+
+async def publish_and_push(
+    publish: Callable[[bool], Awaitable[Weights]], push: Callable[[Weights], Awaitable[PushReport]]
+) -> PushReport:
+    """Push what `publish(False)` gives. If engines cannot take weights from a GPU's memory, push `publish(True)`.
+
+    That goes through the host's memory, and so does all that the trainer publishes later.
+    """
+    weights = await publish(False)
+    try:
+        return await push(weights)
+    except EnginesGone:
+        raise
+    except WeightUpdateError as error:
+        if not isinstance(weights, DeviceWeights):
+            raise
+        logger.warning("new weights go through the host's memory from now on: %s", error)
+    return await push(await publish(True))
 
 
 MAX_ATTEMPTS = 3

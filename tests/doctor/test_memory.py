@@ -166,6 +166,14 @@ def test_copies_for_a_save_beside_training_are_counted_and_told(chosen, device, 
     assert f"training {told} while one is written" in _checkpoints(memory, asked, machine).found
 
 
+def test_weights_in_the_memory_of_a_shared_gpu_are_there_twice() -> None:
+    found = parts_of(config(), ONE_GPU, 0)
+    buffer, copy = found["trainer: new weights for the engine"], found["engine: new weights before they serve"]
+    assert (buffer, copy) == (2 * PARAMETERS, 2 * PARAMETERS)
+    by_disk = parts_of(config(trainer={"transfer": "disk"}), ONE_GPU, 0)
+    assert "trainer: new weights for the engine" not in by_disk
+
+
 def test_a_reference_and_a_critic_are_counted() -> None:
     asked = config(algorithm={"preset": "ppo", "reference": "initial", "kl_coefficient": 0.1})
     found = parts_of(asked, ONE_GPU, 0)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from areal_agent.engine.wire import control, fields, generate
 from areal_agent.engine.wire.fields import Message, WireError
 from areal_agent.types import (
+    DeviceWeights,
     DiskWeights,
     DistributedWeights,
     EngineInfo,
@@ -118,7 +119,16 @@ distributed = st.builds(
 )
 
 
-@given(shared | distributed | st.builds(DiskWeights, path=st.text()), st.text(min_size=1, max_size=200))
+device = st.builds(
+    DeviceWeights,
+    handle=st.text(),
+    device=st.text(),
+    entries=st.lists(entries, max_size=4).map(tuple),
+    checksum=st.integers(0, 2**32),
+)
+
+
+@given(shared | distributed | device | st.builds(DiskWeights, path=st.text()), st.text(min_size=1, max_size=200))
 def test_pushed_weights_arrive_as_they_were_sent(weights, push_id):
     send = control.PushSend.of(push_id, weights)
     assert resent(send) == send and resent(send).weights == weights
@@ -145,6 +155,7 @@ ENTRY = {"name": "n", "dtype": "float32", "shape": [2], "offset": 0, "num_bytes"
         ({"disk": 5}, "disk is 5; it must be a JSON object"),
         ({"shared_memory": {"path": "x", "entries": [ENTRY | {"shape": "2"}], "crc32": 1}}, "entries.0.shape is '2'"),
         ({"shared_memory": {"path": "x", "entries": [], "crc32": True}}, "crc32 is True; it must be a valid integer"),
+        ({"device": {"handle": 5, "device": "", "entries": [], "checksum": 1}}, "device.handle is 5"),
     ],
 )
 def test_what_is_wrong_with_a_body_is_named(body, message):

@@ -12,6 +12,7 @@
        │      fixed_shapes.py  decode steps that a GPU replays as graphs
        │      kv_cache.py    slots of keys and values, the prefix cache, and the room that they share
        │      transfer.py    weights as bytes over torch.distributed
+       │      sharing.py     weights in memory of the trainer's that the engine opens
        └─▶ sampler.py    penalties, biases and grammars; logits to tokens and log-probabilities
 
 One thread owns the model, the KV cache and all rows; everything else talks to it through its queue.

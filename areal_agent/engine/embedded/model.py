@@ -37,11 +37,19 @@ from areal_agent.engine.embedded.decoder import (
 from areal_agent.engine.embedded.fixed_shapes import FixedShapes
 from areal_agent.engine.embedded.kv_cache import KVCache, SlotStore, plan_room, whole_positions
 from areal_agent.engine.embedded.packed import Kernel, packed_kernel, proved, takes
-from areal_agent.engine.embedded.transfer import BLOCK_BYTES, take, tensors_over
+from areal_agent.engine.embedded.sharing import opened
+from areal_agent.engine.embedded.transfer import BLOCK_BYTES, checksum, take, tensors_over
 from areal_agent.engine.pushes import DTYPE_BYTES, check_layout, take_folder, take_shared_memory, weight_files
 from areal_agent.errors import ConfigError, EngineRejected, WeightUpdateError
 from areal_agent.files import require_no_gguf
-from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry, Weights
+from areal_agent.types import (
+    DeviceWeights,
+    DiskWeights,
+    DistributedWeights,
+    SharedMemoryWeights,
+    TensorEntry,
+    Weights,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -340,10 +348,9 @@ class WeightLayout:
         return proved
 
     def copy(self, proved: Mapping[str, Tensor]) -> None:
-        """Copy weights into the parameters, in place."""
+        """Copy weights into the parameters, in place; on a GPU in a few launches."""
         with torch.no_grad():
-            for name, tensor in proved.items():
-                self._parameters[name].copy_(tensor)
+            cast(Any, torch)._foreach_copy_([self._parameters[name] for name in proved], [*proved.values()])
 
     def holds(self, proved: Mapping[str, Tensor]) -> bool:
         """Return whether the model has these values, compared in the narrower of the two float types."""
@@ -372,6 +379,8 @@ def take_weights(
     match source:
         case DistributedWeights():
             return layout.prove(_receive(source, device))
+        case DeviceWeights():
+            return layout.prove(_open(source, device))
         case DiskWeights():
             weights = _read_folder(source, needs_manifest=needs_manifest)
         case SharedMemoryWeights():
@@ -400,6 +409,23 @@ def _receive(source: DistributedWeights, device: torch.device) -> dict[str, Tens
         take(asdict(source), data, group=secrets.token_hex(8), num_members=1, device=data.device)
     except (RuntimeError, ValueError) as error:
         raise WeightUpdateError(str(error)) from error
+    return _tensors(data, source.entries)
+
+
+def _open(source: DeviceWeights, device: torch.device) -> dict[str, Tensor]:
+    """Copy weights out of memory that the trainer shares; if it writes there meanwhile, the checksum tells."""
+    check_layout(source.entries)
+    try:
+        with opened(source.handle, source.device, device) as shared:
+            data = shared.clone()
+    except (OSError, RuntimeError, TypeError, ValueError) as error:
+        raise WeightUpdateError(f"the trainer's memory cannot be opened: {error}") from error
+    end = max(entry.offset + entry.num_bytes for entry in source.entries)
+    if end > len(data) or len(data) % BLOCK_BYTES or checksum(data) != source.checksum:
+        raise WeightUpdateError(
+            f"the {len(data)} bytes in the trainer's memory are not those of its record; they were overwritten, or "
+            "the record is damaged: publish them again"
+        )
     return _tensors(data, source.entries)
 
 

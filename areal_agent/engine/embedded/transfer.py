@@ -175,7 +175,7 @@ def receive(
         number = store.add(f"{request.group}/members", 1)
         if number == 1:
             ask(store, request)
-        store.set(f"{request.group}/gpu/{number}", _gpu(device))
+        store.set(f"{request.group}/gpu/{number}", gpu_uuid(device))
         answer = json.loads(store.get(f"{request.group}/answer"))
         if "refused" in answer:
             raise RuntimeError(answer["refused"])
@@ -217,7 +217,7 @@ def _while_it_goes_on(steps: Iterator[None], timeout_s: float) -> None:
 def send(store: Store, request: Request, data: Tensor, *, bucket_bytes: int, timeout_s: float) -> None:
     """Send `data` from the trainer to all processes of the request. Raises RuntimeError when one of them fails."""
     members = range(1, request.num_members + 1)
-    gpus = [_gpu(data.device), *(store.get(f"{request.group}/gpu/{number}").decode() for number in members)]
+    gpus = [gpu_uuid(data.device), *(store.get(f"{request.group}/gpu/{number}").decode() for number in members)]
     backend = "nccl" if all(gpus) and len(set(gpus)) == len(gpus) else "gloo"
     store.set(f"{request.group}/answer", json.dumps({"backend": backend}))
     with _joined(store, request, backend, TRAINER, data.device, timeout_s) as group:
@@ -302,7 +302,7 @@ def _own_stream(device: torch.device) -> Generator[None]:
     stream.synchronize()
 
 
-def _gpu(device: torch.device) -> str:
+def gpu_uuid(device: torch.device) -> str:
     """The UUID of a GPU; empty for a CPU."""
     return str(cast(Any, torch.cuda.get_device_properties(device)).uuid) if device.type == "cuda" else ""
 

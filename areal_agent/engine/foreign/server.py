@@ -34,6 +34,7 @@ from areal_agent.engine.wire.control import EngineStats
 from areal_agent.engine.wire.fields import UNLABELLED, WireError, as_integer, as_object, decode_json
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, PushConflict, WeightUpdateError
 from areal_agent.types import (
+    DeviceWeights,
     DistributedWeights,
     GenerateRequest,
     JsonObject,
@@ -296,6 +297,8 @@ class ServerWeights:
         """Put the weights where the server can load them: in a folder, or in its own processes."""
         push = self._open_push(push_id)
         try:
+            if isinstance(weights, DeviceWeights):
+                raise WeightUpdateError(f"{self._base_url} opens no memory of the trainer's GPU; publish a folder")
             if isinstance(weights, DistributedWeights):
                 await self._receive(push, weights)
             else:

@@ -21,6 +21,7 @@ from areal_agent.engine.wire.fields import (
     get,
 )
 from areal_agent.types import (
+    DeviceWeights,
     DiskWeights,
     DistributedWeights,
     EngineInfo,
@@ -115,12 +116,13 @@ class Folder(Message):
 
 
 class PushSend(Message):
-    """The body of `/send_weight_push`, which has the weights in one of three forms."""
+    """The body of `/send_weight_push`, which has the weights in one of four forms."""
 
     push_id: PushId
     shared_memory: SharedMemoryWeights | None = None
     disk: Folder | None = None
     distributed: DistributedWeights | None = None
+    device: DeviceWeights | None = None
 
     @classmethod
     def of(cls, push_id: str, weights: Weights) -> Self:
@@ -131,13 +133,16 @@ class PushSend(Message):
                 return cls(push_id=push_id, disk=Folder(model_path=weights.path))
             case DistributedWeights():
                 return cls(push_id=push_id, distributed=weights)
+            case DeviceWeights():
+                return cls(push_id=push_id, device=weights)
 
     @model_validator(mode="after")
     def _has_one_form(self) -> Self:
-        given = [name for name in ("shared_memory", "disk", "distributed") if getattr(self, name) is not None]
+        forms = ("shared_memory", "disk", "distributed", "device")
+        given = [name for name in forms if getattr(self, name) is not None]
         if len(given) != 1:
             told = " and ".join(given) or "none"
-            raise ValueError(f"{SEND_PUSH} takes one of shared_memory, disk, distributed; it was given {told}")
+            raise ValueError(f"{SEND_PUSH} takes one of {', '.join(forms)}; it was given {told}")
         if self.distributed is not None:
             self._has_what_it_takes(self.distributed)
         return self
@@ -153,7 +158,8 @@ class PushSend(Message):
 
     @property
     def weights(self) -> Weights:
-        weights = self.shared_memory or self.distributed or (self.disk and DiskWeights(path=self.disk.model_path))
+        folder = self.disk and DiskWeights(path=self.disk.model_path)
+        weights = self.shared_memory or self.distributed or self.device or folder
         assert weights is not None, "it has one form"
         return weights
 
