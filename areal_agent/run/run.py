@@ -25,7 +25,7 @@ import contextlib
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -426,42 +426,58 @@ class Run:
         served = await asyncio.to_thread(engine_weights, config.trainer, model, begun_with, shared_memory)
         self._gang = await self._stack.enter_async_context(start_trainer(of_trainer.num_threads, folder.logs, hosts))
         self._trainer = self._gang.client
-        self.source: Source = await self._stack.enter_async_context(
-            open_online_rollouts(config, self.ledger, self.step)
-            if config.is_online
-            else open_own_rollouts(
-                self.preflight, self.ledger, hosts, weights=served, tokenizer=model, beginning=beginning
+
+        def setup_with(template: str | None) -> TrainerSetup:
+            return TrainerSetup(
+                model=weights,
+                base=model,
+                teacher=teacher,
+                trainer=of_trainer,
+                algorithm=config.algorithm,
+                seed=config.seed,
+                shared_memory=shared_memory,
+                resume=checkpoint is not None,
+                chat_template=template,
+                num_steps=config.steps,
+                token_records=folder.token_records,
+                token_records_share=config.observe.token_records,
+                has_one_gpu=hosts.chooses_gpus,
+                may_open_memory=config.cluster.kind == "local"
+                and may_open_memory(config.engine, config.trainer.num_ranks),
+                shares_gpu=config.cluster.kind == "local" and may_be_on(config.engine, config.trainer.num_ranks),
             )
-        )
-        limit_s = config.trainer.startup_timeout_s
+
+        # on a cluster the servers are placed first
+        loading = asyncio.create_task(self._load(model, setup_with)) if config.cluster.kind == "local" else None
+        try:
+            self.source: Source = await self._stack.enter_async_context(
+                open_online_rollouts(config, self.ledger, self.step)
+                if config.is_online
+                else open_own_rollouts(
+                    self.preflight, self.ledger, hosts, weights=served, tokenizer=model, beginning=beginning
+                )
+            )
+            await (loading or self._load(model, setup_with))
+        except BaseException:
+            if loading is not None:  # the engine's failure is told
+                loading.cancel()
+                await asyncio.gather(loading, return_exceptions=True)
+            raise
+
+    async def _load(self, model: Path, setup_with: Callable[[str | None], TrainerSetup]) -> None:
+        """Have the trainer load its model, on one machine while the engine starts, and record what it is."""
+        config, limit_s = self.config, self.config.trainer.startup_timeout_s
         try:
             async with asyncio.timeout(limit_s):
                 template = await asyncio.to_thread(
                     exported_template, model, config.rollout.history_thinking, config.rollout.tool_format
                 )
-                setup = TrainerSetup(
-                    model=weights,
-                    base=model,
-                    teacher=teacher,
-                    trainer=of_trainer,
-                    algorithm=config.algorithm,
-                    seed=config.seed,
-                    shared_memory=shared_memory,
-                    resume=checkpoint is not None,
-                    chat_template=template,
-                    num_steps=config.steps,
-                    token_records=folder.token_records,
-                    token_records_share=config.observe.token_records,
-                    has_one_gpu=hosts.chooses_gpus,
-                    may_open_memory=config.cluster.kind == "local"
-                    and may_open_memory(config.engine, config.trainer.num_ranks),
-                    shares_gpu=config.cluster.kind == "local" and may_be_on(config.engine, config.trainer.num_ranks),
-                )
+                setup = setup_with(template)
                 info = await self._gang.init(setup)
         except TimeoutError:
             raise TrainerError(
                 f"the trainer did not load its model within trainer.startup_timeout_s = {limit_s:g}; "
-                f"see {folder.logs / 'trainer.log'}"
+                f"see {self.folder.logs / 'trainer.log'}"
             ) from None
         record = TrainerRecord.of(config, setup, info)
         await self.ledger.set_trainer(self._process, record.model_dump(mode="json"))

@@ -96,6 +96,7 @@ def test_a_trainer_on_one_gpu() -> None:
         "trainer: logits": 2 * 2**27 + 8 * 2**23,
         "trainer: output layer's gradient": 8 * 151_936 * 1024,
         "trainer: CUDA": CUDA_CONTEXT_BYTES,
+        "trainer: new weights for the engine": 2 * PARAMETERS,
     }
 
 
@@ -210,6 +211,7 @@ def test_adapters_take_the_memory_of_what_is_trained() -> None:
         "trainer: activations": 8192 * 29 * (75_776 + 2 * 2 * 32),
         "trainer: logits": 2 * 2**27 + 8 * 2**23,
         "trainer: CUDA": CUDA_CONTEXT_BYTES,
+        "trainer: new weights for the engine": 2 * PARAMETERS,
     }
     memory = TrainerMemory(shape=QWEN3_06B, config=asked, is_gpu=True)
     assert memory.checkpoint_bytes == 4 * PARAMETERS + 16 * adapters
