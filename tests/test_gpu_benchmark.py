@@ -1,6 +1,7 @@
 """The benchmark for GPUs runs from start to end on a CPU, with the same code and small models. A part that fails or
 hangs costs itself alone: what it started ends with it, and its tracebacks are kept. So does the server of a benchmark
-end with it, also one that it has stopped."""
+end with it, also one that it has stopped. The real model is made of both halves that travel, and its questions are its
+recipe's."""
 
 import json
 import os
@@ -13,7 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.gpu.__main__ import Part, run_part
+from benchmarks.gpu.__main__ import Part, parts_of, run_part
+from benchmarks.gpu.model import main as put_together
+from benchmarks.gpu.sums import load
+from benchmarks.trainer.gpu import SIDES
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,20 +79,39 @@ def test_all_parts_pass_on_a_cpu(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "PATH": path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = {part["name"]: part for part in json.loads((tmp_path / "results.json").read_text())["parts"]}
-    assert {row["side"] for row in parts["engine-tiny"]["rows"] if "tokens each" in row} == {
-        "floor",
-        "ours",
-        "generate",
-    }
+    rates = [row for row in parts["engine-tiny"]["rows"] if "tokens each" in row]
+    assert [row["side"] for row in rates] == ["floor", "ours"]
+    assert 0 < float(rates[1]["ms a step"]) <= float(rates[1]["longest"])
     assert "stall" in parts["engine-tiny"]["rows"][-1]
-    assert [row["side"] for row in parts["trainer-tiny"]["rows"]] == [
-        "autocast",
-        "loop",
-        "one call",
-        "float32 head",
-        "tree",
-    ]
-    for run in ("quickstart", "run-tiny"):
+    assert [row["side"] for row in parts["trainer"]["rows"]] == list(SIDES)
+    for run in ("real-8x8", "real-64x8", "quickstart"):
         found = {row["metric"]: row for row in parts[run]["rows"] if "metric" in row}
         assert float(found["trainer/logp_diff_mean"]["first step"]) < 1e-5
+        assert float(found["seconds/wall"]["most"]) > 0
         assert float(parts[run]["rows"][-1]["predicted"]) > 0
+    over_time = [row for row in parts["real-8x8"]["rows"] if "s since the command" in row]
+    assert [row["step"] for row in over_time] == ["the first answer", "0", "2"]
+    for run in ("trl-8x8", "trl-64x8"):
+        (row,) = (row for row in parts[run]["rows"] if row.get("side") == "TRL")
+        assert "not installed" in row.values() or float(row["median of the others"]) > 0
+
+
+def test_each_call_has_its_parts_and_both_prepare_the_machine():
+    parts = parts_of("python of the wheels", "cuda", is_tiny=False, model=Path("model"))
+    names = {call: [part.name for part in parts if part.call in (0, call)] for call in (1, 2)}
+    assert names == {
+        1: ["setup", "engine-135M", "trainer", "tests", "engine-0.6B"],
+        2: ["setup", "model", "real-8x8", "trl-8x8", "real-64x8", "trl-64x8", "quickstart"],
+    }
+
+
+def test_a_half_of_the_model_that_is_not_there_is_named(tmp_path, capsys):
+    (tmp_path / "first").write_bytes(b"half")
+    assert put_together([str(tmp_path / name) for name in ("model", "first", "second")]) == 1
+    assert capsys.readouterr().out.startswith(f"not here: {tmp_path / 'second'}; benchmarks/gpu/wheels makes both")
+
+
+def test_questions_of_the_real_model_are_the_recipes_and_the_held_out_ones_are_never_trained():
+    trained, held_out = ({one["messages"][1]["content"] for one in load(split, 0)} for split in ("train", "test"))
+    assert not trained & held_out and "Calculate 8 + 10.\n\nGive only the result." in trained
+    assert (len(trained), len(held_out)) == (95, 26)  # docs/real_model.md

@@ -43,22 +43,26 @@ class DeviceRates:
     def floor_s(self, shape: Shape, batch: Batch, dtype: torch.dtype) -> float:
         """Return the seconds of all requests, from the first prompt token to the last sampled one."""
         prompts = batch.requests * batch.prompt_tokens
-        lengths = range(batch.prompt_tokens + 1, batch.prompt_tokens + batch.new_tokens)
-        read_tokens = batch.requests * sum(lengths)
-        weights = dtype.itemsize * (_layer_weights(shape) + shape.vocabulary * shape.hidden)
-        num_bytes = len(lengths) * weights + read_tokens * dtype.itemsize * _kv_numbers(shape)
-        return 2 * prompts * _layer_weights(shape) / self.flops + num_bytes / self.bytes_per_s
+        num_steps = batch.new_tokens - 1  # the prompt gives the first token
+        return 2 * prompts * _layer_weights(shape) / self.flops + num_steps * self.step_s(shape, batch, dtype)
+
+    def step_s(self, shape: Shape, batch: Batch, dtype: torch.dtype) -> float:
+        """Return the mean seconds of a step: weights, and the keys and values of all requests, are read once."""
+        weights = _layer_weights(shape) + shape.vocabulary * shape.hidden
+        mean_length = batch.prompt_tokens + batch.new_tokens / 2
+        numbers = weights + batch.requests * mean_length * _kv_numbers(shape)
+        return dtype.itemsize * numbers / self.bytes_per_s
 
 
 def _layer_weights(shape: Shape) -> int:
     """Return the numbers in the matrices of all layers."""
-    attention = (shape.heads + 2 * (shape.heads // 2) + shape.heads) * shape.head_dim * shape.hidden
+    attention = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * shape.hidden
     return shape.layers * (attention + 3 * shape.intermediate * shape.hidden)
 
 
 def _kv_numbers(shape: Shape) -> int:
     """Return the numbers in the keys and values of one token."""
-    return 2 * shape.layers * (shape.heads // 2) * shape.head_dim
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim
 
 
 def _median_s(action: Callable[[], object], device: torch.device) -> float:

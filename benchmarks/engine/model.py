@@ -12,7 +12,7 @@ MAX_CONTEXT_TOKENS = 32_768
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A Qwen3 with tied embeddings and two query heads per key head."""
+    """A Qwen3 with tied embeddings."""
 
     hidden: int
     layers: int
@@ -20,6 +20,11 @@ class Shape:
     intermediate: int
     heads: int
     head_dim: int
+    queries_per_key: int = 2
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads // self.queries_per_key
 
 
 SHAPES = {
@@ -27,6 +32,8 @@ SHAPES = {
     "mid": Shape(hidden=512, layers=8, vocabulary=4096, intermediate=1536, heads=8, head_dim=64),  # 27.3M
 }
 GPU_SHAPES = {
+    # SmolLM2-135M's numbers
+    "135M": Shape(hidden=576, layers=30, vocabulary=49_152, intermediate=1536, heads=9, head_dim=64, queries_per_key=3),
     "0.6B": Shape(hidden=1024, layers=28, vocabulary=151_936, intermediate=3072, heads=16, head_dim=128),
     "1.7B": Shape(hidden=2048, layers=28, vocabulary=151_936, intermediate=6144, heads=16, head_dim=128),
 }
@@ -49,7 +56,7 @@ def build_weights(shape: Shape, folder: Path, *, device: torch.device, dtype: to
         intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,
-        num_key_value_heads=shape.heads // 2,
+        num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=MAX_CONTEXT_TOKENS,
         tie_word_embeddings=True,

@@ -106,7 +106,7 @@ async def wait_ready(client: aiohttp.ClientSession, server: Server, log: Path) -
                     return
         except aiohttp.ClientError:
             pass
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.1)
     raise NotServing(f"{server.url} does not serve; the end of its log:\n" + "\n".join(_tail(log)))
 
 

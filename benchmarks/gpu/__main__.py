@@ -1,13 +1,15 @@
-"""All that only a GPU can show, in one command and within nine minutes: results.json and results.md in a folder OUT.
+"""All that only a GPU can show, in two calls of at most 4.5 minutes: results.json and results.md in a folder OUT.
 
-    benchmarks/gpu/wheels                                     # with network: what the GPU's machine lacks, in .wheels
-    benchmarks/gpu/run OUT                                    # on the GPU's machine, whose python3 has torch
+    benchmarks/gpu/wheels                                     # with network: what the GPU's machine lacks
+    benchmarks/gpu/run OUT --call 1                           # on the GPU's machine, whose python3 has torch
+    benchmarks/gpu/run OUT --call 2                           # or both, without --call
     benchmarks/gpu/run OUT --device cpu --shapes tiny         # the same code on a CPU, which is a test
 
-Where .wheels is, the parts run in an environment of this Python's packages and those; else in this Python's own. Each
-part is a process with a time limit. At its limit, every process that it started first writes where it is to its log,
-and is then killed. The most telling parts come first, and the results are written after each of them. A part that the
-whole time leaves less than half of its limit does not run. This file needs nothing but Python.
+The first call measures engine and trainer with random weights, the second runs of the real model beside TRL. On a GPU
+the parts run in an environment of this Python's packages and those of .wheels, if there is such a folder; else in this
+Python's own. Each part is a process with a time limit. At its limit, every process that it started first writes where
+it is to its log, and is then killed. The most telling parts come first, and the results are written after each of them.
+A part that the whole time leaves less than half of its limit does not run. This file needs nothing but Python.
 """
 
 import argparse
@@ -30,6 +32,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 WHEELS = ROOT / ".wheels"
+PARTS = (WHEELS / "smollm2.part1", ROOT / ".smollm2" / "smollm2.part2")
+"""The package of the real model, cut in two: what may be carried to a GPU's machine at once may be limited."""
+CALL_S = 260.0
 MARK = "AREAL_AGENT_GPU_PART"
 """The variable by which all processes of a part are found, also those in sessions of their own."""
 DYING_S = 5.0
@@ -46,6 +51,7 @@ class Part:
     name: str
     command: Sequence[str]
     limit_s: float
+    call: int = 0  # 0: of both
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,21 +70,30 @@ class Result:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks/gpu/run", description="All that only a GPU can show.")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder of results.json and results.md")
-    parser.add_argument("--shapes", nargs="+", choices=("tiny", "0.6B", "1.7B"), default=["0.6B"])
+    parser.add_argument(
+        "--call", type=int, choices=(1, 2), help="which half of the parts (default: one after the other)"
+    )
+    parser.add_argument("--shapes", choices=("full", "tiny"), default="full")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--seconds", type=float, default=540, help="for all parts together (default %(default)s)")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="parts by name, such as tests or trainer-0.6B")
+    parser.add_argument("--seconds", type=float, default=CALL_S, help="of a call (default %(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="parts by name, such as tests or trainer")
     args = parser.parse_args()
-    deadline_s = time.monotonic() + args.seconds
+    deadline_s = time.monotonic() + args.seconds * (1 if args.call else 2)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is then ended
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as name:
         scratch = Path(name)
-        python = environment(scratch / "venv") if WHEELS.is_dir() else sys.executable
-        parts = [one for one in parts_of(python, args.device, args.shapes) if not args.only or one.name in args.only]
+        python, settings = sys.executable, {"OMP_NUM_THREADS": "1"}
+        if args.device == "cuda":
+            settings = {}
+            if WHEELS.is_dir():
+                python, settings = environment(scratch / "venv"), {"AREAL_AGENT_CACHE": str(WHEELS)}  # its tiny model
+        parts = parts_of(python, args.device, args.shapes == "tiny", scratch / "smollm2")
+        parts = [one for one in parts if not (args.call and one.call) or one.call == args.call]
+        parts = [one for one in parts if not args.only or one.name in args.only]
         results = {part.name: Result(name=part.name, command=" ".join(part.command)) for part in parts}
-        about, settings = machine(), {} if args.device == "cuda" else {"OMP_NUM_THREADS": "1"}
+        about = machine()
         for part in parts:
             limit_s = min(part.limit_s, deadline_s - time.monotonic())
             if limit_s >= part.limit_s / 2:
@@ -99,41 +114,48 @@ def environment(folder: Path) -> str:
     return str(folder / "bin" / "python")
 
 
-def parts_of(python: str, device: str, shapes: Sequence[str]) -> list[Part]:
-    """Return all parts, the most telling first."""
-    here = ROOT / "benchmarks"
+def parts_of(python: str, device: str, is_tiny: bool, model: Path) -> list[Part]:
+    """Return all parts, the most telling of each call first. `model` will be the folder of the real one."""
+    here, of_device = ROOT / "benchmarks", ["--device", device]
+    wheels = ["-m", "pip", "install", "-q", "--no-index", "--no-deps", "--no-compile"]
+    wheels += ["-r", str(WHEELS / "requirements.txt")]
     cuda = [str(path) for path in sorted(ROOT.glob("tests/**/test_*.py")) if "mark.cuda" in path.read_text()]
     pytest = ["-m", "pytest", "-v", "--tb=native", "-n", "0", "-m", "cuda and not slow", "-p", "no:cacheprovider"]
-    training = [str(here / "gpu" / "training.py"), "--device", device]
-    quickstart, random = ["steps=20", "eval.num_tasks=100"], ["steps=4"]
-    rates, batches = ["--steps", "3"], ["--rounds", "1", "--requests", "1", "64", "--pushes", "4"]
+    engine = [str(here / "engine" / "gpu.py"), *of_device, "--without-generate", "--rounds", "1", "--long", "0"]
+    trainer = [str(here / "trainer" / "gpu.py"), *of_device]
+    of_model = [str(here / "gpu" / "model.py"), str(model), *(["--tiny"] if is_tiny else map(str, PARTS))]
+    training = [str(here / "gpu" / "training.py"), *of_device]
+    real = [*training, "--real", f"model={model}"]
+    trl = [str(here / "gpu" / "beside_trl.py"), *of_device, f"model={model}"]
+    engine_shapes, trainer_shapes = (["tiny"], ["tiny"]) if is_tiny else (["135M", "0.6B"], ["0.6B", "1.7B"])
+    rows, rates = ["--requests", "64", "1", "512"], ["--steps", "3"]
+    of_64, quickstart, steps_of_trl = list[str](), ["steps=20", "eval.num_tasks=100"], "steps=10"
+    of_512 = ["steps=12", "batch_size=64", "rollout.max_concurrent=512", "engine.max_running_requests=512"]
     if device == "cpu":
-        quickstart = random = ["steps=2", "batch_size=2", "group_size=4", "eval.num_tasks=0"]
-        rates, batches = ["--steps", "1", "--tokens", "128", "--length", "32"], ["--rounds", "1", "--requests", "2"]
-        batches += ["--long", "0", "--pushes", "1"]
-    pip = [
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-index",
-        "--find-links",
-        str(WHEELS),
-        "-r",
-        str(WHEELS / "requirements.txt"),
+        rows, rates = ["--requests", "2"], ["--steps", "1", "--tokens", "128", "--length", "32"]
+        of_64, steps_of_trl = ["steps=2", "batch_size=2", "group_size=4", "eval.num_tasks=2"], "steps=2"
+        of_512, quickstart = [*of_64, "batch_size=4"], [*of_64, "eval.num_tasks=0"]
+    engines = [
+        (1, f"engine-{shape}", 75, [*engine, *rows, "--shapes", shape, "--pushes", "0" if shape == "135M" else "2"])
+        for shape in engine_shapes
     ]
-    told = [("setup", 60, pip), ("tests", 100, [*pytest, *cuda]), ("quickstart", 120, [*training, *quickstart])]
-    for shape in shapes:
-        of_shape = ["--shapes", shape, "--device", device]
-        told += [
-            (f"run-{shape}", 100, [*training, "--shape", shape, *random]),
-            (f"trainer-{shape}", 60, [str(here / "trainer" / "gpu.py"), *of_shape, *rates]),
-            (f"engine-{shape}", 100, [str(here / "engine" / "gpu.py"), *of_shape, *batches]),
-        ]
+    told = [
+        (0, "setup", 60, wheels),
+        engines[0],
+        (1, "trainer", 75, [*trainer, *rates, "--shapes", *trainer_shapes]),
+        (1, "tests", 75, [*pytest, *cuda]),
+        *engines[1:],
+        (2, "model", 50, of_model),
+        (2, "real-8x8", 75, [*real, *of_64]),
+        (2, "trl-8x8", 50, [*trl, *of_64, steps_of_trl]),
+        (2, "real-64x8", 60, [*real, *of_512]),
+        (2, "trl-64x8", 50, [*trl, *of_512, steps_of_trl]),
+        (2, "quickstart", 60, [*training, *quickstart]),
+    ]
     return [
-        Part(name=name, limit_s=limit_s * (4 if device == "cpu" else 1), command=[python, *command])
-        for name, limit_s, command in told
-        if name != "setup" or WHEELS.is_dir()
+        Part(name=name, limit_s=limit_s * (4 if device == "cpu" else 1), command=[python, *command], call=call)
+        for call, name, limit_s, command in told
+        if name != "setup" or python != sys.executable
     ]
 
 
@@ -142,8 +164,6 @@ def run_part(part: Part, folder: Path, limit_s: float, settings: Mapping[str, st
     folder.mkdir()
     settings = {MARK: str(folder), "TMPDIR": str(folder), "PYTHONPATH": str(ROOT), **settings}
     settings |= {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
-    if WHEELS.is_dir():
-        settings["AREAL_AGENT_CACHE"] = str(WHEELS)  # the quickstart's model
     log, started_s = folder / "output.log", time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -1,44 +1,43 @@
-"""A run with engine and trainer on one device, in one command: times, a push, log-probabilities of both, and memory.
+"""A run with engine and trainer on one device, in one command: times, log-probabilities of both, success, and memory.
 
-    python benchmarks/gpu/training.py [--shape 0.6B] [--device cuda] [key=value ...]
+    python benchmarks/gpu/training.py [--real] [--device cuda] [key=value ...]
 
-Without a shape it is the quickstart. With one, the model is a random Qwen3 of that shape, and the answers are those of
-`benchmarks/async --workloads long`: of drawn lengths, rewarded by a coin. The tables have medians over the steps after
-the first, and memory as the doctor predicts it beside what it was. Logs are kept in the temporary folder.
+It is the quickstart, or with `--real` configs/smollm2.yaml with questions that need no package (sums.py). The tables
+have each metric of the first step, its median and its most over the others; success over the seconds since the
+command, and when the first answer was there; and memory as the doctor predicts it beside what it was. Logs are kept in
+the temporary folder.
 """
 
 import argparse
 import asyncio
-import json
 import math
+import sqlite3
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
-
-import torch
 
 from areal_agent.config import Config
 from areal_agent.doctor.findings import GIB
 from areal_agent.doctor.machines import this_machine
 from areal_agent.doctor.memory import estimate
 from areal_agent.doctor.model import ModelShape
-from areal_agent.models.recipe import train_tokenizer
-from areal_agent.observe.metrics import numbers_of, read_metrics, step_rows
+from areal_agent.observe.metrics import Row, evaluation_rows, numbers_of, read_metrics, step_rows
 from areal_agent.process import ENDING_WITH_US
-from benchmarks.engine.model import GPU_SHAPES, SHAPES, build_weights
 
 QUICKSTART = "configs/quickstart.yaml"
-ALL_SHAPES = SHAPES | GPU_SHAPES
-RANDOM = ("workflow=benchmarks.async.long_answers:answer_at_length", "eval.num_tasks=0", "trainer.learning_rate=1e-7")
-ROOM = ("engine.max_context_tokens=1024", "rollout.timeout_s=300")
+REAL_CONFIG = "configs/smollm2.yaml"
+REAL = ("workflow=benchmarks.real_model.workflow:solve", "tasks=benchmarks.gpu.sums:load")
 SHOWN = (
-    *(f"seconds/trainer/{what}" for what in ("waiting_for_rollouts", "training", "pushing")),
+    *(f"seconds/{what}" for what in ("wall", "trainer/waiting_for_rollouts", "trainer/training", "trainer/pushing")),
+    "seconds/trainer/saving",
     *(f"push/{what}_s" for what in ("send", "stall", "pause", "transfer", "resume")),
     *(f"tokens_per_s/{what}" for what in ("generated", "trained")),
+    "trainer/mfu",
     *(f"trainer/logp_diff_{what}" for what in ("mean", "max", "fresh_max")),
     *(f"rollouts/{what}" for what in ("seconds", "spanning")),
 )
@@ -46,51 +45,45 @@ SHOWN = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python benchmarks/gpu/training.py", description="A run on one device.")
-    parser.add_argument("--shape", choices=tuple(ALL_SHAPES))
+    parser.add_argument("--real", action="store_true", help="a real model, which `model=FOLDER` names")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_args()
-    folder, device = Path(tempfile.mkdtemp(prefix="run-")), args.device
-    run = folder / "run"
-    overrides = [f"run_dir={run}", f"engine.device={device}", f"trainer.device={device}", "observe.progress=plain"]
-    if args.shape is not None:
-        build(args.shape, folder / "model", torch.device(device))
-        overrides += [f"model={folder / 'model'}", *RANDOM, *ROOM]
-    overrides += args.overrides
-    command = [*ENDING_WITH_US, sys.executable, "-m", "areal_agent.train", "--config", QUICKSTART, *overrides]
+    run, file = Path(tempfile.mkdtemp(prefix="run-")) / "run", REAL_CONFIG if args.real else QUICKSTART
+    overrides = [f"run_dir={run}", f"engine.device={args.device}", f"trainer.device={args.device}"]
+    overrides += ["observe.progress=plain", *(REAL if args.real else ()), *args.overrides]
+    started_s = time.time()
+    command = [*ENDING_WITH_US, sys.executable, "-m", "areal_agent.train", "--config", file, *overrides]
     code, peak_bytes = watched(command)
     metrics = run / "metrics.jsonl"
-    rows = [numbers_of(row) for row in step_rows(read_metrics(metrics) if metrics.is_file() else [])]
+    all_rows = read_metrics(metrics) if metrics.is_file() else []
+    rows = [numbers_of(row) for row in step_rows(all_rows)]
     if len(rows) < 2:
         return code or 1  # it has said why
-    print("\n| metric | first step | median of the others |\n|---|---|---|")
+    print("\n| metric | first step | median of the others | most |\n|---|---|---|---|")
     for name in SHOWN:
         if len(values := [row[name] for row in rows if name in row]) > 1:
-            print(f"| {name} | {values[0]:.4g} | {statistics.median(values[1:]):.4g} |")
-    shape = ModelShape.read((folder if args.shape else run) / "model")
+            first, *others = values
+            print(f"| {name} | {first:.4g} | {statistics.median(others):.4g} | {max(others):.4g} |")
+    report_success(run, evaluation_rows(all_rows), started_s)
+    config = Config.load(file, overrides)
+    shape = ModelShape.read(run / "model" if (run / "model").is_dir() else Path(config.model))
     positions = [row["trainer/num_input_tokens"] - row["trainer/shared_positions"] for row in rows]
     batches = [row["trainer/num_micro_batches"] for row in rows]
     tokens = max(math.ceil(one / number) for one, number in zip(positions, batches, strict=True))
     overrides += [f"trainer.tokens_per_micro_batch={tokens}"]  # those that there were, not those that were allowed
-    report_memory(shape, Config.load(QUICKSTART, overrides), rows[-1], peak_bytes)
-    if not code:
-        summary = json.loads((run / "summary.json").read_text())
-        print("\nsuccess before and after:", summary["success_before"], summary["success_after"])
+    report_memory(shape, Config.load(file, overrides), rows[-1], peak_bytes)
     return code
 
 
-def build(shape: str, folder: Path, device: torch.device) -> None:
-    """Save a random model with a tokenizer that has a token for each of its ids."""
-    numbers = ALL_SHAPES[shape]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    build_weights(numbers, folder, device=device, dtype=dtype)
-    train_tokenizer((f"{n} + {n} = {2 * n}" for n in range(100)), vocab_size=300).save_pretrained(folder)
-    path = folder / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    known: dict[str, int] = tokenizer["model"]["vocab"]
-    ids = {*known.values(), *(one["id"] for one in tokenizer["added_tokens"])}
-    known |= {f"w{number}": number for number in range(numbers.vocabulary) if number not in ids}
-    path.write_text(json.dumps(tokenizer))
+def report_success(run: Path, evaluations: Sequence[Row], started_s: float) -> None:
+    """Print what there was after how many seconds: the first answer, and the success of held-out tasks."""
+    with closing(sqlite3.connect(f"file:{run / 'ledger.sqlite'}?mode=ro", uri=True)) as ledger:
+        first_s: float = ledger.execute("SELECT min(ended_s) FROM turns").fetchone()[0]
+    print("\n| s since the command | step | success |\n|---|---|---|")
+    print(f"| {first_s - started_s:.1f} | the first answer | |")
+    for row in evaluations:
+        print(f"| {row['time'] - started_s:.1f} | {row['step']} | {row['eval/success']:.2f} |")
 
 
 def watched(command: Sequence[str]) -> tuple[int, int]:

@@ -82,15 +82,29 @@ def run_ours(trial: Trial) -> Outcome:
 def run_theirs(trial: Trial, python: str) -> Outcome:
     config = trial.config
     args: dict[str, Any] = config.tasks.args if config.tasks else {}
+    tasks, held_out = (load(split, trial.seed, **args) for split in ("train", "test"))
+    return train_by_trl(config, tasks, held_out, python, trial.cores)
+
+
+def train_by_trl(
+    config: Config,
+    tasks: Sequence[Mapping[str, Any]],
+    held_out: Sequence[Mapping[str, Any]],
+    python: str,
+    num_cores: int,
+    device: str = "cpu",
+) -> Outcome:
+    """Train with the settings of a config and TRL's own trainer. Raises CalledProcessError when that fails."""
     given = config.model_dump(include={"model", "seed", "steps", "batch_size", "group_size"}) | {
         "dtype": config.trainer.dtype,
         "learning_rate": config.trainer.learning_rate,
         "max_tokens": config.rollout.max_tokens,
         "eval_every": config.eval.every,
-        "tasks": load("train", trial.seed, **args),
-        "held_out": load("test", trial.seed, **args)[: config.eval.num_tasks],
+        "tasks": tasks,
+        "held_out": held_out[: config.eval.num_tasks],
+        "device": device,
     }
-    said = run(trial.cores, [python, str(HERE / "theirs.py")], json.dumps(given))
+    said = run(num_cores, [python, str(HERE / "theirs.py")], json.dumps(given))
     return Outcome(**json.loads(said.splitlines()[-1]))
 
 

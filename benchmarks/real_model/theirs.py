@@ -38,7 +38,8 @@ class Meter(TrainerCallback):
     def evaluate(self, step, model):
         tasks = self.given["held_out"]
         options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
-        batch = self.tokenizer.apply_chat_template([one["messages"] for one in tasks], **options)
+        asked = [one["messages"] for one in tasks]
+        batch = self.tokenizer.apply_chat_template(asked, **options).to(model.device)
         with torch.random.fork_rng():
             torch.manual_seed(0)
             ids = model.generate(**batch, do_sample=True, top_k=0, max_new_tokens=self.given["max_tokens"])
@@ -57,7 +58,7 @@ def main(given):
     with tempfile.TemporaryDirectory() as scratch:
         config = GRPOConfig(
             output_dir=scratch,
-            use_cpu=True,
+            use_cpu=given["device"] == "cpu",
             bf16=given["dtype"] == "bfloat16",
             per_device_train_batch_size=given["batch_size"] * given["group_size"],
             num_generations=given["group_size"],

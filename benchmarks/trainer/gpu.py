@@ -3,6 +3,8 @@
     python benchmarks/trainer/gpu.py [--shapes 0.6B 1.7B] [--tokens 8192] [--length 512] [--steps 5]
     python benchmarks/trainer/gpu.py --shapes tiny --device cpu --tokens 256 --length 64        # the same code on a CPU
 
+`doctor GiB` is what areal_agent.doctor expects of a trainer with such micro-batches.
+
 Models have random weights of Qwen3's shapes. A step is two micro-batches, each one packed row of equally long random
 sequences whose second halves are in the loss: forward, backward, then AdamW. Sides:
 
@@ -28,6 +30,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_agent.algorithms.batching import MicroBatch, Sample, collate
+from areal_agent.config import Config
+from areal_agent.doctor.memory import TrainerMemory
+from areal_agent.doctor.model import ModelShape
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.forward import LossTokenForward, decoder_layers, decoder_of
 from areal_agent.trainer.metrics import PEAK_TFLOPS, peak_rate
@@ -71,21 +76,29 @@ def main() -> int:
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     peak = 1e12 * args.peak_tflops if args.peak_tflops else peak_rate(device)
     print(f"{name}, torch {torch.__version__}, {args.tokens} tokens in sequences of {args.length}")
-    print("\n| shape | side | tokens/s | to autocast | MFU | peak GiB |\n|---|---|---|---|---|---|", flush=True)
+    print(
+        "\n| shape | side | tokens/s | to autocast | MFU | peak GiB | doctor GiB |\n|---|---|---|---|---|---|---|",
+        flush=True,
+    )
     group = Group.of_one(device)
     for shape in args.shapes:
-        base = 0.0
+        base, expected = 0.0, expected_bytes(shape, device, args.tokens)
         for side in SIDES:
             measured = step_s(shape, side, device, group, [args.length] * (args.tokens // args.length), args.steps)
             if measured is None:
-                print(f"| {shape} | {side} | not run: no kernel gives the model's own logits here | | | |", flush=True)
+                print(
+                    f"| {shape} | {side} | not run: no kernel gives the model's own logits here | | | | |", flush=True
+                )
                 continue
             seconds, num_bytes, work = measured
             rate = MICRO_BATCHES * args.tokens / seconds
             base = base or rate
             mfu = f"{work / seconds / peak:.3f}" if peak else "-"
             memory = f"{num_bytes / 2**30:.1f}" if num_bytes else "-"
-            print(f"| {shape} | {side} | {rate:.0f} | {rate / base:.2f} | {mfu} | {memory} |", flush=True)
+            print(
+                f"| {shape} | {side} | {rate:.0f} | {rate / base:.2f} | {mfu} | {memory} | {expected / 2**30:.2f} |",
+                flush=True,
+            )
     group.leave()
     return 0
 
@@ -173,6 +186,14 @@ def batch_of(
             )
         )
     return collate(samples, device, is_tree=is_tree)
+
+
+def expected_bytes(shape: str, device: torch.device, num_tokens: int) -> int:
+    """Return what the doctor expects at the trainer's peak, for micro-batches of so many tokens."""
+    keys = ("engine.max_context_tokens", "trainer.tokens_per_micro_batch")
+    config = Config.load("configs/quickstart.yaml", ["rollout.max_tokens=1", *(f"{key}={num_tokens}" for key in keys)])
+    of_model = ModelShape.of(build(shape, torch.device("meta")).config.to_dict())
+    return TrainerMemory(shape=of_model, config=config, is_gpu=device.type == "cuda").at_peak().total()
 
 
 if __name__ == "__main__":
