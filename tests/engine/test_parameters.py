@@ -28,9 +28,6 @@ from areal_agent.engine.embedded.decoder import bucket_rows
 from areal_agent.engine.scoring import ScoringServer
 from areal_agent.errors import EngineRejected
 from areal_agent.types import GenerateRequest, GenerateResult, PauseMode
-from tests.engine.conftest import both_ways
-
-fixed_shapes = both_ways
 
 TOLERANCE = 1e-4
 
