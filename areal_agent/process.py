@@ -391,21 +391,30 @@ def count_cancellations() -> int:
     return task.cancelling()
 
 
-CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""The memory limit of a container, in cgroup version 2 and 1."""
+CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+"""The memory limit of a container and what it uses, in cgroup version 2 and 1."""
 
 
 def machine_memory() -> tuple[int, int | None]:
-    """Return the bytes of memory of this machine or container, and those free for new use now; None: not known."""
+    """Return the bytes of memory of this machine or container, and those free for new use now; None: not known.
+
+    What a container holds of files counts as used, though some of it could be taken back.
+    """
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    total = min([total, *(int(limit) for path in CGROUP_LIMITS if (limit := _read(path).strip()).isdigit())])
-    lines = _read(Path("/proc/meminfo")).splitlines()
+    lines = _read("/proc/meminfo").splitlines()
     free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-    return total, None if free is None else min(total, free)
+    for limit, used in ([_read(path).strip() for path in group] for group in CGROUPS):
+        if limit.isdigit() and int(limit) < total:
+            total = int(limit)
+            free = max(0, min(free, total - int(used))) if free is not None and used.isdigit() else None
+    return total, free
 
 
-def _read(path: Path) -> str:
+def _read(path: str) -> str:
     try:
-        return path.read_text()
+        return Path(path).read_text()
     except OSError:
         return ""

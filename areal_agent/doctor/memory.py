@@ -43,7 +43,8 @@ trainer's model at once: the budget of a micro-batch, or the longest context whe
                                         8 V R           logits of R running requests
       with SGLang                       what `--mem-fraction-static` gives, or `kv_tokens` where that is less
     new weights on their way            2 e P           in shared memory (two slots), and e P once more in the engine;
-                                          e P           on a GPU of an embedded engine and the trainer, in each
+                                        2 e P           on a GPU of an embedded engine and the trainer instead, and e P
+                                                        once more in the engine, if the 2 e P are at most 2^30
                                           e P           with `distributed`: in all ranks together, in the engine, and
                                         2 e P           in each process of SGLang's, vLLM's
 
@@ -84,12 +85,13 @@ SERVER_PROCESS_BYTES = 3 * GIB
 """Host memory of a server's processes."""
 
 
-def opens_memory(config: Config) -> bool:
+def opens_memory(shape: ModelShape, config: Config) -> bool:
     """Return whether new weights lie in the memory of a GPU that the trainer and the engine share."""
+    is_small = NUM_SLOTS * BFLOAT16_BYTES * shape.num_parameters <= MOST_SHARED_BYTES
     by_memory = config.trainer.transfer == "shared_memory" and config.cluster.kind == "local"
     lora = config.trainer.lora
     is_whole = lora is None or lora.push == "merged"
-    return by_memory and is_whole and may_open_memory(config.engine, config.trainer.num_ranks)
+    return is_small and by_memory and is_whole and may_open_memory(config.engine, config.trainer.num_ranks)
 
 
 class EngineMemory:
@@ -111,7 +113,7 @@ class EngineMemory:
         self._overhead_bytes = CUDA_CONTEXT_BYTES if self._is_embedded else SERVER_BYTES
         logits = 2 * FLOAT32_BYTES * shape.vocab_size * config.engine.max_running_requests
         self._logit_bytes = logits if self._is_embedded else 0  # a foreign server's are in its workspaces
-        stages = self._is_distributed or opens_memory(config)
+        stages = self._is_distributed or opens_memory(shape, config)
         self._stages_on_gpu = self._is_embedded and stages and self._is_gpu
 
     def on_gpu(self, num_servers: int) -> Parts:
@@ -171,7 +173,7 @@ class EngineMemory:
 
 
 CHUNK_BYTES, BLOCK_ON_CPU, BLOCK_ON_GPU = 2**27, 2**18, 2**23  # algorithms/batching.py
-NUM_SLOTS = 2  # weights/channels.py
+NUM_SLOTS, MOST_SHARED_BYTES = 2, 2**30  # weights/channels.py
 
 
 class TrainerMemory:
@@ -197,7 +199,7 @@ class TrainerMemory:
         self._in_bfloat16 = shape.num_matrix_parameters if lora and self._is_half and shape.dtype == "bfloat16" else 0
         self._computed_bytes = BFLOAT16_BYTES if self._is_half else FLOAT32_BYTES  # of one number in a layer
         self._item_bytes = BFLOAT16_BYTES if is_gpu else FLOAT32_BYTES  # of one number as an engine gets it
-        self._shares_memory = opens_memory(config)
+        self._shares_memory = opens_memory(shape, config)
         self._pushes_adapter = lora is not None and lora.push == "adapter"
         self.published_bytes = (
             FLOAT32_BYTES * self._trained if self._pushes_adapter else self._item_bytes * shape.num_parameters
@@ -285,7 +287,7 @@ class TrainerMemory:
         weights = FLOAT32_BYTES * (self._shape.num_parameters - self._in_bfloat16) + BFLOAT16_BYTES * self._in_bfloat16
         published = self._share(self.published_bytes) if self._trainer.transfer == "distributed" else 0
         if self._is_gpu and self._shares_memory:
-            published = self.published_bytes
+            published = NUM_SLOTS * self.published_bytes
         return +Parts(
             {
                 "trainer: weights": self._share(weights),

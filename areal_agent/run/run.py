@@ -77,6 +77,7 @@ from areal_agent.run.serving import EvalReport
 from areal_agent.run.sources import Beginning, Source, begin, open_online_rollouts, open_own_rollouts
 from areal_agent.run.survival import Survival, restore
 from areal_agent.run.teacher import obtain_teacher, open_teacher
+from areal_agent.threads import is_on_cpu
 from areal_agent.tokens.renderer import exported_template
 from areal_agent.trainer.checkpoint import FailedSaves
 from areal_agent.trainer.config import TrainerSetup
@@ -447,8 +448,10 @@ class Run:
                 shares_gpu=config.cluster.kind == "local" and may_be_on(config.engine, config.trainer.num_ranks),
             )
 
-        # on a cluster the servers are placed first
-        loading = asyncio.create_task(self._load(model, setup_with)) if config.cluster.kind == "local" else None
+        engine = config.engine  # on a cluster its servers are placed first; and its room may be what memory is free
+        has_own_room = engine.leave_gib is None and (is_on_cpu(engine.device) or engine.kv_tokens is not None)
+        is_beside = config.cluster.kind == "local" and has_own_room
+        loading = asyncio.create_task(self._load(model, setup_with)) if is_beside else None
         try:
             self.source: Source = await self._stack.enter_async_context(
                 open_online_rollouts(config, self.ledger, self.step)

@@ -15,7 +15,7 @@ depend on the split. Rank 0 has the records and makes all choices; the other ran
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
@@ -166,7 +166,12 @@ class Stepper:
 
     def _do(self, work: Work) -> Any:
         do = {"update": self._update, "fit": self._fit}.get(work.what, self._measure)
-        with self._policy.computing(), nullcontext() if self._critic is None else self._critic.computing():
+        measured = work.arguments.get("by")
+        with ExitStack() as computing:
+            if measured in (None, "policy"):
+                computing.enter_context(self._policy.computing())
+            if self._critic is not None and measured in (None, "critic"):
+                computing.enter_context(self._critic.computing())
             return do(work.share, **work.arguments)
 
     def _end(self, step: int | None = None) -> dict[str, float]:

@@ -30,7 +30,15 @@ from areal_agent.trainer.state import Training, form_of, read_training
 from areal_agent.trainer.step import Stepper
 from areal_agent.trainer.wire import StepInput, StepReport, TrainerInfo
 from areal_agent.types import DistributedWeights, JsonObject, TokenRecord, Weights
-from areal_agent.weights.channels import DeviceChannel, DiskChannel, DistributedChannel, SharedMemoryChannel, joined
+from areal_agent.weights.channels import (
+    MOST_SHARED_BYTES,
+    NUM_SLOTS,
+    DeviceChannel,
+    DiskChannel,
+    DistributedChannel,
+    SharedMemoryChannel,
+    joined,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +125,7 @@ class Trainer:
             recorder=recorder,
         )
         self._channel = None
+        self._former: DeviceChannel | None = None  # which engines may still be brought to
         if setup.publishes and (group.rank == 0 or config.transfer == "distributed"):
             pushes_weights = config.transfer == "shared_memory" and (lora is None or lora.push == "merged")
             if pushes_weights and setup.may_open_memory and device.type == "cuda":
@@ -178,14 +187,21 @@ class Trainer:
         setup = self._setup
         return _open_channel(setup.trainer, self._policy, setup.shared_memory, self._source, self._host, self._group)
 
+    def _leave_device(self) -> None:
+        """Publish through the host from now on. What was handed out last stays until the publish after this one."""
+        if isinstance(self._channel, DeviceChannel):
+            self._former, self._channel = self._channel, self._open_channel()
+
     def publish(self, *, through_host: bool = False) -> Weights | None:
         """Copy the weights to where engines read them. Collective; ranks other than 0 get None.
 
         With `through_host` that is from now on never the memory of a GPU, which the engine could not open.
         """
-        if through_host and isinstance(self._channel, DeviceChannel):
-            self._channel.close()
-            self._channel = self._open_channel()
+        if self._former is not None:
+            self._former.close()
+            self._former = None
+        if through_host:
+            self._leave_device()
         lora = self._setup.trainer.lora
         pushes_adapter = lora is not None and lora.push == "adapter"
         is_spread = isinstance(self._channel, DistributedChannel)
@@ -197,7 +213,14 @@ class Trainer:
         if self._channel is None:
             deque(parameters, maxlen=0)  # takes part in gathering
             return None
-        weights = self._channel.write(parameters)
+        try:
+            weights = self._channel.write(parameters)
+        except RuntimeError as error:  # of CUDA, such as one of memory
+            if not isinstance(self._channel, DeviceChannel) or self._group.size > 1:  # others have given their parts
+                raise
+            logger.warning("new weights go through the host's memory from now on: %s", error)
+            self._leave_device()
+            weights = self._channel.write(self._policy.whole_parameters())
         if not isinstance(weights, DistributedWeights):
             return weights
         written = self._group.collect(weights)
@@ -228,8 +251,9 @@ class Trainer:
 
     def close(self) -> None:
         self.saver.close()
-        if self._channel is not None:
-            self._channel.close()
+        for channel in (self._channel, self._former):
+            if channel is not None:
+                channel.close()
         self._group.leave()
 
 
@@ -260,9 +284,12 @@ def load_teacher(folder: Path, policy: Policy, *, is_padded: bool, group: Group)
 
 
 def _open_device_channel(policy: Policy, folder: Path) -> DeviceChannel | None:
-    """Share memory of the GPU, or say why it cannot be."""
+    """Share memory of the GPU, if little is enough, or say why it cannot be."""
+    entries = policy.published()
+    if NUM_SLOTS * (entries[-1].offset + entries[-1].num_bytes) > MOST_SHARED_BYTES:
+        return None
     try:
-        return DeviceChannel(policy.published(), policy.device, folder)
+        return DeviceChannel(entries, policy.device, folder)
     except Exception as error:  # a boundary: CUDA's refusals share no type, and the host's memory always works
         logger.warning("new weights go through the host's memory, because the GPU's cannot be shared: %s", error)
         return None

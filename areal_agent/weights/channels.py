@@ -70,6 +70,8 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT_BYTES = 64
 NUM_SLOTS = 2
+MOST_SHARED_BYTES = 2**30
+"""The most memory of a GPU that slots there may take from a train step; larger models have them in the host's."""
 Parameters = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 """Tensors by name; as pairs they may be made only when they are asked for."""
 
@@ -134,27 +136,34 @@ class SharedMemoryChannel:
 
 
 class DeviceChannel:
-    """Writes one buffer in memory of the trainer's device, from which an engine there copies (sharing.py).
+    """Writes two buffers in memory of the trainer's device in turn, from which an engine there copies (sharing.py).
 
-    What was written last is overwritten by the next write. An engine that is still copying then finds another checksum.
+    As with shared memory, what was handed out last stays while the next set is written: an engine that was started anew
+    is brought to it first. One that is still copying what is overwritten finds another checksum.
     """
 
     def __init__(self, entries: tuple[TensorEntry, ...], device: torch.device, folder: Path) -> None:
-        """Make the buffer, on a CPU as a file in `folder`. Raises what torch does where memory cannot be shared."""
+        """Make the buffers, on a CPU as files in `folder`. Raises what torch does where memory cannot be shared."""
         self._entries = entries
-        self._shared = SharedBuffer(entries[-1].offset + entries[-1].num_bytes, device, folder)
+        num_bytes = entries[-1].offset + entries[-1].num_bytes
+        self._slots = [SharedBuffer(num_bytes, device, folder) for _ in range(NUM_SLOTS)]  # the next to write first
 
     def write(self, parameters: Parameters) -> DeviceWeights:
-        """Copy the parameters into the buffer, and wait for the copy. Raises ValueError if they do not fit."""
-        shared = self._shared
+        """Copy the parameters into the buffer that was not handed out last, and wait for the copy.
+
+        Raises ValueError if they do not fit.
+        """
+        shared = self._slots[0]
         for entry, parameter in fitting(self._entries, parameters):
             _store(shared.data, entry, parameter)
         digest = checksum(shared.data)
+        self._slots.append(self._slots.pop(0))
         return DeviceWeights(handle=shared.handle, device=shared.device, entries=self._entries, checksum=digest)
 
     def close(self) -> None:
         """Give the memory back."""
-        self._shared.close()
+        for shared in self._slots:
+            shared.close()
 
 
 def fitting(entries: Sequence[TensorEntry], parameters: Parameters) -> Iterator[tuple[TensorEntry, Tensor]]:

@@ -96,7 +96,6 @@ def test_a_trainer_on_one_gpu() -> None:
         "trainer: logits": 2 * 2**27 + 8 * 2**23,
         "trainer: output layer's gradient": 8 * 151_936 * 1024,
         "trainer: CUDA": CUDA_CONTEXT_BYTES,
-        "trainer: new weights for the engine": 2 * PARAMETERS,
     }
 
 
@@ -167,12 +166,13 @@ def test_copies_for_a_save_beside_training_are_counted_and_told(chosen, device, 
     assert f"training {told} while one is written" in _checkpoints(memory, asked, machine).found
 
 
-def test_weights_in_the_memory_of_a_shared_gpu_are_there_twice() -> None:
-    found = parts_of(config(), ONE_GPU, 0)
-    buffer, copy = found["trainer: new weights for the engine"], found["engine: new weights before they serve"]
-    assert (buffer, copy) == (2 * PARAMETERS, 2 * PARAMETERS)
-    by_disk = parts_of(config(trainer={"transfer": "disk"}), ONE_GPU, 0)
-    assert "trainer: new weights for the engine" not in by_disk
+def test_small_weights_in_the_memory_of_a_shared_gpu_are_there_thrice() -> None:
+    small = replace(QWEN3_06B, num_layers=2)
+    found, of_large = (parts_of(config(), ONE_GPU, 0, shape) for shape in (small, QWEN3_06B))
+    slots, copy = found["trainer: new weights for the engine"], found["engine: new weights before they serve"]
+    assert (slots, copy) == (4 * small.num_parameters, 2 * small.num_parameters)
+    by_disk = parts_of(config(trainer={"transfer": "disk"}), ONE_GPU, 0, small)
+    assert all("trainer: new weights for the engine" not in one for one in (of_large, by_disk))
 
 
 def test_a_reference_and_a_critic_are_counted() -> None:
@@ -211,7 +211,6 @@ def test_adapters_take_the_memory_of_what_is_trained() -> None:
         "trainer: activations": 8192 * 29 * (75_776 + 2 * 2 * 32),
         "trainer: logits": 2 * 2**27 + 8 * 2**23,
         "trainer: CUDA": CUDA_CONTEXT_BYTES,
-        "trainer: new weights for the engine": 2 * PARAMETERS,
     }
     memory = TrainerMemory(shape=QWEN3_06B, config=asked, is_gpu=True)
     assert memory.checkpoint_bytes == 4 * PARAMETERS + 16 * adapters

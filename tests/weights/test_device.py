@@ -1,7 +1,8 @@
 """Weights in memory that the trainer shares with an engine on its device, by the form that a CPU has (sharing.py).
 
 - An engine in another process takes what was written, in float32 and bfloat16, and keeps it when that is overwritten.
-- What was overwritten, lies on another device, or is no handle, is refused. The record decides nothing by itself.
+- The last two sets stay. What was overwritten, lies on another device, or is no handle, is refused. The record
+  decides nothing by itself.
 - The memory is private, and gone after `close`.
 - Where engines cannot open the memory, or the trainer cannot share it, pushes go through the host's memory for good.
 """
@@ -11,6 +12,7 @@ import stat
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -57,12 +59,14 @@ def test_another_process_takes_what_was_written(tmp_path):
     channel.close()
 
 
-def test_what_was_taken_stays_and_what_was_overwritten_is_refused(channel):
+def test_the_last_two_sets_can_be_taken_and_what_was_overwritten_is_refused(channel):
     first = channel.write(parameters(1))
     taken = take(first)
     second = channel.write(parameters(2))
+    for weights, seed in ((first, 1), (second, 2)):  # an engine that was started anew is brought to the first one
+        assert all(torch.equal(take(weights)[name], one) for name, one in parameters(seed).items())
+    channel.write(parameters(3))
     assert all(torch.equal(taken[name], one) for name, one in parameters(1).items())
-    assert all(torch.equal(take(second)[name], one) for name, one in parameters(2).items())
     with pytest.raises(WeightUpdateError, match="they were overwritten"):
         take(first)
 
@@ -94,7 +98,7 @@ def test_entries_beyond_the_memory_are_refused(channel):
 
 def test_the_memory_is_private_and_gone_after_close(channel, tmp_path):
     channel.write(parameters(0))
-    assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()] == [0o600]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()] == [0o600, 0o600]
     channel.close()
     assert list(tmp_path.iterdir()) == []
 
@@ -143,6 +147,31 @@ def test_a_trainer_that_cannot_share_it_publishes_through_the_host(tmp_path, sma
         trainer._channel.close()
         trainer._channel = DeviceChannel(trainer._policy.published(), CPU, tmp_path)
         monkeypatch.setattr("areal_agent.engine.embedded.sharing.gpu_uuid", lambda _: "GPU-1")
-        kinds = [type(trainer.publish(through_host=one)) for one in (False, True, False)]
-        assert kinds == [DeviceWeights, SharedMemoryWeights, SharedMemoryWeights]
+        last = trainer.publish()
+        kinds = [type(trainer.publish(through_host=True))]
+        assert Path(json.loads(last.handle)[0]).is_file(), "an engine may still be brought to it"
+        kinds.append(type(trainer.publish()))
+        assert kinds == [SharedMemoryWeights, SharedMemoryWeights] and not Path(json.loads(last.handle)[0]).exists()
         trainer.close()
+
+
+def test_a_write_that_fails_goes_through_the_host(tmp_path, small_model, caplog):
+    setup = TrainerSetup(
+        model=small_model,
+        trainer=TrainerConfig(device="cpu"),
+        algorithm=AlgorithmConfig(),
+        seed=0,
+        shared_memory=tmp_path,
+    )
+    trainer = Trainer(setup)
+    trainer._channel.close()
+    trainer._channel = OutOfMemory(trainer._policy.published(), CPU, tmp_path)
+    assert isinstance(trainer.publish(), SharedMemoryWeights)
+    assert "from now on: out of memory" in caplog.text
+    trainer.close()
+
+
+class OutOfMemory(DeviceChannel):
+    def write(self, parameters):
+        next(iter(parameters))
+        raise RuntimeError("out of memory")

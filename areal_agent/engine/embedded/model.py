@@ -390,10 +390,14 @@ def take_weights(
 
 def _beside_the_model(weights: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """Move weights to a GPU in advance, so that the swap copies there, if as much again stays free for a step."""
-    num_bytes = sum(tensor.nbytes for tensor in weights.values())
-    if device.type != "cuda" or torch.cuda.mem_get_info(device)[0] < 2 * num_bytes:
+    if device.type != "cuda" or not has_room_beside(sum(tensor.nbytes for tensor in weights.values()), device):
         return weights
     return {name: tensor.to(device) for name, tensor in weights.items()}
+
+
+def has_room_beside(num_bytes: int, device: torch.device) -> bool:
+    """Return whether as much as new weights take stays free for a step when they lie beside the model."""
+    return device.type != "cuda" or torch.cuda.mem_get_info(device)[0] >= 2 * num_bytes
 
 
 def _receive(source: DistributedWeights, device: torch.device) -> dict[str, Tensor]:
@@ -417,7 +421,8 @@ def _open(source: DeviceWeights, device: torch.device) -> dict[str, Tensor]:
     check_layout(source.entries)
     try:
         with opened(source.handle, source.device, device) as shared:
-            data = shared.clone()
+            data = shared.clone() if has_room_beside(len(shared), device) else shared.cpu()
+            del shared  # the mapping ends with the last of its tensors
     except (OSError, RuntimeError, TypeError, ValueError) as error:
         raise WeightUpdateError(f"the trainer's memory cannot be opened: {error}") from error
     end = max(entry.offset + entry.num_bytes for entry in source.entries)

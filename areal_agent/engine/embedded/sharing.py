@@ -34,6 +34,7 @@ class SharedBuffer:
             self.data = torch.zeros(size, dtype=torch.uint8, device=device)
             storage = cast(Any, self.data.untyped_storage())
             told = storage._share_cuda_()
+            told = (*told[:7], False)  # no event to wait for: what is written is there before anybody is told
             storage._release_ipc_counter_cuda(*told[4:6])  # torch would wait at `close` for somebody to have opened it
         else:
             with tempfile.NamedTemporaryFile(prefix="weights-", dir=folder, delete=False) as file:

@@ -36,6 +36,9 @@ from torch import Tensor
 BLOCK_BYTES = 4096
 """Weights travel as one piece, a whole number of blocks of this size."""
 
+SUMMED_BLOCKS = 2**14
+"""Blocks whose sums are made at once."""
+
 TRAINER = 0
 FROZEN = 2
 """After this many times `timeout_s` without a step, which should fail by itself sooner, the trainer counts as frozen.
@@ -330,7 +333,9 @@ def whole_blocks(num_bytes: int) -> int:
 def checksum(data: Tensor) -> int:
     """The checksum of bytes `[n]`, read once where they lie: a CRC-32 of the sums of all blocks."""
     words = data.view(torch.int32).view(-1, BLOCK_BYTES // 4)
-    return zlib.crc32(words.sum(dim=1, dtype=torch.int64).cpu().numpy().tobytes())
+    parts = words.split(SUMMED_BLOCKS)  # torch makes int64 of all that it sums at once
+    sums = torch.cat([part.sum(dim=1, dtype=torch.int64) for part in parts])
+    return zlib.crc32(sums.cpu().numpy().tobytes())
 
 
 def tensors_over(data: Tensor, entries: Sequence[dict[str, Any]]) -> Iterator[tuple[str, Tensor]]:
