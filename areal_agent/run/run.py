@@ -25,7 +25,7 @@ import contextlib
 import secrets
 import shutil
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -428,30 +428,26 @@ class Run:
         self._gang = await self._stack.enter_async_context(start_trainer(of_trainer.num_threads, folder.logs, hosts))
         self._trainer = self._gang.client
 
-        def setup_with(template: str | None) -> TrainerSetup:
-            return TrainerSetup(
-                model=weights,
-                base=model,
-                teacher=teacher,
-                trainer=of_trainer,
-                algorithm=config.algorithm,
-                seed=config.seed,
-                shared_memory=shared_memory,
-                resume=checkpoint is not None,
-                chat_template=template,
-                num_steps=config.steps,
-                token_records=folder.token_records,
-                token_records_share=config.observe.token_records,
-                has_one_gpu=hosts.chooses_gpus,
-                may_open_memory=config.cluster.kind == "local"
-                and may_open_memory(config.engine, config.trainer.num_ranks),
-                shares_gpu=config.cluster.kind == "local" and may_be_on(config.engine, config.trainer.num_ranks),
-            )
-
+        is_local = config.cluster.kind == "local"
+        setup = TrainerSetup(
+            model=weights,
+            base=model,
+            teacher=teacher,
+            trainer=of_trainer,
+            algorithm=config.algorithm,
+            seed=config.seed,
+            shared_memory=shared_memory,
+            resume=checkpoint is not None,
+            num_steps=config.steps,
+            token_records=folder.token_records,
+            token_records_share=config.observe.token_records,
+            has_one_gpu=hosts.chooses_gpus,
+            may_open_memory=is_local and may_open_memory(config.engine, config.trainer.num_ranks),
+            shares_gpu=is_local and may_be_on(config.engine, config.trainer.num_ranks),
+        )
         engine = config.engine  # on a cluster its servers are placed first; and its room may be what memory is free
         has_own_room = engine.leave_gib is None and (is_on_cpu(engine.device) or engine.kv_tokens is not None)
-        is_beside = config.cluster.kind == "local" and has_own_room
-        loading = asyncio.create_task(self._load(model, setup_with)) if is_beside else None
+        loading = asyncio.create_task(self._load(model, setup)) if is_local and has_own_room else None
         try:
             self.source: Source = await self._stack.enter_async_context(
                 open_online_rollouts(config, self.ledger, self.step)
@@ -460,14 +456,14 @@ class Run:
                     self.preflight, self.ledger, hosts, weights=served, tokenizer=model, beginning=beginning
                 )
             )
-            await (loading or self._load(model, setup_with))
+            await (loading or self._load(model, setup))
         except BaseException:
             if loading is not None:  # the engine's failure is told
                 loading.cancel()
                 await asyncio.gather(loading, return_exceptions=True)
             raise
 
-    async def _load(self, model: Path, setup_with: Callable[[str | None], TrainerSetup]) -> None:
+    async def _load(self, model: Path, setup: TrainerSetup) -> None:
         """Have the trainer load its model, on one machine while the engine starts, and record what it is."""
         config, limit_s = self.config, self.config.trainer.startup_timeout_s
         try:
@@ -475,7 +471,7 @@ class Run:
                 template = await asyncio.to_thread(
                     exported_template, model, config.rollout.history_thinking, config.rollout.tool_format
                 )
-                setup = setup_with(template)
+                setup = setup.model_copy(update={"chat_template": template})
                 info = await self._gang.init(setup)
         except TimeoutError:
             raise TrainerError(

@@ -127,11 +127,8 @@ class Trainer:
         self._channel = None
         self._former: DeviceChannel | None = None  # which engines may still be brought to
         if setup.publishes and (group.rank == 0 or config.transfer == "distributed"):
-            pushes_weights = config.transfer == "shared_memory" and (lora is None or lora.push == "merged")
-            if pushes_weights and setup.may_open_memory and device.type == "cuda":
-                self._channel = _open_device_channel(policy, setup.shared_memory)
             self._host = config.transfer_host or address
-            self._channel = self._channel or self._open_channel()
+            self._channel = _open_device_channel(setup, policy) or self._open_channel()
         if checkpoint is not None:
             read_training(setup.model, self._training)
         self.saver = Saver(self._training, group, config, source=self._source, chat_template=setup.chat_template)
@@ -283,13 +280,17 @@ def load_teacher(folder: Path, policy: Policy, *, is_padded: bool, group: Group)
     return teacher
 
 
-def _open_device_channel(policy: Policy, folder: Path) -> DeviceChannel | None:
-    """Share memory of the GPU, if little is enough, or say why it cannot be."""
+def _open_device_channel(setup: TrainerSetup, policy: Policy) -> DeviceChannel | None:
+    """Share memory of the GPU with an engine there, if little is enough, or say why it cannot be."""
+    config, lora = setup.trainer, setup.trainer.lora
+    pushes_weights = config.transfer == "shared_memory" and (lora is None or lora.push == "merged")
+    if not (pushes_weights and setup.may_open_memory and policy.device.type == "cuda"):
+        return None
     entries = policy.published()
     if NUM_SLOTS * (entries[-1].offset + entries[-1].num_bytes) > MOST_SHARED_BYTES:
         return None
     try:
-        return DeviceChannel(entries, policy.device, folder)
+        return DeviceChannel(entries, policy.device, setup.shared_memory)
     except Exception as error:  # a boundary: CUDA's refusals share no type, and the host's memory always works
         logger.warning("new weights go through the host's memory, because the GPU's cannot be shared: %s", error)
         return None
