@@ -169,6 +169,19 @@ class Completion:
         return tuple(span.version.incarnation for span in self.versions for _ in range(span.start, span.end))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSpan:
+    """Tokens `[start, end)` of a sequence stand for an image: all have the id that the model has for that.
+
+    What stands around them, such as the marks of its beginning and its end, is outside. `digest` is the SHA-256 of the
+    image's bytes, hexadecimal, under which `images.ImageFolder` has them.
+    """
+
+    digest: str
+    start: int
+    end: int
+
+
 class ForkReason(StrEnum):
     """The reason for which a turn did not continue the newest completion of its session."""
 
@@ -200,6 +213,7 @@ class Turn:
     started_s: float
     ended_s: float
     fork_reason: ForkReason | None = None
+    images: tuple[ImageSpan, ...] = ()  # in `new_prompt_ids`, in their order
 
 
 class SessionPurpose(StrEnum):
@@ -387,6 +401,7 @@ class TokenRecord:
     sample_of: int | None = None  # this one's first own turn is a parallel sample of a call in that branch
     incarnations: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))  # [T], of `versions`
     truncated: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))  # [K], cut off by its limit
+    images: tuple[ImageSpan, ...] = ()  # in `token_ids`, in their order
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
@@ -424,6 +439,14 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PromptImage:
+    """An image of a prompt: where its tokens stand, and its bytes, a file of PNG, JPEG or WebP."""
+
+    span: ImageSpan
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateRequest:
     """One call of an engine, tokens in. `request_id`s of one run have equal length (SGLang aborts by prefix)."""
 
@@ -431,6 +454,7 @@ class GenerateRequest:
     input_ids: Sequence[int]  # a tuple; `array("i")` for a long prompt, which takes a quarter of the work
     sampling: SamplingParams
     num_top_logprobs: int = 0  # number of the likeliest tokens to report at each position
+    images: tuple[PromptImage, ...] = ()  # in `input_ids`, in their order
 
 
 TopLogprobs = tuple[tuple[int, float], ...]

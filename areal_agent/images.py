@@ -1,0 +1,63 @@
+"""The images of a run, each once, in a folder beside its ledger: `images/ab/ab12...` is the file with that SHA-256.
+
+Turns and requests name an image by its digest. Its bytes are on the disk before a turn with it is in the journal.
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from areal_agent.errors import LedgerError
+from areal_agent.files import sync
+
+DIGEST = re.compile("[0-9a-f]{64}")
+
+
+class ImageFolder:
+    """Bytes by their SHA-256. Several processes may write to one folder at a time.
+
+    >>> images = ImageFolder(Path("run/images"))                                    # doctest: +SKIP
+    >>> images.read(images.keep(data)) == data                                      # doctest: +SKIP
+    True
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def file(self, digest: str) -> Path:
+        """Return the place of an image. Raises LedgerError for what is no digest."""
+        if not DIGEST.fullmatch(digest):
+            raise LedgerError(f"{digest!r:.80} is no SHA-256 of an image")
+        return self.path / digest[:2] / digest
+
+    def keep(self, data: bytes) -> str:
+        """Bring an image to disk, unless it is there, and return its digest. Raises OSError, for a full disk too."""
+        digest = hashlib.sha256(data).hexdigest()
+        file = self.file(digest)
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=file.parent, prefix=".")
+            try:
+                with os.fdopen(handle, "wb") as written:
+                    written.write(data)
+                    written.flush()
+                    os.fsync(written.fileno())
+                Path(name).rename(file)
+            except BaseException:
+                Path(name).unlink(missing_ok=True)
+                raise
+            sync(file.parent)
+        return digest
+
+    def read(self, digest: str) -> bytes:
+        """Return the bytes of an image. Raises LedgerError if they are missing or not those that were kept."""
+        file = self.file(digest)
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise LedgerError(f"image {digest} cannot be read: {error}; put the run's images/ back") from error
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise LedgerError(f"image {digest} is damaged: {file} has other bytes; put the run's images/ back")
+        return data
