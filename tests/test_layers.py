@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     ["types", "errors", "protocols", "section"],
     ["observe", "callback", "command", "files", "process", "staleness", "dtype", "threads"],
+    ["images"],
     ["ledger", "engine", "tokens", "algorithms", "models"],
     ["gateway", "weights"],
     ["rollout", "trainer"],
