@@ -171,7 +171,9 @@ class Renderer:
             pads = [pad * self.vision.num_pads(width, height) for _, width, height in PROBES]
             text = "".join(map("".join, zip(pieces, [*pads, ""], strict=False)))
             if len(pieces) != len(spans) + 1 or ids.tolist() != self._encode(text):
-                raise ConfigError(f"the template's text with images has other tokens than ours: {pad.join(pieces)!r:.300}")
+                raise ConfigError(
+                    f"the template's text with images has other tokens than ours: {pad.join(pieces)!r:.300}"
+                )
 
     # ------------------------------------------------------------------------------------------ data to text
 

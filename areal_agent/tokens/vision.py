@@ -188,7 +188,10 @@ def probe_conversations() -> Iterator[tuple[list[JsonObject], list[JsonObject]]]
     ours: list[JsonObject] = [{"type": "image", "digest": one, "width": w, "height": h} for one, w, h in PROBES]
     contents = [[images[0], {"type": "text", "text": "Are they\nequal?"}, images[1]] for images in (own, ours)]
     call = {"id": "call00001", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
-    asked: list[JsonObject] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    asked: list[JsonObject] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     for before, after in (([], {"role": "user"}), (asked, {"role": "tool", "tool_call_id": "call00001"})):
         as_lists, as_marks = ([*before, {**after, "content": content}] for content in contents)
         yield as_lists, as_marks
