@@ -337,7 +337,7 @@ def _normalised_content(content: str | Sequence[TextPart | ImagePart]) -> str | 
     return parts if any(part["type"] == "image" for part in parts) else parts[0]["text"] if parts else ""
 
 
-class SystemMessage(AnyMessage):
+class InstructionMessage(AnyMessage):
     """A message of the system. Chat templates get `developer` as `system`."""
 
     role: Literal["system", "developer"]
@@ -347,7 +347,7 @@ class SystemMessage(AnyMessage):
         return self._normalised("system", self.content)
 
 
-class UserMessage(AnyMessage):
+class QuestionMessage(AnyMessage):
     """A message of the user."""
 
     role: Literal["user"]
@@ -404,9 +404,9 @@ class ToolMessage(AnyMessage):
         return self._normalised(self.role, self.content, tool_call_id=self.tool_call_id)
 
 
-Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Message = Annotated[InstructionMessage | QuestionMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
-MESSAGE: TypeAdapter[SystemMessage | UserMessage | AssistantMessage | ToolMessage] = TypeAdapter(Message)
+MESSAGE: TypeAdapter[InstructionMessage | QuestionMessage | AssistantMessage | ToolMessage] = TypeAdapter(Message)
 
 
 def read_message(value: object, index: int) -> JsonObject:

@@ -67,11 +67,11 @@ class Vision:
         understood here.
         """
         config = path / "config.json"
-        if not (path / "preprocessor_config.json").is_file() or not config.is_file():
+        pad_id = json.loads(config.read_text()).get("image_token_id") if config.is_file() else None
+        if pad_id is None:
             return None
-        pad_id = json.loads(config.read_text()).get("image_token_id")
         if pad_id not in text_of:
-            raise ConfigError(f"{config} has no image_token_id that the tokenizer knows, but {pad_id!r}")
+            raise ConfigError(f"{config} has the image_token_id {pad_id!r}, which the tokenizer does not add")
         try:
             processor: Any = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")  # pyright: ignore
         except Exception as error:  # transformers raises almost anything on a damaged file
