@@ -1,6 +1,7 @@
 """What a model that sees makes of images, without a gateway:
 
 - the ids of a long conversation with images, made from stand-ins, are those of its whole text; its audits agree
+- a template that strips thinking forks, and its turns have their images
 - equal requests have an equal identity in every process; another image makes another
 - a text cannot forge an image: neither a pad nor the marks around it
 - a model that writes images in a way that is not proved gets none: a log says why, and images are refused
@@ -20,6 +21,8 @@ from areal_agent.types import JsonObject
 from tests.vision import TEMPLATE, make_vision_model
 
 from .conftest import as_it_is
+
+REAL = Path(__file__).parent / "templates" / "real"
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +71,21 @@ def test_a_long_conversation(seeing: Renderer) -> None:
         messages = [*messages, reply, result]
     assert prompt.stand_in and not prompt.stand_in.is_whole
     assert (forest.audit(), forest.num_mismatches) == (0, 0)
+
+
+def test_a_template_of_another_family(folder: Path) -> None:
+    """Its thinking goes from the history at the next question, so that turn forks and adds the later images anew."""
+    renderer = Renderer.load(folder, chat_template=(REAL / "qwen35.jinja").read_text())
+    forest, messages = Forest(renderer), [asked(image(0))]
+    for number in range(3):
+        prompt = forest.plan(messages, (), normalise=as_it_is)
+        thought, said = f"hm {number}", {"role": "assistant", "content": f"it is {number}"}
+        ids = renderer.ids_of(f"{thought}\n</think>\n\n{said['content']}<|im_end|>")
+        forest.record(prompt, [Reply(completion_id=f"c{number}", token_ids=ids, message=said, has_thinking=True)])
+        messages += [said, asked({"type": "text", "text": "and"}, image(number + 1))]
+    assert prompt.path() == array("i", renderer.ids_of(renderer.render(messages[:5])))
+    assert [one.digest for one in renderer.shown(prompt.new_ids)[1]] == [image(2)["digest"]]
+    assert (prompt.fork_reason, forest.audit()) == ("template_strips_thinking", 0)
 
 
 def test_identity(folder: Path, seeing: Renderer) -> None:
