@@ -5,6 +5,7 @@
     app.py            the routes, and how an answer is sent: whole or as a stream
     auth.py           the keys of sessions and of the gateway's owner; the Host and Origin headers
     bodies.py         reading and refusing JSON bodies; the gateway's limits
+    images.py         images out of the bodies of every protocol, into the run's folder
     order.py          what a request asks for, whichever protocol it came in
     chat.py           /v1/chat/completions: its body and its answer
     conversation.py   the conversation of every protocol: messages, tools, and placing it

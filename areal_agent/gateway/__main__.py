@@ -29,6 +29,7 @@ from areal_agent.gateway.auth import KEY_VARIABLE, AdminKey
 from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.online.consumer import DEFAULT_GROUP_WAIT_S, Consumer
 from areal_agent.gateway.online.groups import Bound
+from areal_agent.images import ImageFolder
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.questions import STATUS_NOTE
 from areal_agent.process import collect_garbage_rarely, exit_with_parent
@@ -245,6 +246,7 @@ async def open_standalone(options: Namespace, admin_key: str) -> AsyncGenerator[
             allowed_hosts=options.allowed_host or (),
             archive=ledger,
             consumer=consumer,
+            images=ImageFolder(ledger_file(options).parent / "images"),
         )
         served = await gateway.serve(options.host, options.port)
         stack.push_async_callback(served.aclose)

@@ -27,6 +27,7 @@ from areal_agent.types import (
     GenerateRequest,
     GenerateResult,
     JsonObject,
+    PromptImage,
     SamplingParams,
     TokenChunk,
 )
@@ -342,7 +343,11 @@ class EngineCalls:
 
 
 def requests_for(
-    input_ids: Sequence[int], sampling: SamplingParams, completion_ids: Sequence[str], num_top_logprobs: int
+    input_ids: Sequence[int],
+    sampling: SamplingParams,
+    completion_ids: Sequence[str],
+    num_top_logprobs: int,
+    images: tuple[PromptImage, ...] = (),
 ) -> list[GenerateRequest]:
     """Return one request per answer to the same prompt, each with its own seed."""
     return [
@@ -351,6 +356,7 @@ def requests_for(
             input_ids=input_ids,
             sampling=_for_choice(sampling, index),
             num_top_logprobs=num_top_logprobs,
+            images=images,
         )
         for index, completion_id in enumerate(completion_ids)
     ]

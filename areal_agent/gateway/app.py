@@ -26,6 +26,7 @@ from areal_agent.gateway.bodies import BodyReader, Limits
 from areal_agent.gateway.chat import ChatBody, ChatRequest, Tokenized, TokenizeRequest
 from areal_agent.gateway.completions import CompletionsBody, CompletionsRequest
 from areal_agent.gateway.draft import Outlet, Piece
+from areal_agent.gateway.images import ImageIntake
 from areal_agent.gateway.messages import CountRequest, MessagesBody, MessagesRequest, TokenCount
 from areal_agent.gateway.metrics import Counters, GatewayStats, Metrics
 from areal_agent.gateway.online.consumer import Consumer, TrainerHandler, trainer_handlers
@@ -37,6 +38,7 @@ from areal_agent.gateway.server import ServedGateway, as_request_error, json_rep
 from areal_agent.gateway.session import Session, StartRequest
 from areal_agent.gateway.sessions import Closing, Sessions, Traffic
 from areal_agent.gateway.turn import Exchange, Services
+from areal_agent.images import ImageFolder
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.process import return_free_memory
 from areal_agent.protocols import Journal, Sampler
@@ -102,6 +104,7 @@ class Gateway:
         model_aliases: Iterable[str] = (),
         archive: Ledger | None = None,
         consumer: Consumer | None = None,
+        images: ImageFolder | None = None,
     ) -> None:
         if renderer.vocab_size > vocab_size:
             raise ConfigError(
@@ -109,6 +112,8 @@ class Gateway:
                 "use the tokenizer of that model"
             )
         self._counters = Counters()
+        self._limits = limits or Limits()
+        self._images = ImageIntake(renderer.vision, images, self._limits) if renderer.vision else None
         self._services = Services(
             sampler=sampler,
             renderer=renderer,
@@ -116,10 +121,10 @@ class Gateway:
             counters=self._counters,
             max_context_tokens=max_context_tokens,
             vocab_size=vocab_size,
+            images=self._images,
             has_grammar=has_grammar,
         )
         self._models = (model_name, DEFAULT_MODEL, *model_aliases)
-        self._limits = limits or Limits()
         self._allowed_hosts = tuple(allowed_hosts)
         self._bodies = BodyReader(self._limits)
         self._sessions = Sessions()
@@ -330,7 +335,10 @@ class Gateway:
         async def handler(request: web.Request) -> web.StreamResponse:
             session = await self._rollouts.session_for_turn(request)
             with self._traffic.call(session.record.id, is_turn=True), self._metrics.turn():
-                return await handle(request, session, await self._bodies.agent(request, session.bodies))
+                body = await self._bodies.agent(request, session.bodies)
+                if self._images is not None:
+                    body = await self._images.taken(body)
+                return await handle(request, session, body)
 
         return handler
 

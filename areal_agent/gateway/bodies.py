@@ -51,6 +51,13 @@ MAX_KEPT_BYTES = 2**20
 GROWING = ("messages", "input")
 """The lists that grow from one body to the next, by protocol."""
 
+IMAGE_FORMS: Mapping[str, str] = {
+    "image_url": '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}',
+    "image": '{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ...}}',
+    "input_image": '{"type": "input_image", "image_url": "data:image/png;base64,..."}',
+}
+"""A part with an image in each protocol, by its type."""
+
 _MARK = secrets.token_hex(16).encode()  # no body contains it
 
 JSON_KINDS: Mapping[type, str] = {str: "a string", list: "a list", dict: "an object"}
@@ -255,6 +262,9 @@ class Limits:
     """
 
     max_body_bytes: int = 32 * 2**20
+    max_images: int = 100  # in one request
+    max_image_bytes: int = 20 * 2**20
+    max_image_pixels: int = 50_000_000
     max_sessions: int = 8192  # open at once
     max_calls_per_session: int = 128  # in flight
     session_timeout_s: float | None = None  # a session without a call for this long ends as `timeout`; None: never

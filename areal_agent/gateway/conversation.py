@@ -5,9 +5,9 @@ for new ones only). `Conversation` places them among the session's turns; nothin
 of that. So an episode gives the same tokens through every protocol.
 
 Messages are checked and normalised for the chat template and for comparison. A normalised message has its content as
-one string, the arguments of tool calls as parsed objects, and no key without a value. A call of a `strict` tool
-counts as a call only if its arguments match the tool's schema. No grammar enforces the schema during sampling; a call
-that does not match is malformed and stays text.
+one string (with images: a list of them and of the texts between them), the arguments of tool calls as parsed objects,
+and no key without a value. A call of a `strict` tool counts as a call only if its arguments match the tool's schema. No
+grammar enforces the schema during sampling; a call that does not match is malformed and stays text.
 """
 
 from bisect import bisect_right
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar, cast, get_args
 
 import jsonschema_rs
@@ -32,10 +32,20 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.bodies import Body, ShallowObject, json_kind, read_as, refuse, require_shallow, wrong
+from areal_agent.gateway.bodies import (
+    IMAGE_FORMS,
+    Body,
+    ShallowObject,
+    json_kind,
+    read_as,
+    refuse,
+    require_shallow,
+    wrong,
+)
 from areal_agent.gateway.draft import ChatReading
 from areal_agent.tokens.canonical import parse_json_object
 from areal_agent.tokens.forest import Forest, Prompt
@@ -129,11 +139,59 @@ class TextPart(Open):
         if isinstance(value, dict) and value.get("type") not in kinds:
             raise PydanticCustomError(
                 "unsupported_content",
-                "has type {type}: this gateway takes text only, no images, audio or files; "
+                "has type {type}: this gateway takes text, no images (unless its model sees), no audio and no files; "
                 "send {'type': '{kind}', 'text': ...}",
                 {"type": f"{value.get('type')!r:.80}", "kind": kinds[0]},
             )
         return value
+
+
+class AnyImage(Open):
+    """An image, as `ImageIntake` has left it: with the reference for a URL, and the size in pixels.
+
+    Clients send no size; a part that still has none is of a gateway whose model takes text only.
+    """
+
+    width: SkipJsonSchema[int]
+    height: SkipJsonSchema[int]
+
+    @property
+    def reference(self) -> str:
+        """The URL `sha256:DIGEST`."""
+        raise NotImplementedError
+
+    def as_chat(self) -> JsonObject:
+        url = {"url": self.reference}
+        return {"type": "image_url", "image_url": url, "width": self.width, "height": self.height}
+
+    def as_template(self) -> JsonObject:
+        """Return it as chat templates take it."""
+        digest = self.reference.partition(":")[2]
+        return {"type": "image", "digest": digest, "width": self.width, "height": self.height}
+
+
+class ImageUrl(Open):
+    """Where an image is."""
+
+    url: str = Field(description="The image itself, as `data:image/png;base64,...`; PNG, JPEG or WebP.")
+    detail: Any = Field(default=None, description="Ignored: the model's image processor sets the resolution.")
+
+
+class ImagePart(AnyImage):
+    """An image. Only a model that sees takes it, in users' messages and in the results of calls."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+    @property
+    def reference(self) -> str:
+        return self.image_url.url
+
+
+def kind_of_part(value: object) -> str:
+    """Select the member of a union of parts: "an image" that `ImageIntake` has left, or "a text" or what else it is."""
+    is_image = isinstance(value, dict) and "width" in value and value.get("type") in tuple(IMAGE_FORMS)
+    return "an image" if is_image else "a text"
 
 
 class RefusalPart(Open):
@@ -164,6 +222,15 @@ Content = Annotated[
     Discriminator(json_kind),
 ]
 
+SeenPart = Annotated[
+    Annotated[ImagePart, Tag("an image")] | Annotated[TextPart, Tag("a text")], Discriminator(kind_of_part)
+]
+
+SeenContent = Annotated[
+    Annotated[str, Tag("a string")] | Annotated[list[SeenPart], Tag("a list")],
+    Discriminator(json_kind),
+]
+
 AnswerContent = Annotated[
     Annotated[str, Tag("a string")] | Annotated[list[AnswerPart], Tag("a list")],
     Discriminator(json_kind),
@@ -182,6 +249,16 @@ class HasText(Protocol):
 def text_of(content: str | Sequence[HasText], between: str = "\n") -> str:
     """Return the text of a message. The parts of a prompt's begin lines of their own; an answer's have "" `between`."""
     return content if isinstance(content, str) else between.join(part.text for part in content)
+
+
+def content_of(content: str | Sequence[HasText | AnyImage], between: str = "\n") -> str | list[JsonObject]:
+    """Return a message's content as chat completions write it: one text, or its parts if it has images."""
+    if isinstance(content, str):
+        return content
+    texts = [part for part in content if not isinstance(part, AnyImage)]
+    if len(texts) == len(content):
+        return text_of(texts, between)
+    return [part.as_chat() if isinstance(part, AnyImage) else {"type": "text", "text": part.text} for part in content]
 
 
 def read_arguments(value: object) -> dict[str, Any]:
@@ -241,19 +318,43 @@ class AnyMessage(Body):
     metadata: Ignored = None
     provider_specific_fields: Ignored = None
 
-    def _normalised(self, role: str, content: str | Sequence[TextPart], **others: object) -> JsonObject:
-        fields = {"role": role, "content": text_of(content), "name": self.name, **others}
+    def _normalised(self, role: str, content: str | Sequence[TextPart | ImagePart], **others: object) -> JsonObject:
+        fields = {"role": role, "content": _normalised_content(content), "name": self.name, **others}
         return {name: value for name, value in fields.items() if value is not None}
 
 
-class PromptMessage(AnyMessage):
-    """A message of the user or the system. Chat templates get `developer` as `system`."""
+def _normalised_content(content: str | Sequence[TextPart | ImagePart]) -> str | list[JsonObject]:
+    """Return one text or, if there are images, a list of them and of the texts between them."""
+    if isinstance(content, str):
+        return content
+    parts: list[JsonObject] = []
+    for is_image, group in groupby(content, lambda part: isinstance(part, ImagePart)):
+        same = list(group)
+        if is_image:
+            parts += [part.as_template() for part in same if isinstance(part, ImagePart)]
+        else:
+            parts.append({"type": "text", "text": text_of([part for part in same if isinstance(part, TextPart)])})
+    return parts if any(part["type"] == "image" for part in parts) else parts[0]["text"] if parts else ""
 
-    role: Literal["system", "developer", "user"]
+
+class InstructionMessage(AnyMessage):
+    """A message of the system. Chat templates get `developer` as `system`."""
+
+    role: Literal["system", "developer"]
     content: Content
 
     def normalised(self) -> JsonObject:
-        return self._normalised("user" if self.role == "user" else "system", self.content)
+        return self._normalised("system", self.content)
+
+
+class QuestionMessage(AnyMessage):
+    """A message of the user."""
+
+    role: Literal["user"]
+    content: SeenContent
+
+    def normalised(self) -> JsonObject:
+        return self._normalised(self.role, self.content)
 
 
 class AssistantMessage(AnyMessage, Open):
@@ -293,7 +394,7 @@ class ToolMessage(AnyMessage):
     """The result of a tool call."""
 
     role: Literal["tool"]
-    content: Content
+    content: SeenContent
     tool_call_id: str | None = None
     is_error: Ignored = None
     status: Ignored = None
@@ -303,9 +404,9 @@ class ToolMessage(AnyMessage):
         return self._normalised(self.role, self.content, tool_call_id=self.tool_call_id)
 
 
-Message = Annotated[PromptMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Message = Annotated[InstructionMessage | QuestionMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
-MESSAGE: TypeAdapter[PromptMessage | AssistantMessage | ToolMessage] = TypeAdapter(Message)
+MESSAGE: TypeAdapter[InstructionMessage | QuestionMessage | AssistantMessage | ToolMessage] = TypeAdapter(Message)
 
 
 def read_message(value: object, index: int) -> JsonObject:

@@ -3,7 +3,7 @@
 Anthropic's messages are blocks; they become messages as chat completions write them::
 
     system, or a block of it          a system message, the first
-    user: text, tool_result           user and tool messages, in this order
+    user: text, image, tool_result    user and tool messages, in this order
     assistant: thinking, text,        one message with reasoning_content, content and tool_calls
                tool_use
 
@@ -37,6 +37,7 @@ from areal_agent.gateway.bodies import (
 )
 from areal_agent.gateway.conversation import (
     NO_TOOLS,
+    AnyImage,
     Content,
     Conversation,
     Open,
@@ -46,6 +47,8 @@ from areal_agent.gateway.conversation import (
     Tools,
     ToolUse,
     Translated,
+    content_of,
+    kind_of_part,
     reader_of_tools,
     strict_tools,
     template_options,
@@ -103,10 +106,40 @@ class ReferencePart(Open):
         return f"The tool {self.tool_name} is there now."
 
 
+class ImageData(Open):
+    """An image itself."""
+
+    type: Literal["base64"]
+    media_type: Literal["image/png", "image/jpeg", "image/webp"]
+    data: str
+
+
+class ImageReference(Open):
+    """An image of this run that was sent before."""
+
+    type: Literal["url"]
+    url: str = Field(description="`sha256:DIGEST`, by the SHA-256 of its bytes; nothing else is fetched.")
+
+
+class ImageBlock(AnyImage):
+    """An image. Only a model that sees takes it, in users' messages and in the results of calls."""
+
+    type: Literal["image"]
+    source: Annotated[ImageData | ImageReference, Field(discriminator="type")]
+
+    @property
+    def reference(self) -> str:
+        return self.source.url if isinstance(self.source, ImageReference) else ""
+
+
+ResultPart = Annotated[
+    Annotated[ImageBlock, Tag("an image")]
+    | Annotated[Annotated[TextPart | ReferencePart, Field(discriminator="type")], Tag("a text")],
+    Discriminator(kind_of_part),
+]
+
 ResultContent = Annotated[
-    Annotated[str, Tag("a string")]
-    | Annotated[list[Annotated[TextPart | ReferencePart, Field(discriminator="type")]], Tag("a list")],
-    Discriminator(json_kind),
+    Annotated[str, Tag("a string")] | Annotated[list[ResultPart], Tag("a list")], Discriminator(json_kind)
 ]
 
 
@@ -119,11 +152,15 @@ class ResultBlock(Open):
     is_error: bool = False
 
     def as_chat(self) -> JsonObject:
-        message = {"role": "tool", "tool_call_id": self.tool_use_id, "content": text_of(self.content)}
+        message = {"role": "tool", "tool_call_id": self.tool_use_id, "content": content_of(self.content)}
         return message | {"is_error": True} if self.is_error else message
 
 
-UserBlock = Annotated[TextPart | ResultBlock, Field(discriminator="type")]
+UserBlock = Annotated[
+    Annotated[ImageBlock, Tag("an image")]
+    | Annotated[Annotated[TextPart | ResultBlock, Field(discriminator="type")], Tag("a text")],
+    Discriminator(kind_of_part),
+]
 AnswerBlock = Annotated[TextPart | ThinkingBlock | RedactedBlock | CallBlock, Field(discriminator="type")]
 
 
@@ -145,11 +182,11 @@ class UserMessage(AnyMessage):
         if isinstance(self.content, str):
             return [{"role": "user", "content": self.content}]
         messages: list[JsonObject] = []
-        for _, group in groupby(self.content, type):
+        for _, group in groupby(self.content, lambda block: isinstance(block, ResultBlock)):
             blocks = list(group)
-            texts = [block for block in blocks if isinstance(block, TextPart)]
+            said = [block for block in blocks if not isinstance(block, ResultBlock)]
             results = [block.as_chat() for block in blocks if isinstance(block, ResultBlock)]
-            messages += results or [{"role": "user", "content": text_of(texts)}]
+            messages += results or [{"role": "user", "content": content_of(said)}]
         return messages or [{"role": "user", "content": ""}]
 
 

@@ -43,6 +43,7 @@ from areal_agent.gateway.chat import ANY_OBJECT, NamedSchema, PlainFormat
 from areal_agent.gateway.conversation import (
     NO_TOOLS,
     PASSED_ON,
+    AnyImage,
     Conversation,
     Function,
     TemplateOptions,
@@ -51,11 +52,12 @@ from areal_agent.gateway.conversation import (
     ToolName,
     Tools,
     ToolUse,
+    content_of,
+    kind_of_part,
     read_arguments,
     reader_of_tools,
     strict_tools,
     template_options,
-    text_of,
 )
 from areal_agent.gateway.order import MAX_TOP_LOGPROBS, Order, OrderBody
 from areal_agent.types import JsonObject
@@ -76,8 +78,24 @@ class Part(TextPart):
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
-Texts = Annotated[
-    Annotated[str, Tag("a string")] | Annotated[list[Part], Tag("a list")],
+class ImageItem(AnyImage):
+    """An image. Only a model that sees takes it, in users' messages and in the results of calls."""
+
+    type: Literal["input_image"]
+    image_url: str = Field(description="The image itself, as `data:image/png;base64,...`; PNG, JPEG or WebP.")
+    detail: Any = Field(default=None, description="Ignored: the model's image processor sets the resolution.")
+
+    @property
+    def reference(self) -> str:
+        return self.image_url
+
+
+SeenPart = Annotated[
+    Annotated[ImageItem, Tag("an image")] | Annotated[Part, Tag("a text")], Discriminator(kind_of_part)
+]
+
+Seen = Annotated[
+    Annotated[str, Tag("a string")] | Annotated[list[SeenPart], Tag("a list")],
     Discriminator(json_kind),
 ]
 
@@ -93,7 +111,7 @@ class MessageItem(Loose):
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
-    content: Texts
+    content: Seen
 
 
 class ReasoningText(Loose):
@@ -143,7 +161,7 @@ class CallOutputItem(Loose):
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
-    output: Texts
+    output: Seen
 
 
 class ItemReference(Loose):
@@ -202,8 +220,8 @@ def _part_of_message(item: Item) -> tuple[Slot | None, JsonObject]:
     match item:
         case MessageItem(role=role, content=content):
             if role == "assistant":
-                return Slot.TEXT, {"role": role, "content": text_of(content, "")}
-            return None, {"role": role, "content": text_of(content)}
+                return Slot.TEXT, {"role": role, "content": content_of(content, "")}
+            return None, {"role": role, "content": content_of(content)}
         case ReasoningItem():
             sealed = item.encrypted_content
             text = _joined(item.content) or (sealed[len(SEALED) :] if sealed.startswith(SEALED) else "")
@@ -216,7 +234,7 @@ def _part_of_message(item: Item) -> tuple[Slot | None, JsonObject]:
             call = {"id": item.call_id, "type": "function", "function": function}
             return Slot.CALL, {"role": "assistant", "tool_calls": [call]}
         case CallOutputItem(call_id=call_id, output=output):
-            return None, {"role": "tool", "tool_call_id": call_id, "content": text_of(output)}
+            return None, {"role": "tool", "tool_call_id": call_id, "content": content_of(output)}
         case ItemReference():
             raise AssertionError("references are resolved before")
 

@@ -294,13 +294,16 @@ class Session:
         if prompt.parent:  # who continues an answer has it, even if it closed the stream before the end
             self.deliveries.delivered([prompt.parent.completion_id])
         own_ids = ids[first_index : first_index + request.num_choices]
+        prompt_ids, spans = self._services.renderer.shown(prompt.path())
         is_full = prompt.num_tokens >= self._services.max_context_tokens
         if is_full and not self._truncates:
             raise self._no_room(prompt, request.prompt_param)
         if is_full or request.wishes.max_tokens == 0:
-            return TruncatedTurn(prompt_ids=prompt.path(), completion_ids=own_ids, first_index=first_index)
+            return TruncatedTurn(prompt_ids=prompt_ids, completion_ids=own_ids, first_index=first_index)
         plan = TurnPlan(
             prompt=prompt,
+            prompt_ids=prompt_ids,
+            images=await self._services.images.of(spans) if self._services.images else (),
             sampling=self._sampling(request, prompt),
             order=request,
             reading=question.reading(self._services.renderer, prompt),

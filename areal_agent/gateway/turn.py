@@ -17,6 +17,7 @@ from areal_agent.errors import EngineUnreachable
 from areal_agent.gateway.answers import Answer, Choice, Deliveries, EngineCalls, TurnAnswer, Watch, requests_for
 from areal_agent.gateway.conversation import Conversation, num_ignored_fields
 from areal_agent.gateway.draft import Draft, Outlet, Piece, PlainReader, Reading, cut
+from areal_agent.gateway.images import ImageIntake
 from areal_agent.gateway.metrics import Counters
 from areal_agent.gateway.order import Order, Question
 from areal_agent.process import time_of_day_s
@@ -31,6 +32,7 @@ from areal_agent.types import (
     FinishReason,
     GenerateResult,
     JsonObject,
+    PromptImage,
     SamplingParams,
     TokenChunk,
     Turn,
@@ -53,6 +55,7 @@ class Services:
     counters: Counters
     max_context_tokens: int
     vocab_size: int  # of the model; its tokenizer may know fewer ids
+    images: ImageIntake | None = None  # None: the model takes text only
     has_grammar: bool = False  # the engine can constrain answers to a JSON schema
     abort_grace_s: float = ABORT_GRACE_S
     numbers: Random = field(default_factory=Random)  # makes ids; not affected by `random.seed`
@@ -192,7 +195,8 @@ class TurnLog:
         """Return the ids of a prompt that will not be recorded."""
 
         def path() -> Sequence[int]:
-            return conversation.place(self._forest, self._services.renderer, is_counted=False).path()
+            renderer = self._services.renderer
+            return renderer.shown(conversation.place(self._forest, renderer, is_counted=False).path())[0]
 
         async with self._lock:
             return path() if num_bytes < LONG_REQUEST_BYTES else await asyncio.to_thread(path)
@@ -222,22 +226,24 @@ class TurnLog:
         replies = [choice.reply(token_ids) for choice, token_ids in zip(choices, sampled, strict=False)]
         async with self._lock:
             fork_reason = self._forest.record(prompt, replies)
+        new_ids, images = self._services.renderer.shown(prompt.new_ids)
         turn = Turn(
             id=_turn_id(completions[0].id),
             parent=prompt.parent.completion_id if prompt.parent else None,
             fork_at=prompt.fork_at,
-            new_prompt_ids=tuple(prompt.new_ids),
+            new_prompt_ids=tuple(new_ids),
             completions=tuple(completions),
             request_delta=tuple(prompt.new_messages),
             sampling=sampling,
             started_s=started_s,
             ended_s=time_of_day_s(),
             fork_reason=fork_reason,
+            images=images,
         )
         self._count(turn, choices)
         self._services.counters.ignored_message_fields += num_ignored_fields(prompt.delta)
         await self._services.journal.append_turn(self._session_id, turn)
-        self._turns.append(PackedTurn.of(turn, prompt.new_ids, sampled))
+        self._turns.append(PackedTurn.of(turn, new_ids, sampled))
         self.completion_ids.update(completion.id for completion in completions)
 
     async def close(self) -> None:
@@ -270,6 +276,8 @@ class TurnPlan:
     """A placed turn's prompt, and how to sample it and read its answers."""
 
     prompt: Prompt
+    prompt_ids: Sequence[int]  # as the model has them
+    images: tuple[PromptImage, ...]
     sampling: SamplingParams
     order: Order
     reading: Reading
@@ -294,9 +302,9 @@ class PendingTurn:
         self._drafts: list[Draft] = []
         self._num_kept: list[int] = []  # tokens of each answer when the agent hung up, if those with calls are kept
         self._streamed: dict[int, ParsedAnswer] = {}  # by choice index: the parsed answer of a finished draft
-        self.prompt_ids = plan.prompt.path()
+        self.prompt_ids = plan.prompt_ids
         self._requests = requests_for(
-            self.prompt_ids, plan.sampling, plan.completion_ids, plan.order.num_top_logprobs or 0
+            self.prompt_ids, plan.sampling, plan.completion_ids, plan.order.num_top_logprobs or 0, plan.images
         )
 
     async def run(self, outlet: Outlet | None) -> TurnAnswer:

@@ -17,6 +17,7 @@ from areal_agent.errors import ArealAgentError
 from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.auth import new_key
 from areal_agent.gateway.metrics import GatewayStats
+from areal_agent.images import ImageFolder
 from areal_agent.protocols import Journal, Sampler
 from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.context import SharedResources
@@ -96,9 +97,13 @@ class RunnerSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSettings(RunnerSettings):
-    """Those of rollouts behind a gateway of their own. `tokenizer` is a Hugging Face folder."""
+    """Those of rollouts behind a gateway of their own. `tokenizer` is a Hugging Face folder.
+
+    `images` is the run's folder of images; None where its disk is not shared, and images are refused.
+    """
 
     tokenizer: Path
+    images: Path | None = None
 
 
 class LocalRollouts:
@@ -154,6 +159,7 @@ async def open_local(
             max_context_tokens=info.max_context_tokens,
             vocab_size=info.vocab_size,
             has_grammar=info.has_grammar,
+            images=settings.images and ImageFolder(settings.images),
         )
         served = await gateway.serve("127.0.0.1", settings.port)
         stack.push_async_callback(served.aclose)

@@ -197,7 +197,9 @@ async def open_serving(
     await ledger.set_note(TRANSCRIPT_NOTE, settings.note())
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(open_engine(config.engine, weights, version, logs, hosts))
-        gateways = _settings_of_gateways(config, tokenizer, {one.name: one.settings for one in benchmarks})
+        gateways = _settings_of_gateways(
+            config, tokenizer, ledger.path.parent / "images", {one.name: one.settings for one in benchmarks}
+        )
         rollouts = await stack.enter_async_context(
             _open_workers(config, gateways, workflow_path, ledger, engine, logs, hosts)
             if config.rollout.workers
@@ -256,14 +258,16 @@ async def _open_workers(
 
 
 def _settings_of_gateways(
-    config: Config, tokenizer: Path, benchmarks: Mapping[str, BenchmarkSettings]
+    config: Config, tokenizer: Path, images: Path, benchmarks: Mapping[str, BenchmarkSettings]
 ) -> list[LocalSettings]:
     """Return the settings of each worker's gateway, or of the one in this process."""
     rollout = config.rollout
+    is_elsewhere = bool(rollout.workers) and config.cluster.kind == "ray"
     return [
         LocalSettings(
             model_name=config.model,
             tokenizer=tokenizer,
+            images=None if is_elsewhere else images,
             port=port,
             max_concurrent=num_slots,
             rollout=rollout,

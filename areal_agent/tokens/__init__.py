@@ -8,6 +8,7 @@
       canonical.py     when two messages are the same data; strict JSON
       continuation.py  the text and tokens that a turn adds to the path that it continues
     renderer.py        a model's chat template and tokenizer: messages to text, text to ids, ids to text
+      vision.py        what a model that sees makes of images: how many tokens, and marks for them in text
       words.py         a cache of the ids of words in front of the tokenizer
       template.py      the sandboxed chat template, and one derived from it that keeps earlier thinking
     formats/           an answer's text <-> reasoning, content and tool calls, whole or as it streams

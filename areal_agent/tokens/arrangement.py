@@ -30,7 +30,7 @@ from areal_agent.errors import RequestError
 from areal_agent.tokens.canonical import call_ids, head_length
 from areal_agent.tokens.formats.detection import PROBE, PROBE_TOOLS, Manner
 from areal_agent.tokens.prompt import Shape, longest_cut
-from areal_agent.tokens.shield import joined
+from areal_agent.tokens.shield import joined, plain_of
 from areal_agent.tokens.template import ChatTemplate
 from areal_agent.types import JsonObject
 
@@ -52,6 +52,9 @@ CLIENTS: Mapping[str, Sequence[Shape]] = {
 
 MAX_SHAPES = 4096
 """The number of shapes that are remembered."""
+
+IMAGE_MARK = re.compile(r"\d{76,}")
+"""Two of a renderer's secrets and more: an image in a text (`Renderer`). An error does not repeat them."""
 
 _NINE = re.compile("[A-Za-z0-9]{9}")
 
@@ -255,7 +258,7 @@ class Arrangement:
         role, calls = form["role"], form.get("tool_calls")
         what = f"a message of the {role}" + (" with calls" if calls else "")
         what = "the result of a call" if role == "tool" else what
-        said = "".join((form.get("content") or "", ""))
+        said = IMAGE_MARK.sub("[image]", plain_of(form.get("content") or ""))
         remedy = {
             "tool": "send a result only after the answer that has its call",
             "system": "put its text into the first system message or into a user's message",

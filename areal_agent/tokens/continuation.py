@@ -111,7 +111,7 @@ class Continuation:
             return f"a prompt was made of which the whole conversation is refused ({error})"
         rest, place = renderer.split_opened(text)[0], 0
         for start, end in (*prompt.sampled_spans(), (len(path), None)):
-            injected = renderer.detokenizer.text_of_part(path[place:start])
+            injected = renderer.text_of_part(path[place:start])
             following = renderer.after(rest, injected)
             written = renderer.split_at_end(following) if following and end is not None else None
             if (following != "") if end is None else (written is None):

@@ -11,8 +11,10 @@ them a window of recent ids is decoded again.
 """
 
 import codecs
+import logging
 import re
 import secrets
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,10 +31,13 @@ from areal_agent.tokens.formats.answer_format import HERMES_NEWLINES, AnswerForm
 from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.formats.detection import ANSWER, PROBE, PROBE_IDS, PROBE_TOOLS, probe_call, thinking_options
 from areal_agent.tokens.formats.thinking import TAGS, ReasoningFormat
-from areal_agent.tokens.shield import Shield
+from areal_agent.tokens.shield import Shield, joined
 from areal_agent.tokens.template import MARKERS, ChatTemplate, HistoryThinking, keep_template, tools_template
+from areal_agent.tokens.vision import PROBES, Vision, probe_conversations
 from areal_agent.tokens.words import WordCache, any_of
-from areal_agent.types import JsonObject
+from areal_agent.types import ImageSpan, JsonObject
+
+logger = logging.getLogger(__name__)
 
 ANSWER_MARKUP = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
 """Tags that an answer may contain. They keep their meaning in system and assistant messages only."""
@@ -110,6 +115,7 @@ class Renderer:
         self.end_token_id = self.id_of(self.end_texts[0])
         self.thinking_end_ids: list[int] = self._backend.encode(self.thinking.end, add_special_tokens=False).ids
         self.vocab_size = len(tokenizer)
+        self.vision: Vision | None = None  # set by `load` for a model that sees
         eos_token_id = cast("int | None", tokenizer.eos_token_id)
         stop_ids = [self.id_of(text) for text in self.end_texts]
         self.stop_token_ids = tuple(dict.fromkeys(stop_ids if eos_token_id is None else [*stop_ids, eos_token_id]))
@@ -131,12 +137,43 @@ class Renderer:
 
         A format that is None is detected from the template. `chat_template` is used in place of the folder's.
         """
-        return cls(
+        renderer = cls(
             load_tokenizer(path, chat_template),
             history_thinking=history_thinking,
             tool_format=tool_format,
             reasoning_format=reasoning_format,
         )
+        try:
+            renderer._see(path)
+        except ConfigError as error:
+            renderer.vision = None
+            logger.warning("the model in %s gets no images, they are refused: %s", path, error)
+        return renderer
+
+    def _see(self, path: Path) -> None:
+        """Load what the model does with images, and prove it: our ids are those of the text that its template writes.
+
+        Raises ConfigError if they are not.
+        """
+        added = {id_: token.content for id_, token in self._backend.get_added_tokens_decoder().items()}
+        self.vision = Vision.load(path, self.template, added)
+        if self.vision is None:
+            return
+        pad = added[self.vision.pad_id]
+        for as_lists, ours in probe_conversations():
+            try:
+                pieces = self.template.render(self.arrange(as_lists)).split(pad)
+                ids, spans = self.shown(array("i", self.ids_of(self.render(ours))))
+            except RequestError:
+                pieces, ids, spans = [], array("i"), ()
+            if len(pieces) != len(PROBES) + 1 and len(as_lists) > 1:
+                continue  # a template that takes results as text alone is given them so, with their images
+            pads = [pad * self.vision.num_pads(width, height) for _, width, height in PROBES]
+            text = "".join(map("".join, zip(pieces, [*pads, ""], strict=False)))
+            if len(pieces) != len(spans) + 1 or ids.tolist() != self._encode(text):
+                raise ConfigError(
+                    f"the template's text with images has other tokens than ours: {pad.join(pieces)!r:.300}"
+                )
 
     # ------------------------------------------------------------------------------------------ data to text
 
@@ -215,7 +252,26 @@ class Renderer:
 
     def _shielded(self, message: JsonObject) -> JsonObject:
         is_trusted = message["role"] in ("system", "assistant")
-        return (self._shield_in_answers if is_trusted else self._shield).over(message)
+        form = (self._shield_in_answers if is_trusted else self._shield).over(message)
+        return {**form, "content": self._drawn(form["content"])} if isinstance(form["content"], list) else form
+
+    def _drawn(self, parts: Sequence[JsonObject]) -> str:
+        """Return shielded content with images as one text, in which marks stand for them."""
+        vision = self.vision
+        if vision is None:
+            raise RequestError(
+                "a message has an image, and this model takes text only: send {'type': 'text', 'text': ...}",
+                param="messages",
+                code="unsupported_content",
+            )
+
+        def drawn(part: JsonObject) -> str:
+            if part["type"] == "text":
+                return part["text"]
+            mark = vision.mark(part["digest"], part["width"], part["height"])
+            return f"{vision.before}{self._secret}{mark}{self._secret}{vision.after}"
+
+        return joined(map(drawn, parts))
 
     def tool_forms(self, tools: Sequence[JsonObject]) -> list[JsonObject]:
         """Return tool definitions as the template receives them."""
@@ -275,7 +331,22 @@ class Renderer:
         """Return the token ids of rendered text."""
         if self._secret not in text:
             return self._encode(text) if text else []
-        return [token_id for piece in text.split(self._secret) if piece for token_id in self._encode(piece)]
+        return [token_id for piece in text.split(self._secret) if piece for token_id in self._ids_of_piece(piece)]
+
+    def _ids_of_piece(self, piece: str) -> list[int]:
+        ids = self.vision.ids_of(piece) if self.vision else None
+        return self._encode(piece) if ids is None else ids
+
+    def shown(self, token_ids: "array[int]") -> "tuple[array[int], tuple[ImageSpan, ...]]":
+        """Return the ids of a prompt as the model has them, and where its images stand."""
+        return self.vision.shown(token_ids) if self.vision else (token_ids, ())
+
+    def text_of_part(self, token_ids: Sequence[int]) -> str:
+        """Return the text of a part of a prompt's ids, with the marks of its images."""
+        if self.vision is None:
+            return self.detokenizer.text_of_part(token_ids)
+        pieces = self.vision.pieces(token_ids)
+        return "".join(one if isinstance(one, str) else self.detokenizer.text_of_part(one) for one in pieces)
 
     def ids_after(self, sampled_ids: Sequence[int], text: str) -> list[int]:
         """Return the token ids of the rendered text that follows a sampled answer.

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
@@ -23,18 +23,21 @@ ANSWERS = (
 
 
 @contextlib.contextmanager
-def live_gateway(renderer: Renderer, journal: MemoryJournal) -> Iterator[tuple[str, Gateway]]:
+def live_gateway(
+    renderer: Renderer, journal: MemoryJournal, *, vocab_size: int = VOCAB_SIZE, **options: Any
+) -> Iterator[tuple[str, Gateway]]:
     """Serves until the block ends; its engine gives `ANSWERS` by the length of the prompt."""
     answers = [renderer.ids_of(text) for text in ANSWERS]
     gateway = Gateway(
-        sampler=FakeEngine(lambda request: answers[len(request.input_ids) % len(answers)], vocab_size=VOCAB_SIZE),
+        sampler=FakeEngine(lambda request: answers[len(request.input_ids) % len(answers)], vocab_size=vocab_size),
         renderer=renderer,
         journal=journal,
         model_name="model",
         admin_key=ADMIN_KEY,
         max_context_tokens=1000,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         limits=Limits(max_body_bytes=2**20),
+        **options,
     )
     with on_a_thread(gateway.serve) as url:
         yield url, gateway
