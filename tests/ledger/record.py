@@ -33,7 +33,7 @@ STEP = StepRecord(
 
 
 async def record(path: Path) -> None:
-    """Record a session in every state, one with a fork and an image, and a shard with one closed and one open session."""
+    """Record a session in every state, one with a fork and an image, and a shard with a closed and an open session."""
     make = Make()
     ledger = await Ledger.open(path, create=True)
     await ledger.begin_incarnation(0)

@@ -1,9 +1,10 @@
 """`ledger export --parquet` gives a researcher the data of a run.
 
-1. there is one row per completion, from every file, with all that the ledger knows of it, and its images on request; 2. prompts are whole, also
-after a fork, and tokens are those that were sampled; 3. a session that is open or has no reward has no figures of its
-end; 4. the result does not depend on the size of row groups; 5. an existing file is kept unless `--force` is given;
-6. a failure leaves nothing behind; 7. a file that cannot be written is refused before anything is read.
+1. there is one row per completion, from every file, with all that the ledger knows of it, and its images on request;
+2. prompts are whole, also after a fork, and tokens are those that were sampled; 3. a session that is open or has no
+reward has no figures of its end; 4. the result does not depend on the size of row groups; 5. an existing file is kept
+unless `--force` is given; 6. a failure leaves nothing behind; 7. a file that cannot be written is refused before
+anything is read.
 """
 
 import os
