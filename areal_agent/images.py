@@ -39,6 +39,19 @@ def digest_of(part: object) -> str | None:
     return found and found[1]
 
 
+def content_type(data: bytes) -> str | None:
+    """Return what an image is, by its first bytes: image/png, image/jpeg or image/webp; None for anything else.
+
+    >>> content_type(b"RIFF....WEBPVP8 ")
+    'image/webp'
+    """
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "image/png"
+    if data.startswith(b"\xff\xd8\xff"):
+        return "image/jpeg"
+    return "image/webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
+
+
 class ImageFolder:
     """Bytes by their SHA-256. Several processes may write to one folder at a time.
 
