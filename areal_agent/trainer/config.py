@@ -83,9 +83,9 @@ class TrainerConfig(Section):
     packing: Literal["tree", "balanced", "first_fit", "padded"] = "tree"
     """How sequences share a micro-batch; none sees another. `tree`: one row in which prefixes that several have are
     there once (docs/trees.md); where that saves little, or the model or `context_parallel` does not permit it, as
-    `balanced`, and for a model that takes images as `padded`, which it needs. `balanced`: one row without padding, by Algorithm 1 of the AReaL paper. `first_fit`: one row, by
-    first-fit decreasing. `padded`: one row for each, of similar lengths; models with a state that runs from token to
-    token need it (docs/models.md)."""
+    `balanced`; for a model that takes images as `padded`. `balanced`: one row without padding, by Algorithm 1 of the
+    AReaL paper. `first_fit`: one row, by first-fit decreasing. `padded`: one row for each, of similar lengths; models
+    that take images or have a state that runs from token to token need it (docs/models.md)."""
     train_vision: bool = False
     """Train the vision tower of a model that takes images, too; else it stays as it is, and takes no optimiser state
     (docs/models.md)."""

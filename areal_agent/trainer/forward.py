@@ -75,7 +75,7 @@ def hidden_states(
     """
     if batch.images and vision is None:
         raise ValueError(
-            "a sequence has images, and the model was loaded as one of text; docs/models.md has which take"
+            "a sequence has images, and the model was loaded as one of text; docs/models.md has what sees them"
         )
     packed: dict[str, Any] = {}
     if batch.segments is not None:

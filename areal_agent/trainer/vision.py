@@ -69,7 +69,11 @@ class Vision:
             batch.inputs.cpu(), kinds, image_grid_thw=torch.cat([grids[place] for place in places])
         )
         mask = kinds.bool().to(device)[..., None]
-        vars(decoder)["get_placeholder_mask"] = lambda *_, **__: (mask, None)  # the model's own looks for ids
+
+        def places_of(*_: Any, **__: Any) -> tuple[Tensor, None]:
+            return mask, None
+
+        vars(decoder)["get_placeholder_mask"] = places_of  # the model's own looks for ids
         try:
             yield {"mm_encoder_outputs": {"image": found}, "position_ids": positions.to(device)}
         finally:

@@ -246,15 +246,15 @@ def test_what_cannot_be_trained_is_refused(
             Lab(folder, TrainerConfig(**config))
     with pytest.raises(ConfigError, match="train_vision is true, and the model takes no images"):
         open_trainer(model_folder, TrainerConfig(train_vision=True), PLAIN)
-    with pytest.raises(ValidationError, match="train_vision is true, and trainer.lora"):
+    with pytest.raises(ValidationError, match=r"train_vision is true, and trainer\.lora"):
         TrainerConfig(train_vision=True, lora=LoraConfig())
-    with pytest.raises(ConfigError, match="'qwen2_5_vl', and the embedded engine serves only.*'sglang' or 'vllm'"):
+    with pytest.raises(ConfigError, match=r"'qwen2_5_vl', and the embedded engine serves only.*'sglang' or 'vllm'"):
         require_trainable(folder, EngineConfig())
     require_trainable(folder, EngineConfig(backend="vllm", python="python"))
     blind = shutil.copytree(folder, tmp_path / "blind", ignore=shutil.ignore_patterns("preprocessor*"))
-    with pytest.raises(ConfigError, match="preprocessor_config.json is missing"):
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json is missing"):
         require_trainable(blind, EngineConfig(backend="vllm", python="python"))
-    with pytest.raises(ConfigError, match="preprocessor_config.json is missing"):
+    with pytest.raises(ConfigError, match=r"preprocessor_config\.json is missing"):
         Policy.load(blind, CPU)
 
 
