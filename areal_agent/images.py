@@ -7,10 +7,12 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from areal_agent.errors import LedgerError
 from areal_agent.files import sync
+from areal_agent.types import TokenRecord
 
 IMAGES = "images"
 """The name of the folder, beside a ledger."""
@@ -103,3 +105,8 @@ class ImageFolder:
         if hashlib.sha256(data).hexdigest() != digest:
             raise LedgerError(f"image {digest} is damaged: {file} has other bytes; put the run's images/ back")
         return data
+
+    def of(self, records: Iterable[TokenRecord]) -> dict[str, bytes]:
+        """Return the bytes of all images in these records, by digest. Raises LedgerError as `read` does."""
+        digests = dict.fromkeys(span.digest for record in records for span in record.images)
+        return {digest: self.read(digest) for digest in digests}

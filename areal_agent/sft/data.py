@@ -20,6 +20,7 @@ import orjson
 from areal_agent.command import nearest
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.gateway.conversation import AssistantMessage, read_message, read_tools
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import ledger_in, reading
 from areal_agent.sft.config import DataConfig, SftConfig
@@ -87,8 +88,10 @@ class Data:
         )
 
 
-def load_data(config: SftConfig, folder: Path, context: int | None) -> Data:
+def load_data(config: SftConfig, folder: Path, context: int | None, images: ImageFolder | None = None) -> Data:
     """Read all rows and make them into sequences of the model in `folder`, which was made for `context` tokens.
+
+    Their images are kept in `images`; without, rows that have some are refused.
 
     Raises ConfigError for the first row that cannot be learnt, and when none is left.
     """
@@ -101,7 +104,7 @@ def load_data(config: SftConfig, folder: Path, context: int | None) -> Data:
     rows = [row_of(chat, chats) for file in data.files for chat in read_chats(Path(file))]
     if data.from_run is not None:
         assert data.min_reward is not None  # checked by DataConfig
-        rows += read_rollouts(Path(data.from_run), data.min_reward, folder, renderer.chat_template)
+        rows += read_rollouts(Path(data.from_run), data.min_reward, folder, renderer.chat_template, images)
     held_out = [row_of(chat, chats) for chat in read_chats(Path(config.held_out.file))] if config.held_out.file else []
     fitting, fitting_held_out = ([row for row in part if _fits(row, longest, data)] for part in (rows, held_out))
     num_too_long = len(rows) + len(held_out) - len(fitting) - len(fitting_held_out)
@@ -194,8 +197,12 @@ def row_of(chat: Chat, chats: ChatRenderer) -> Row:
     return Row(origin=chat.origin, examples=examples)
 
 
-def read_rollouts(run_dir: Path, min_reward: float, folder: Path, chat_template: str) -> list[Row]:
+def read_rollouts(
+    run_dir: Path, min_reward: float, folder: Path, chat_template: str, images: ImageFolder | None = None
+) -> list[Row]:
     """Return the completed rollouts of a run with at least this reward in total, by the tokens that were sampled.
+
+    The run's images that they name are copied to `images`.
 
     In the loss are the answers that the agent received, whatever their recorded probability. Raises ConfigError when
     there are none, or when the run's tokenizer or chat template is not that of the model in `folder`.
@@ -219,13 +226,21 @@ def read_rollouts(run_dir: Path, min_reward: float, folder: Path, chat_template:
         raise ConfigError(
             f"data: no rollout of {str(run_dir)!r} has a reward of {min_reward:g} or more; lower data.min_reward"
         )
+    if images is not None:
+        theirs = ImageFolder(ledger_in(run_dir).parent / IMAGES)
+        for digest in {span.digest for row in rows for example in row.examples for span in example.images}:
+            images.keep(theirs.read(digest))
     return rows
 
 
 def _sampled(trajectory: Trajectory, rule: LossRule) -> tuple[Example, ...]:
     """Return the sequences of a rollout that have tokens in the loss."""
     records = token_records(trajectory, rule)
-    return tuple(Example(token_ids=one.token_ids, loss_mask=one.loss_mask) for one in records if one.loss_mask.any())
+    return tuple(
+        Example(token_ids=one.token_ids, loss_mask=one.loss_mask, images=one.images)
+        for one in records
+        if one.loss_mask.any()
+    )
 
 
 def _require_same_tokenizer(tokenizer: Path | None, run_dir: Path, folder: Path) -> None:
@@ -280,6 +295,7 @@ def record_of(origin: str, branch: int, example: Example) -> TokenRecord:
         parent_branch=None,
         token_ids=example.token_ids,
         loss_mask=example.loss_mask,
+        images=example.images,
         turn_index=zeros,
         behavior_logprobs=zeros.astype(np.float32),
         temperatures=np.ones(len(zeros), dtype=np.float32),

@@ -22,15 +22,16 @@ from numpy.typing import NDArray
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.tokens.canonical import split_thinking
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import JsonObject
+from areal_agent.types import ImageSpan, JsonObject
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Example:
-    """One sequence: its T tokens, and which of them are in the loss."""
+    """One sequence: its T tokens, which of them are in the loss, and which stand for images."""
 
     token_ids: NDArray[np.int32]  # [T]
     loss_mask: NDArray[np.bool_]  # [T]
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def num_loss_tokens(self) -> int:
