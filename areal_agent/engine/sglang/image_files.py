@@ -17,13 +17,20 @@ from typing import Any
 from PIL import Image
 
 IMAGE = "areal-agent-image"  # as server.py has it
-PROCESSOR = "sglang.srt.managers.tokenizer_manager.get_mm_processor"
+MANAGER = "sglang.srt.managers.tokenizer_manager"
 
 
 def register() -> None:
-    """Register the hook with SGLang, which installs it before it makes its processor."""
+    """Register the hooks with SGLang, which installs them before it makes its processor."""
     hooks = importlib.import_module("sglang.srt.plugins.hook_registry")
-    hooks.HookRegistry.register(PROCESSOR, around_get, hooks.HookType.AROUND)
+    hooks.HookRegistry.register(f"{MANAGER}.get_mm_processor", around_get, hooks.HookType.AROUND)
+    hooks.HookRegistry.register(f"{MANAGER}.TokenizerManager._validate_one_request", refuse, hooks.HookType.BEFORE)
+
+
+def refuse(manager: Any, asked: Any, *_: Any) -> None:
+    """Refuse images where SGLang would silently leave them out: for a model that it serves without its vision."""
+    if manager.mm_processor is None and asked.contains_mm_input():
+        raise ValueError("this server was started without the model's vision; see SGLang's --enable-multimodal")
 
 
 def around_get(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
