@@ -204,9 +204,7 @@ class ServedModel:
                 "with the path of a folder that this machine can read, too"
             ) from error
         is_tied = fields.get("tie_word_embeddings", TIED_HEAD not in shapes) is True
-        return cls(
-            folder=folder, vocab_size=vocab_size, is_tied=is_tied, shapes=shapes, takes_images=takes_images
-        )
+        return cls(folder=folder, vocab_size=vocab_size, is_tied=is_tied, shapes=shapes, takes_images=takes_images)
 
     def prove(self, weights: Path) -> None:
         """Raise WeightUpdateError unless all weights in this folder fit. A server with adapters only takes adapters."""

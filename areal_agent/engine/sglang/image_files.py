@@ -1,4 +1,4 @@
-"""Lets SGLang's server take images as files, at the places that a request names. Run by launcher.py, without areal_agent.
+"""Lets SGLang's server take images as files, at the places that a request names. For launcher.py, without areal_agent.
 
 SGLang itself would look for the places of images by the id of the pads, which an answer may have sampled as well, and
 would decode and tokenize the prompt for it. So here its processor is given a prompt of images alone. What it makes of

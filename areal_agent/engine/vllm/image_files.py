@@ -1,4 +1,4 @@
-"""Lets vLLM's server take images as files, at the places that a request names. Run by launcher.py, without areal_agent.
+"""Lets vLLM's server take images as files, at the places that a request names. For launcher.py, without areal_agent.
 
 vLLM's route for token ids takes images as tensors with their places. It can also take files, but then it looks for the
 places itself, by the id of the pads, which an answer may have sampled as well. So here `features` has the places, and
@@ -11,19 +11,19 @@ old weights saw in an image from answers of the new ones.
 import asyncio
 import importlib
 import io
+import operator
 from base64 import b64decode
 from collections.abc import Sequence
 from typing import Any
 
 from PIL import Image
-from transformers import AutoImageProcessor
 
 SERVING = "vllm.entrypoints.scale_out.token_in_token_out.serving"
 
 
 def take_image_files() -> None:
     """Make the server of this process take them."""
-    serving = importlib.import_module(SERVING)
+    serving: Any = importlib.import_module(SERVING)
     serve = serving.ServingTokens.serve_tokens
 
     async def serve_tokens(self: Any, request: Any, raw_request: Any = None) -> Any:
@@ -35,7 +35,7 @@ def take_image_files() -> None:
         return await serve(self, request, raw_request)
 
     serving.ServingTokens.serve_tokens = serve_tokens
-    serving.mm_kwargs_from_features = lambda features: features.kwargs_data
+    serving.mm_kwargs_from_features = operator.attrgetter("kwargs_data")
 
 
 async def tensors(renderer: Any, request: Any) -> Sequence[Any]:
@@ -43,8 +43,9 @@ async def tensors(renderer: Any, request: Any) -> Sequence[Any]:
     ids, features = request.token_ids, request.features
     places = [(one.offset, one.offset + one.length) for one in features.mm_placeholders["image"]]
     images = await asyncio.to_thread(open_all, renderer, features.kwargs_data["image"])
-    prompt = {  # each image with one pad, and the marks around it
-        "prompt_token_ids": [id_ for start, end in places for id_ in ids[max(0, start - 1) : start + 1] + ids[end:][:1]],
+    alone = [id_ for start, end in places for id_ in ids[max(0, start - 1) : start + 1] + ids[end:][:1]]
+    prompt = {
+        "prompt_token_ids": alone,  # each image as one pad, between its marks
         "multi_modal_data": {"image": images},
         "multi_modal_uuids": {"image": [one.partition(":")[0] for one in features.mm_hashes["image"]]},
     }
@@ -61,5 +62,6 @@ def open_all(renderer: Any, files: Sequence[str]) -> Sequence[Image.Image]:
     """Decode the files, and see to it that they will be processed as the trainer does: by PIL, not by torchvision."""
     processor = renderer.get_mm_processor().info.get_hf_processor()
     if "Pil" not in type(processor.image_processor).__name__:
-        processor.image_processor = AutoImageProcessor.from_pretrained(renderer.model_config.model, backend="pil")
+        by_pil = importlib.import_module("transformers").AutoImageProcessor.from_pretrained
+        processor.image_processor = by_pil(renderer.model_config.model, backend="pil")
     return [Image.open(io.BytesIO(b64decode(file))).convert("RGB") for file in files]
