@@ -1,10 +1,10 @@
-"""The site of one task: its pages, as the browser asks for them, and what was sent to it.
+"""The site of one task: its pages, and what was sent to it.
 
-Nothing of it is on a network: the browser's requests are answered in this process (chromium.py). A page is a form or
-leads to one, and the first form that is sent is the answer.
+It is on no network: the browser's requests are answered in this process (chromium.py). A page is a form or leads to
+one, and the first form that is sent is the answer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,25 +13,23 @@ from urllib.parse import parse_qs, quote, unquote
 import matplotlib
 
 ORIGIN = "http://site.test"
-FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
-"""The same letters on every machine."""
-
+FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"  # the same on every machine
 FRAME = """<!DOCTYPE html><meta charset=utf-8><title>Site</title><style>
 @font-face { font-family: site; src: url(/font.ttf) }
 * { font: 18px/1.4 site }
 body { margin: %dpx %dpx; background: white; color: black }
 label, li { display: block; margin: 10px 0 }
 .tile { width: 60px; height: 60px; margin: 4px; border: 2px solid gray; border-radius: 8px }
-</style><script>
-// A page says that it is about to be left, so that nobody looks at it any more.
+text { font-size: 40px; letter-spacing: 6px }
+</style><script> // A page that is about to be left says so, that nobody may look at it any more.
+var isLeft = false
 addEventListener("submit", () => isLeft = true)
 addEventListener("click", (event) => { if (event.target.closest("a")) isLeft = true })
-var isLeft = false
 </script>"""
 
 
 class Site:
-    """The pages of `task`. `sent` is the first form that was sent, by the names of its fields."""
+    """The pages of `task`. `sent` is the first form that was sent: values by the names of its fields."""
 
     def __init__(self, task: Mapping[str, Any]) -> None:
         self._task = task
@@ -47,50 +45,39 @@ class Site:
             return "font/ttf", FONT.read_bytes()
         if method == "POST" and self.sent is None:
             self.sent = parse_qs(body, keep_blank_values=True)
-        if self.sent is not None:
-            text = "<p>Thank you."
-        else:
-            text = PAGES[self._task["kind"]](self._task, unquote(path), parse_qs(query))
+        text = "<p>Thank you." if self.sent is not None else page_of(self._task, unquote(path)[1:], parse_qs(query))
         return None if text is None else ("text/html", (FRAME % tuple(self._task["margin"]) + text).encode())
 
 
-Query = dict[str, list[str]]
-Page = Callable[[Mapping[str, Any], str, Query], str | None]
+def page_of(task: Mapping[str, Any], path: str, query: Mapping[str, list[str]]) -> str | None:
+    """Return the body of a page as HTML. Only a search has more than one: its results, and each of the goods."""
+    match task["kind"]:
+        case "button":
+            return form(
+                "".join(
+                    f"<button class=tile name=colour value={c} style='background:{c}'></button>"
+                    for c in task["colours"]
+                )
+            )
+        case "form":
+            turned = f"<text x=30 y=60 transform='rotate({task['tilt']} 100 45)'>{task['code']}</text>"
+            return form(f"<svg width=200 height=90>{turned}</svg><p>Number: <input name=code size=8>", "Send")
+        case "boxes":
+            boxes = (f"<label><input type=checkbox name=fruit value={one}> {one}</label>" for one in task["fruit"])
+            return form("".join(boxes), "Save")
+        case _ if path in task["prices"]:
+            return form(
+                f"<input type=hidden name=name value='{path}'><p>{path}, {task['prices'][path]} dollars", "Order"
+            )
+        case _ if path == "":
+            asked = query.get("q", [""])[0].strip().lower()
+            found = {name: price for name, price in task["prices"].items() if asked and asked in name}
+            links = (f"<li><a href='/{quote(name)}'>{name}</a>, {price} dollars" for name, price in found.items())
+            field = f"<form><input name=q size=14 value='{escape(asked)}'> <button>Search</button></form>"
+            return field + ("".join(links) or "<p>Nothing was found." * bool(asked))
+        case _:
+            return None
 
 
-def form(fields: str, button: str) -> str:
-    return f"<form method=post autocomplete=off>{fields}<p><button>{button}</button></form>"
-
-
-def button_page(task: Mapping[str, Any], path: str, query: Query) -> str:
-    tiles = (f"<button class=tile name=colour value={one} style='background:{one}'></button>" for one in task["colours"])
-    return f"<form method=post>{''.join(tiles)}</form>"
-
-
-def form_page(task: Mapping[str, Any], path: str, query: Query) -> str:
-    turned = f"rotate({task['tilt']} 100 45)"
-    letters = f"<text x=30 y=60 transform='{turned}' style='font-size: 40px; letter-spacing: 6px'>{task['code']}</text>"
-    picture = f"<svg width=200 height=90 style='border: 1px solid gray'>{letters}</svg>"
-    return form(f"{picture}<p>Number: <input name=code size=8>", "Send")
-
-
-def boxes_page(task: Mapping[str, Any], path: str, query: Query) -> str:
-    boxes = (f"<label><input type=checkbox name=fruit value={one}> {one}</label>" for one in task["fruit"])
-    return form("".join(boxes), "Save")
-
-
-def search_page(task: Mapping[str, Any], path: str, query: Query) -> str | None:
-    """The search and its results; each of these has a page, where it can be ordered."""
-    prices: dict[str, int] = task["prices"]
-    name = path.removeprefix("/")
-    if name in prices:
-        return form(f"<input type=hidden name=name value='{name}'><p>{name}, {prices[name]} dollars", "Order")
-    if name:
-        return None
-    asked = query.get("q", [""])[0].strip().lower()
-    found = [f"<li><a href='/{quote(one)}'>{one}</a>, {price}" for one, price in prices.items() if asked and asked in one]
-    field = f"<form><input name=q size=14 value='{escape(asked)}'> <button>Search</button></form>"
-    return field + ("".join(found) or "<p>Nothing was found." * bool(asked))
-
-
-PAGES: Mapping[str, Page] = {"button": button_page, "form": form_page, "boxes": boxes_page, "search": search_page}
+def form(fields: str, button: str = "") -> str:
+    return f"<form method=post autocomplete=off>{fields}{button and f'<p><button>{button}</button>'}</form>"
