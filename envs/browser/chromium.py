@@ -7,6 +7,7 @@ that is not the model's failure.
 import asyncio
 import base64
 import json
+import os
 import shutil
 from collections.abc import AsyncGenerator, Generator
 from contextlib import (
@@ -18,8 +19,12 @@ from contextlib import (
     suppress,
 )
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
+
+import matplotlib
 
 from areal_agent import SandboxError
 from envs.browser.site import ORIGIN, Site
@@ -35,6 +40,7 @@ FLAGS = (
     "--force-color-profile=srgb",
     "--host-resolver-rules=MAP * ~NOTFOUND",  # the site has no address either
 )
+FONTS = f"<fontconfig><dir>{matplotlib.get_data_path()}/fonts/ttf</dir></fontconfig>"  # the same on every machine
 MAX_TEXT, MAX_SCROLL = 200, 10_000
 KEYS = ("Enter", "Tab", "Shift+Tab", "Space", "Backspace", "Delete", "Escape", "ArrowLeft", "ArrowRight", "Control+A")
 CALLS: dict[str, tuple[str, dict[str, type]]] = {
@@ -143,9 +149,19 @@ class Chromium:
                 if self._browser is None or not self._browser.is_connected():
                     await self.aclose()
                     playwright = await self._stack.enter_async_context(async_playwright())
-                    program = shutil.which("chromium")  # Debian's; else the one that `playwright install` fetches
-                    self._browser = await playwright.chromium.launch(executable_path=program, args=FLAGS)
-            return await self._browser.new_page(viewport={"width": width, "height": height})
+                    fonts = Path(self._stack.enter_context(TemporaryDirectory())) / "fonts.conf"
+                    fonts.write_text(FONTS)
+                    self._browser = await playwright.chromium.launch(
+                        executable_path=shutil.which("chromium"),  # Debian's; else what `playwright install` fetches
+                        args=FLAGS,
+                        env={**os.environ, "FONTCONFIG_FILE": str(fonts)},
+                    )
+                browser = self._browser
+            try:
+                return await browser.new_page(viewport={"width": width, "height": height})
+            except Exception:
+                self._browser = None if self._browser is browser else self._browser  # it may be dead and not know it
+                raise
 
 
 def open_browser(_: object) -> AbstractAsyncContextManager[Chromium]:
@@ -161,9 +177,9 @@ async def answer(route: "Route", site: Site) -> None:
         if f"{url.scheme}://{url.netloc}" != ORIGIN:
             await route.abort()
         elif (found := site.answer(request.method, url.path, url.query, request.post_data or "")) is None:
-            await route.fulfill(status=404, content_type="text/plain", body="There is no such page.")
+            await route.fulfill(status=404, body="There is no such page.")
         else:
-            await route.fulfill(content_type=found[0], body=found[1])
+            await route.fulfill(content_type="text/html", body=found)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import psutil
 import pytest
@@ -78,8 +79,8 @@ def sending(task: dict[str, Any], form: dict[str, list[str]]) -> Script:
         match task["kind"]:
             case "button":
                 colour = ImageColor.getrgb(form["colour"][0])
-                places = [at for at, seen in enumerate(picture.getdata()) if seen == colour]
-                y, x = divmod(places[len(places) // 2], picture.width)
+                places = np.argwhere((np.asarray(picture) == colour).all(-1))
+                y, x = map(int, places[len(places) // 2])
                 return [("click", {"x": x, "y": y})]
             case "form":
                 return [TAB, ("type", {"text": "?"}), ALL, ("type", {"text": form["code"][0]}), ENTER]
@@ -191,10 +192,10 @@ async def test_a_page_reaches_nothing_but_its_site(chromium: Chromium) -> None:
     class Curious(Site):
         """A page that asks elsewhere, and turns green when it gets nothing."""
 
-        def answer(self, *_: str) -> tuple[str, bytes]:
+        def answer(self, *_: str) -> str:
             turn = "document.body.style.background = 'lime'; isLeft = false"
             script = f"isLeft = true; fetch('{elsewhere}', {{mode: 'no-cors'}}).catch(() => {{ {turn} }})"
-            return "text/html", f"<body><script>{script}</script>".encode()
+            return f"<body><script>{script}</script>"
 
     visits: list[object] = []
     async with await asyncio.start_server(visit, "127.0.0.1", 0) as server:
