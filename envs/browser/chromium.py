@@ -9,13 +9,12 @@ import base64
 import json
 import os
 import shutil
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     aclosing,
     asynccontextmanager,
-    contextmanager,
     suppress,
 )
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND",  # the site has no address either
 )
 FONTS = f"<fontconfig><dir>{matplotlib.get_data_path()}/fonts/ttf</dir></fontconfig>"  # the same on every machine
+TIMEOUT_S = 60.0  # of each thing that is asked of it
 MAX_TEXT, MAX_SCROLL = 200, 10_000
 KEYS = ("Enter", "Tab", "Shift+Tab", "Space", "Backspace", "Delete", "Escape", "ArrowLeft", "ArrowRight", "Control+A")
 CALLS: dict[str, tuple[str, dict[str, type]]] = {
@@ -73,7 +73,7 @@ class Tab:
 
     async def picture(self) -> str:
         """Return what the window shows as the data URL of a PNG. Raises SandboxError."""
-        with browser_faults():
+        async with browser_faults():
             # A call that leaves a page has marked it when it returns (site.py).
             await self.page.wait_for_function("() => !window.isLeft && document.readyState === 'complete'")
             png = await self.page.screenshot(animations="disabled", caret="hide", scale="css")
@@ -90,7 +90,7 @@ class Tab:
             values = None
         if not isinstance(values, dict) or {key: type(value) for key, value in values.items()} != wanted:
             return f"Error: call {name} with {json.dumps({key: JSON_NAMES[kind] for key, kind in wanted.items()})}"
-        with browser_faults():
+        async with browser_faults():
             return await self._made(name, values)
 
     async def _made(self, name: str, values: dict[str, Any]) -> str:
@@ -101,9 +101,7 @@ class Tab:
                 await self.page.mouse.click(x, y)
             case "type", {"text": text}:
                 if len(text) > MAX_TEXT or not text.isprintable():
-                    return (
-                        f"Error: only printable text of at most {MAX_TEXT} characters can be typed; for Enter call key"
-                    )
+                    return f"Error: only {MAX_TEXT} printable characters can be typed at a time; for Enter call key"
                 await self.page.keyboard.insert_text(text)
             case "key", {"name": key}:
                 if key not in KEYS:
@@ -129,13 +127,14 @@ class Chromium:
         opening = asyncio.ensure_future(self._page(width, height))
         try:
             page = await asyncio.shield(opening)
-            with browser_faults():
+            async with browser_faults():
                 await page.context.route("**/*", lambda route: answer(route, site))
                 await page.goto(ORIGIN)
             yield Tab(page, width, height)
         finally:
-            with suppress(SandboxError), browser_faults():
-                await (await opening).context.close()
+            with suppress(SandboxError):
+                async with browser_faults():
+                    await (await opening).context.close()
 
     async def aclose(self) -> None:
         self._browser = None
@@ -144,7 +143,7 @@ class Chromium:
     async def _page(self, width: int, height: int) -> "Page":
         from playwright.async_api import async_playwright
 
-        with browser_faults():
+        async with browser_faults():
             async with self._starting:
                 if self._browser is None or not self._browser.is_connected():
                     await self.aclose()
@@ -159,7 +158,7 @@ class Chromium:
                 browser = self._browser
             try:
                 return await browser.new_page(viewport={"width": width, "height": height})
-            except Exception:
+            except BaseException:
                 self._browser = None if self._browser is browser else self._browser  # it may be dead and not know it
                 raise
 
@@ -171,9 +170,11 @@ def open_browser(_: object) -> AbstractAsyncContextManager[Chromium]:
 
 async def answer(route: "Route", site: Site) -> None:
     """Answer a request of a page: with what `site` has, or, if it goes elsewhere, with a failure."""
+    from playwright.async_api import Error
+
     request = route.request
     url = urlsplit(request.url)
-    with suppress(SandboxError), browser_faults():  # the tab may be gone
+    with suppress(Error):  # the tab may be gone
         if f"{url.scheme}://{url.netloc}" != ORIGIN:
             await route.abort()
         elif (found := site.answer(request.method, url.path, url.query, request.post_data or "")) is None:
@@ -182,12 +183,15 @@ async def answer(route: "Route", site: Site) -> None:
             await route.fulfill(content_type="text/html", body=found)
 
 
-@contextmanager
-def browser_faults() -> Generator[None]:
-    """Turn the errors of the browser into SandboxError."""
+@asynccontextmanager
+async def browser_faults() -> AsyncGenerator[None]:
+    """Turn the errors of the browser, and its silence, into SandboxError."""
     from playwright.async_api import Error
 
     try:
-        yield
+        async with asyncio.timeout(TIMEOUT_S):
+            yield
+    except TimeoutError as error:
+        raise SandboxError(f"the browser did not answer within {TIMEOUT_S:g} s") from error
     except Error as error:
         raise SandboxError(f"the browser failed: {error.message.splitlines()[0]}") from error

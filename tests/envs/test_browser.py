@@ -55,9 +55,9 @@ BAD = (  # the tool, what the model wrote, what it reads
     ("click", "[1, 2]", "Error: call click"),
     ("click", "", "Error: call click"),
     ("click", "[" * 100_000, "Error: call click"),
-    ("type", '{"text": "a\\nb"}', "Error: only printable text"),
-    ("type", '{"text": "\\ud800"}', "Error: only printable text"),
-    ("type", json.dumps({"text": "a" * 201}), "Error: only printable text of at most 200"),
+    ("type", '{"text": "a\\nb"}', "Error: only 200 printable"),
+    ("type", '{"text": "\\ud800"}', "Error: only 200 printable"),
+    ("type", json.dumps({"text": "a" * 201}), "Error: only 200 printable"),
     ("key", '{"name": "F5"}', "Error: there is no key 'F5'; there are Enter, "),
 )
 Call = tuple[str, dict[str, Any]]
