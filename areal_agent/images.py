@@ -15,8 +15,7 @@ from areal_agent.files import sync
 from areal_agent.types import TokenRecord
 
 IMAGES = "images"
-"""The name of the folder, beside a ledger."""
-
+"""The folder's name in that of a run."""
 DIGEST = re.compile("[0-9a-f]{64}")
 REFERENCE = re.compile("sha256:([0-9a-f]{64})")
 """The url of an image in a recorded message."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from itertools import groupby, takewhile
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar, cast, get_args
 
 import jsonschema_rs
@@ -328,13 +328,18 @@ def _normalised_content(content: str | Sequence[TextPart | ImagePart]) -> str | 
     if isinstance(content, str):
         return content
     parts: list[JsonObject] = []
-    for is_image, group in groupby(content, lambda part: isinstance(part, ImagePart)):
-        same = list(group)
-        if is_image:
-            parts += [part.as_template() for part in same if isinstance(part, ImagePart)]
-        else:
-            parts.append({"type": "text", "text": text_of([part for part in same if isinstance(part, TextPart)])})
-    return parts if any(part["type"] == "image" for part in parts) else parts[0]["text"] if parts else ""
+    texts: list[TextPart] = []  # since the last image
+    for part in (*content, None):
+        if isinstance(part, TextPart):
+            texts.append(part)
+            continue
+        if texts:
+            parts.append({"type": "text", "text": text_of(texts)})
+            texts = []
+        if part is not None:
+            parts.append(part.as_template())
+    is_text = all(part["type"] == "text" for part in parts)
+    return "".join(part["text"] for part in parts) if is_text else parts
 
 
 class InstructionMessage(AnyMessage):

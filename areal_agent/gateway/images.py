@@ -19,6 +19,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import is_not
 from typing import Any, cast
 
 from PIL.ImageFile import ImageFile
@@ -33,6 +34,9 @@ from areal_agent.tokens.vision import Vision
 from areal_agent.types import ImageSpan, JsonObject, PromptImage
 
 REFERENCE = "sha256:"
+
+LISTS = (*GROWING, "content", "output")
+"""The lists in a body that have parts for images, or what has such parts."""
 
 MAX_CACHED_BYTES = 64 * 2**20
 """The bytes of recent images in memory; others are read from the disk."""
@@ -81,7 +85,7 @@ class ImageIntake:
                 "out older ones",
                 code="too_many_images",
             )
-        return await asyncio.to_thread(self._over_body, body)
+        return await asyncio.to_thread(self._over, body, "")
 
     async def of(self, spans: Sequence[ImageSpan]) -> tuple[PromptImage, ...]:
         """Return the images of a prompt with their bytes."""
@@ -90,38 +94,25 @@ class ImageIntake:
 
     # ------------------------------------------------------------------------------------------- parts of a body
 
-    def _over_body(self, body: JsonObject) -> JsonObject:
-        over = {
-            name: [self._over_item(item, f"{name}[{index}]") for index, item in enumerate(body[name])]
-            for name in GROWING
-            if isinstance(body.get(name), list)
-        }
-        return {**body, **over}
+    def _over(self, value: Any, where: str, role: Any = None) -> Any:
+        """Return a body, or anything in it, with references to the images in it; itself if it has none."""
+        if not isinstance(value, dict):
+            return value
+        value = cast("JsonObject", value)
+        if _is_image(value):
+            return self._reference(value, where, role)
+        role, over = value.get("role", role), dict[str, Any]()
+        for name in LISTS:
+            if isinstance(old := value.get(name), list):
+                old = cast("list[Any]", old)
+                new = [self._over(one, f"{where}.{name}[{index}]".lstrip("."), role) for index, one in enumerate(old)]
+                over |= {name: new} if any(map(is_not, new, old)) else {}
+        return {**value, **over} if over else value
 
-    def _over_item(self, item: Any, where: str) -> Any:
-        if any(_image_parts(item)) and item.get("role") not in (None, "user", "tool"):
-            raise _refusal(
-                where,
-                f"has the role {item['role']!r:.80} and an image; images go into users' messages and the results of "
-                "calls",
-            )
-        return self._over(item, where)
-
-    def _over(self, item: Any, where: str) -> Any:
-        """Return a message, an item or a part with references to the images in it; itself if it has none."""
-        if not any(_image_parts(item)):
-            return item
-        if _is_image(item):
-            return self._reference(item, where)
-        over = {
-            name: [self._over(part, f"{where}.{name}[{index}]") for index, part in enumerate(item[name])]
-            for name in ("content", "output")
-            if isinstance(item.get(name), list)
-        }
-        return {**item, **over}
-
-    def _reference(self, part: JsonObject, where: str) -> JsonObject:
+    def _reference(self, part: JsonObject, where: str, role: Any) -> JsonObject:
         """Keep the image of a part, and return the part with a reference to it."""
+        if role not in (None, "user", "tool"):
+            raise _refusal(where, f"is an image of the {role!r:.80}; send images of users and in results of calls")
         url = _url_of(part)
         if url is None:
             raise _refusal(where, f"is no image part that this gateway knows; send {IMAGE_FORMS[part['type']]}")
@@ -141,7 +132,9 @@ class ImageIntake:
                 f"has the URL {url!r:.80}, and this gateway fetches nothing: send the image itself, as "
                 "data:image/png;base64,...",
             )
-        self._require_few_bytes((len(url) - head.end()) * 3 // 4 - 2, where)
+        num_bytes, most = (len(url) - head.end()) * 3 // 4, self._limits.max_image_bytes
+        if num_bytes > most + 2:  # padding counts as bytes
+            raise _refusal(where, f"is an image of {num_bytes} bytes, and this gateway takes {most}; make it smaller")
         try:
             return head[1], binascii.a2b_base64(url[head.end() :], strict_mode=True)
         except ValueError as error:
@@ -153,9 +146,12 @@ class ImageIntake:
         """Check an image unless it is known, bring it to disk, and return its digest and size."""
         if self._folder is None:
             raise _refusal(where, "is an image, and this gateway has no folder to keep images in; send text alone")
+        kind = _kind_of(data, where)
+        if said is not None and said.replace("/jpg", "/jpeg") != kind:
+            raise _refusal(where, f"says that it is {said!r:.80}, and its content is {kind}; correct its type")
         digest = hashlib.sha256(data).hexdigest()
         if digest not in self._sizes:
-            size = self._checked(said, data, where)
+            size = self._checked(kind, data, where)
             try:
                 self._folder.keep(data)
             except OSError as error:
@@ -172,7 +168,7 @@ class ImageIntake:
                 raise _refusal(
                     where, f"names the image {digest!r:.80}, which this run does not have; send it"
                 ) from None
-            self._sizes[digest] = self._checked(None, data, where)
+            self._sizes[digest] = self._checked(_kind_of(data, where), data, where)
         return self._sizes[digest]
 
     def _read(self, digest: str) -> bytes:
@@ -193,27 +189,16 @@ class ImageIntake:
 
     # -------------------------------------------------------------------------------------------------- checking
 
-    def _require_few_bytes(self, num_bytes: int, where: str) -> None:
-        if num_bytes > self._limits.max_image_bytes:
-            raise _refusal(
-                where,
-                f"is an image of {num_bytes} bytes, and this gateway takes {self._limits.max_image_bytes} at most; "
-                "make it smaller",
-            )
-
-    def _checked(self, said: str | None, data: bytes, where: str) -> tuple[int, int]:
+    def _checked(self, kind: str, data: bytes, where: str) -> tuple[int, int]:
         """Decode an image once and return its width and height. Raises RequestError for one that is not taken."""
-        self._require_few_bytes(len(data), where)
-        kind = next((kind for kind, (beginning, _) in FORMATS.items() if beginning.match(data)), None)
-        if kind is None:
-            raise _refusal(where, f"is no PNG, JPEG or WebP file: it begins with {data[:12]!r}; convert it to one")
-        if said is not None and said.replace("/jpg", "/jpeg") != kind:
-            raise _refusal(where, f"says that it is {said!r:.80}, and its content is {kind}; correct its type")
+        most = self._limits.max_image_pixels
         with self._decoding:
             try:
                 with FORMATS[kind][1](io.BytesIO(data)) as image:
                     width, height = image.size
-                    self._require_few_pixels(width, height, where)
+                    if width * height > most:
+                        size = f"{width} x {height} pixels"
+                        raise _refusal(where, f"is an image of {size}, and this gateway takes {most}; make it smaller")
                     image.load()
                     is_turned = image.getexif().get(ORIENTATION, 1) != 1
                     is_animated = getattr(image, "is_animated", False)
@@ -235,13 +220,12 @@ class ImageIntake:
             raise _refusal(where, f"is not for this model: {error.message}") from error
         return width, height
 
-    def _require_few_pixels(self, width: int, height: int, where: str) -> None:
-        if width * height > self._limits.max_image_pixels:
-            raise _refusal(
-                where,
-                f"is an image of {width} x {height} pixels, and this gateway takes {self._limits.max_image_pixels} "
-                "pixels at most; make it smaller",
-            )
+
+def _kind_of(data: bytes, where: str) -> str:
+    kind = next((kind for kind, (beginning, _) in FORMATS.items() if beginning.match(data)), None)
+    if kind is None:
+        raise _refusal(where, f"is no PNG, JPEG or WebP file: it begins with {data[:12]!r}; convert it to one")
+    return kind
 
 
 def _is_image(part: JsonObject) -> bool:
@@ -257,7 +241,7 @@ def _image_parts(item: Any) -> Iterator[JsonObject]:
     if _is_image(item):
         yield item
     else:
-        for name in (*GROWING, "content", "output"):
+        for name in LISTS:
             if isinstance(parts := item.get(name), list):
                 for part in cast("list[Any]", parts):
                     yield from _image_parts(part)
