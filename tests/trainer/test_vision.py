@@ -6,6 +6,7 @@
 - Gradients reach the text, and the vision tower only where it is trained; adapters, critics and references work.
 - Training on a picture lowers the loss; a resumed run goes on bit for bit, and its checkpoint has the processor.
 - Records and files pass the wire; without images nothing is different.
+- On a GPU that is not there all tensors of an operation are on one device.
 - What cannot be trained is refused by name.
 """
 
@@ -42,6 +43,7 @@ from areal_agent.trainer.model import Policy
 from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput, decode_step, encode_step
 from areal_agent.types import ImageSpan, TokenRecord
+from tests.fake_gpu import FakeGpu
 from tests.trainer.lab import CPU, GRADIENT_DESCENT, PLAIN, Lab, train_alike
 from tests.vision import PROCESSOR, make_vision_model, picture
 
@@ -214,19 +216,33 @@ FAMILIES: Mapping[str, tuple[dict[str, Any], dict[str, Any], int]] = {
 """Text, vision tower and the size of its patches."""
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_type_passes_the_proof_and_has_the_names_of_its_files(model_type: str, tmp_path: Path) -> None:
+def save_model(model_type: str, folder: Path) -> Path:
     text, vision, patch = FAMILIES[model_type]
     ids = {"image_token_id": PAD, "video_token_id": 6, "vision_start_token_id": START, "vision_end_token_id": END}
     config = AutoConfig.for_model(model_type, text_config=text, vision_config=vision, **ids)
     torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
     size = {"size": {"shortest_edge": 1024, "longest_edge": 50_000}, "patch_size": patch}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | size))
-    policy = Policy.load(tmp_path, CPU)
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | size))
+    return folder
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_type_passes_the_proof_and_has_the_names_of_its_files(model_type: str, tmp_path: Path) -> None:
+    policy = Policy.load(save_model(model_type, tmp_path), CPU)
     files = load_file(tmp_path / "model.safetensors")
     assert {one.name: one.shape for one in policy.published()} == {name: tuple(x.shape) for name, x in files.items()}
     assert not any("visual" in name for name in policy.trained_parameters())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_on_a_gpu_that_is_not_there(open_trainer: Callable[..., Trainer], tmp_path: Path, dtype: str) -> None:
+    folder, given = save_model("qwen3_vl", tmp_path), replace(GIVEN, records=RECORDS[2:])
+    with FakeGpu():
+        found = open_trainer(folder, TrainerConfig(device="cuda", dtype=dtype), PLAIN).train_step(given).metrics
+    expected = open_trainer(folder, TrainerConfig(device="cpu"), PLAIN).train_step(given).metrics
+    for name in ("entropy", "grad_norm", "logp_diff_mean"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-2)
 
 
 def test_the_proof_sees_images(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,6 +276,8 @@ def test_what_cannot_be_trained_is_refused(
 
 def test_a_record_that_does_not_suit_the_model_is_refused(lab: Lab, model_folder: Path) -> None:
     one = RECORDS[2]
+    text_first = replace(RECORDS[1], loss_mask=np.arange(len(RECORDS[1].loss_mask)) == 2)
+    assert sample_of(text_first, IMAGES).images == ()  # they follow the last token of the loss
     longer = replace(one, images=(replace(one.images[0], end=one.images[0].end + 1),))
     with pytest.raises(ValueError, match="stands for 5 tokens, and is 4 for this model"):
         together(lab.policy, [longer])
