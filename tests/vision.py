@@ -77,7 +77,7 @@ def make_vision_model(folder: Path, seed: int = 0) -> Path:
             "hidden_size": 64,
             "intermediate_size": 128,
             "num_hidden_layers": 2,
-            "num_attention_heads": 2,  # of 32, the least that vLLM has attention for on a CPU
+            "num_attention_heads": 2,  # of 32: on a CPU, vLLM takes no less
             "num_key_value_heads": 1,
             "max_position_embeddings": 2048,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
