@@ -114,7 +114,7 @@ class Tab:
 
 
 class Chromium:
-    """The browser of a process; from `open_browser`. One that has died is started again for the next rollout."""
+    """The browser of a process; from `open_browser`. One that has died is started again for later rollouts."""
 
     def __init__(self) -> None:
         self._starting = asyncio.Lock()
