@@ -10,13 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import AsyncGenerator
-from contextlib import (
-    AbstractAsyncContextManager,
-    AsyncExitStack,
-    aclosing,
-    asynccontextmanager,
-    suppress,
-)
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -114,7 +108,7 @@ class Tab:
 
 
 class Chromium:
-    """The browser of a process; from `open_browser`. One that has died is started again for the next rollout."""
+    """The browser of a process; from `open_browser`. One that has died is started again for later rollouts."""
 
     def __init__(self) -> None:
         self._starting = asyncio.Lock()

@@ -46,12 +46,8 @@ def page_of(task: Mapping[str, Any], path: str, query: Mapping[str, list[str]]) 
     """Return the body of a page as HTML. Only a search has more than one: its results, and each of the goods."""
     match task["kind"]:
         case "button":
-            return form(
-                "".join(
-                    f"<button class=tile name=colour value={c} style='background:{c}'></button>"
-                    for c in task["colours"]
-                )
-            )
+            tile = "<button class=tile name=colour value={0} style='background:{0}'></button>"
+            return form("".join(map(tile.format, task["colours"])))
         case "form":
             turned = f"<text x=30 y=60 transform='rotate({task['tilt']} 100 45)'>{task['code']}</text>"
             return form(f"<svg width=200 height=90>{turned}</svg><p>Number: <input name=code size=8>", "Send")
@@ -59,9 +55,8 @@ def page_of(task: Mapping[str, Any], path: str, query: Mapping[str, list[str]]) 
             boxes = (f"<label><input type=checkbox name=fruit value={one}> {one}</label>" for one in task["fruit"])
             return form("".join(boxes), "Save")
         case _ if path in task["prices"]:
-            return form(
-                f"<input type=hidden name=name value='{path}'><p>{path}, {task['prices'][path]} dollars", "Order"
-            )
+            fields = f"<input type=hidden name=name value='{path}'><p>{path}, {task['prices'][path]} dollars"
+            return form(fields, "Order")
         case _ if path == "":
             asked = query.get("q", [""])[0].strip().lower()
             found = {name: price for name, price in task["prices"].items() if asked and asked in name}

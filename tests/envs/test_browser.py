@@ -3,8 +3,8 @@
 1. Each kind of task is solved by clicks and keys; pictures of the window's size come with the goal and each result, and
 the same play has the same ones; 2. another form, or none, earns 0.0, and calls are bounded; 3. bad calls are text and
 change nothing; 4. a page reaches nothing but its site; 5. a tab ends with its rollout, also by cancellation; 6. a
-browser that dies is `SandboxError`, and the next rollout has another; 7. tasks differ between splits, and bad arguments
-are named. The model is a server of the test's own.
+browser that dies is `SandboxError`, and later rollouts have another; 7. tasks differ between splits, and bad arguments
+are named. The gateway is real, and its engine makes the calls of a script.
 """
 
 import asyncio
@@ -12,13 +12,12 @@ import base64
 import io
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import numpy as np
-import openai
 import psutil
 import pytest
 import pytest_asyncio
@@ -26,13 +25,19 @@ from PIL import Image, ImageColor
 
 pytest.importorskip("playwright", reason="playwright is not installed; pip install 'areal_agent[test]'")
 
-from areal_agent import ConfigError, Rollout, SandboxError
-from areal_agent.rollout.context import SharedResources
+from areal_agent import ConfigError, SandboxError, Trajectory
+from areal_agent.engine.fake import FakeEngine
+from areal_agent.images import ImageFolder
+from areal_agent.rollout.runner import RolloutSpec
+from areal_agent.testing import MemoryJournal, open_scripted, tool_call
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.types import GenerateRequest, SessionPurpose, Task
 from envs.browser.chromium import Chromium, Tab, open_browser
 from envs.browser.site import Site
 from envs.browser.tasks import KINDS, load
 from envs.browser.workflow import browse
 from tests.view.browser import CHROMIUM
+from tests.vision import make_vision_model
 
 pytestmark = [
     pytest.mark.slow,
@@ -61,15 +66,13 @@ BAD = (  # the tool, what the model wrote, what it reads
     ("key", '{"name": "F5"}', "Error: there is no key 'F5'; there are Enter, "),
 )
 Call = tuple[str, dict[str, Any]]
-Script = Callable[[Image.Image], Sequence[Call]]
+Script = Callable[[Image.Image], list[Call]]
+Play = Callable[[dict[str, Any], Script], Awaitable["Played"]]
 TAB, SPACE, ENTER, ALL = (("key", {"name": name}) for name in ("Tab", "Space", "Enter", "Control+A"))
 
 
-def opened(url: str) -> Image.Image:
-    """The picture of a data URL, which has to be a PNG."""
-    head, _, data = url.partition(",")
-    assert head == "data:image/png;base64"
-    return Image.open(io.BytesIO(base64.b64decode(data, validate=True)), formats=["PNG"]).convert("RGB")
+def opened(data: bytes) -> Image.Image:
+    return Image.open(io.BytesIO(data), formats=["PNG"]).convert("RGB")
 
 
 def sending(task: dict[str, Any], form: dict[str, list[str]]) -> Script:
@@ -96,81 +99,69 @@ def sending(task: dict[str, Any], form: dict[str, list[str]]) -> Script:
     return calls
 
 
-class Model:
-    """A server that answers with the calls of a script, made from the first picture, and keeps what it was sent."""
-
-    def __init__(self, script: Script) -> None:
-        self._script = script
-        self.left: list[Call] = []
-        self.messages: list[Any] = []
-
-    @property
-    def pictures(self) -> list[str]:
-        parts = [part for one in self.messages if one["role"] != "assistant" for part in one["content"]]
-        return [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
-
-    def answer(self, request: httpx.Request) -> httpx.Response:
-        self.messages = json.loads(request.content)["messages"]
-        if len(self.messages) == 1:
-            self.left = [*self._script(opened(self.pictures[0]))]
-        message: dict[str, Any] = {"role": "assistant", "content": "I look."}
-        if self.left:
-            name, arguments = self.left.pop(0)
-            function = {"name": name, "arguments": json.dumps(arguments)}
-            message["tool_calls"] = [{"id": f"call-{len(self.messages)}", "type": "function", "function": function}]
-        choice = {"index": 0, "finish_reason": "stop", "message": message}
-        body = {"id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
-        return httpx.Response(200, json=body)
-
-
-def rollout_of(shared: SharedResources, client: Any) -> Rollout:
-    return Rollout(
-        client=client, http_client=None, sync_client=None, sync_http_client=None, base_url="", api_key="", model="m",
-        seed=0, is_eval=False, sandbox={}, shared=shared, open_role=None,
-    )  # fmt: skip
-
-
-async def played(task: dict[str, Any], script: Script, shared: SharedResources) -> tuple[float, Model, dict[str, Any]]:
-    model = Model(script)
-    async with httpx.AsyncClient(transport=httpx.MockTransport(model.answer)) as web:
-        rollout = rollout_of(shared, openai.AsyncOpenAI(api_key="k", base_url="http://model/v1", http_client=web))
-        try:
-            return await browse(task, rollout), model, rollout.logged
-        finally:
-            await rollout.aclose()
+@dataclass(frozen=True)
+class Played:
+    trajectory: Trajectory
+    pictures: list[bytes]  # that the engine was sent
+    left: list[Call]  # that the script had not made at the end
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared() -> AsyncIterator[SharedResources]:
-    async with SharedResources() as resources:
-        yield resources
+async def play(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Play]:
+    """Rollouts in one process, behind a gateway whose engine makes the calls of a script."""
+    folder = tmp_path_factory.mktemp("vision")
+    renderer, journal = Renderer.load(make_vision_model(folder)), MemoryJournal()
+    script: Script = list
+    pictures: list[bytes] = []
+    left: list[Call] = []
+
+    def reply(request: GenerateRequest) -> list[int]:
+        pictures[:] = [one.data for one in request.images]
+        if len(pictures) == 1:
+            left[:] = script(opened(pictures[0]))
+        name, arguments = left.pop(0) if left else (None, {})
+        return renderer.ids_of((tool_call(name, **arguments) if name else "I stop.") + "<|im_end|>")
+
+    async def play(task: dict[str, Any], its_script: Script) -> Played:
+        nonlocal script
+        script = its_script
+        one = Task(id="t", data=task)
+        purpose = SessionPurpose.EVAL
+        spec = RolloutSpec(session_id=f"s{len(journal.closed)}", group_id="g", task=one, seed=0, purpose=purpose)
+        await runner.run(spec)
+        return Played(journal.closed[-1], [*pictures], [*left])
+
+    options = {"renderer": renderer, "journal": journal, "sandbox": {}, "images": ImageFolder(folder / "images")}
+    async with open_scripted(browse, FakeEngine(reply, vocab_size=renderer.vocab_size), **options) as runner:
+        yield play
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def chromium(shared: SharedResources) -> Chromium:
-    return await rollout_of(shared, SimpleNamespace()).shared(open_browser)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def chromium() -> AsyncIterator[Chromium]:
+    async with open_browser(None) as chromium:
+        yield chromium
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_task_is_solved_and_looks_the_same_each_time(kind: str, shared: SharedResources) -> None:
-    task, pictures = TASKS[kind], []
-    for _ in range(2):
-        reward, model, logged = await played(task, sending(task, task["right"]), shared)
-        assert (reward, logged["errors"], {opened(url).size for url in model.pictures}) == (1.0, 0, {(448, 448)})
-        assert [one["role"] for one in model.messages] == ["user", *["assistant", "tool"] * (logged["steps"] - 1)]
-        assert len(model.pictures) == logged["steps"]  # the goal's, and all but the last call's
-        pictures.append(model.pictures)
-    assert pictures[0] == pictures[1]
+async def test_a_task_is_solved_and_looks_the_same_each_time(kind: str, play: Play) -> None:
+    first, second = [await play(TASKS[kind], sending(TASKS[kind], TASKS[kind]["right"])) for _ in range(2)]
+    trajectory = first.trajectory
+    assert (trajectory.error, trajectory.rewards.final) == (None, 1.0)
+    num_steps = len(trajectory.turns)
+    assert trajectory.logged == {"kind": kind, "steps": num_steps, "errors": 0}
+    assert [len(turn.images) for turn in trajectory.turns] == [1] * num_steps  # each new one, in one conversation
+    assert len(first.pictures) == num_steps and {opened(one).size for one in first.pictures} == {(448, 448)}
+    assert first.pictures == second.pictures
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_another_form_or_none_earns_nothing(kind: str, shared: SharedResources) -> None:
+async def test_another_form_or_none_earns_nothing(kind: str, play: Play) -> None:
     task = TASKS[kind]
-    reward, model, _ = await played(task, lambda picture: sending(task, WRONG[kind])(picture) * 2, shared)
-    assert reward == 0.0 and model.left  # the first form is the end
-    assert (await played(task, lambda _: (), shared))[0] == 0.0
-    reward, model, logged = await played(task | {"max_steps": 2}, lambda _: [TAB] * 5, shared)
-    assert (reward, logged["steps"], len(model.left)) == (0.0, 2, 3)
+    wrong = await play(task, lambda picture: sending(task, WRONG[kind])(picture) * 2)
+    silent = await play(task, lambda _: [])
+    idle = await play(task | {"max_steps": 2}, lambda _: [TAB] * 5)
+    assert [one.trajectory.rewards.final for one in (wrong, silent, idle)] == [0.0] * 3
+    assert wrong.left and len(idle.left) == 3  # the first form is the end, and so is the last call
 
 
 async def test_bad_calls_are_text_and_change_nothing(chromium: Chromium) -> None:
@@ -201,7 +192,9 @@ async def test_a_page_reaches_nothing_but_its_site(chromium: Chromium) -> None:
     async with await asyncio.start_server(visit, "127.0.0.1", 0) as server:
         elsewhere = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
         async with chromium.open(Curious(TASKS["form"]), 448, 448) as tab:
-            assert opened(await tab.picture()).getpixel((200, 200)) == ImageColor.getrgb("lime")
+            assert opened(base64.b64decode((await tab.picture()).split(",")[1])).getpixel(
+                (200, 200)
+            ) == ImageColor.getrgb("lime")
     assert not visits
 
 
@@ -222,14 +215,18 @@ async def test_a_tab_ends_with_its_rollout(chromium: Chromium) -> None:
         await tab.picture()
 
 
-async def test_a_browser_that_dies_is_not_the_models_failure(chromium: Chromium, shared: SharedResources) -> None:
+async def test_a_browser_that_dies_is_not_the_models_failure(chromium: Chromium) -> None:
     async with chromium.open(Site(TASKS["form"]), 448, 448) as tab:
         for process in psutil.Process().children(recursive=True):
             if "chrom" in process.name():
                 process.kill()
         with pytest.raises(SandboxError, match="the browser failed"):
             await tab.picture()
-    assert (await played(TASKS["button"], sending(TASKS["button"], TASKS["button"]["right"]), shared))[0] == 1.0
+    with suppress(SandboxError):  # one more may find out
+        async with chromium.open(Site(TASKS["form"]), 448, 448):
+            pass
+    async with chromium.open(Site(TASKS["form"]), 448, 448) as tab:
+        await tab.picture()
 
 
 async def test_bad_arguments_are_named_and_splits_differ() -> None:
