@@ -23,10 +23,13 @@ def test_a_model_that_sees_learns_by_its_rewards(vllm_python: str, tmp_path: Pat
     model, chats, folder = tmp_path / "model", tmp_path / "chats.jsonl", tmp_path / "run"
     make_vision_model(model)
     write(chats, 300, seed=0)
-    shown = run(
-        *("areal_agent.sft", f"model={model}", f"data={chats}", f"run_dir={tmp_path / 'shown'}", "epochs=2"),
-        *("batch_size=16", "trainer.packing=padded", "trainer.learning_rate=3e-3", "trainer.warmup_fraction=0.0"),
-    )
+    demonstrated = {
+        **{"model": str(model), "data": str(chats), "run_dir": str(tmp_path / "shown"), "epochs": 2, "batch_size": 16},
+        "trainer": {"packing": "padded", "learning_rate": 3e-3, "warmup_fraction": 0.0},
+    }
+    sft = tmp_path / "sft.yaml"
+    sft.write_text(json.dumps(demonstrated))
+    shown = run("areal_agent.sft", "--config", str(sft))
     assert shown.returncode == 0, shown.stderr
     config = (
         *("areal_agent.train", "--config", "configs/pictures.yaml", f"run_dir={folder}"),
