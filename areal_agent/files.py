@@ -10,12 +10,13 @@ The folder of a run::
     config.yaml  ledger.sqlite  metrics.jsonl  checkpoints/  logs/  curve.png  summary.json
     token_records/ (what the trainer saw of single tokens, for a share of the trajectories)
     model/         (the tiny model that it began with; a resume needs no other copy)
+    images/        (the images of its conversations, by their SHA-256)
     engines_url  admin_key     (only while the run goes on)
 
 With `cluster.shared_dir`, what other machines read or write is in a folder of the run's name there, to which the run's
 own folder has links; beside it lies what has to survive the machine of the run's own folder::
 
-    checkpoints/  token_records/  model/      (links lead here)
+    checkpoints/  token_records/  model/  images/      (links lead here)
     config.yaml  metrics.jsonl  progress.json  ledger/ (snapshots)
 
 Only one incarnation of a run may publish checkpoints and snapshots: the one whose number is the highest in a file
@@ -177,6 +178,7 @@ class RunFolder:
         self.model = shared / "model"
         self.checkpoints = shared / "checkpoints"
         self.token_records = shared / "token_records"
+        self.images = shared / "images"
         self.snapshots = shared / "ledger"  # with `cluster.shared_dir`, as the next
         self.progress = shared / "progress.json"
         self.logs = path / "logs"
@@ -276,7 +278,8 @@ class RunFolder:
             self.logs.mkdir(exist_ok=True)
             if self.is_divided:
                 self.snapshots.mkdir(exist_ok=True)
-                for there in (self.model, self.checkpoints, self.token_records):
+                self.images.mkdir(exist_ok=True)
+                for there in (self.model, self.checkpoints, self.token_records, self.images):
                     link = self.path / there.name
                     link.unlink(missing_ok=True)
                     link.symlink_to(there)

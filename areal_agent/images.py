@@ -7,12 +7,50 @@ import hashlib
 import os
 import re
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from areal_agent.errors import LedgerError
 from areal_agent.files import sync
+from areal_agent.types import TokenRecord
 
+IMAGES = "images"
+"""The folder's name in that of a run."""
 DIGEST = re.compile("[0-9a-f]{64}")
+REFERENCE = re.compile("sha256:([0-9a-f]{64})")
+"""The url of an image in a recorded message."""
+
+
+def digest_of(part: object) -> str | None:
+    """Return the digest of the image that a part of a recorded message refers to; None for any other part.
+
+    >>> digest_of({"type": "image_url", "image_url": {"url": f"sha256:{'ab' * 32}"}}) == "ab" * 32
+    True
+    """
+    match part:
+        case {"type": "image_url" | "input_image", "image_url": {"url": str(url)} | str(url)}:
+            pass
+        case {"type": "image", "source": {"url": str(url)}}:
+            pass
+        case {"type": "image", "digest": str(digest)}:
+            url = f"sha256:{digest}"
+        case _:
+            return None
+    found = REFERENCE.fullmatch(url)
+    return found and found[1]
+
+
+def content_type(data: bytes) -> str | None:
+    """Return what an image is, by its first bytes: image/png, image/jpeg or image/webp; None for anything else.
+
+    >>> content_type(b"RIFF....WEBPVP8 ")
+    'image/webp'
+    """
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return "image/png"
+    if data.startswith(b"\xff\xd8\xff"):
+        return "image/jpeg"
+    return "image/webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
 
 
 class ImageFolder:
@@ -23,14 +61,19 @@ class ImageFolder:
     True
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, earlier: "ImageFolder | None" = None) -> None:
+        """The images of `earlier` are read where they are, and not written again: a replay's are those of its run."""
         self.path = path
+        self._earlier = earlier
 
     def file(self, digest: str) -> Path:
         """Return the place of an image. Raises LedgerError for what is no digest."""
         if not DIGEST.fullmatch(digest):
             raise LedgerError(f"{digest!r:.80} is no SHA-256 of an image")
-        return self.path / digest[:2] / digest
+        file = self.path / digest[:2] / digest
+        if self._earlier is not None and not file.exists() and (there := self._earlier.file(digest)).exists():
+            return there
+        return file
 
     def keep(self, data: bytes) -> str:
         """Bring an image to disk, unless it is there, and return its digest. Raises OSError, for a full disk too."""
@@ -61,3 +104,8 @@ class ImageFolder:
         if hashlib.sha256(data).hexdigest() != digest:
             raise LedgerError(f"image {digest} is damaged: {file} has other bytes; put the run's images/ back")
         return data
+
+    def of(self, records: Iterable[TokenRecord]) -> dict[str, bytes]:
+        """Return the bytes of all images in these records, by digest. Raises LedgerError as `read` does."""
+        digests = dict.fromkeys(span.digest for record in records for span in record.images)
+        return {digest: self.read(digest) for digest in digests}

@@ -20,6 +20,7 @@ import httpx
 
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
+from areal_agent.images import ImageFolder
 from areal_agent.models.recipe import END, train_tokenizer
 from areal_agent.protocols import Journal
 from areal_agent.rollout.config import OtherModel
@@ -74,7 +75,7 @@ def play_roles(
     return asyncio.run(played())
 
 
-def tool_call(name: str, **arguments: object) -> str:
+def tool_call(name: str, /, **arguments: object) -> str:
     """Return a tool call as the tiny model writes it.
 
     >>> tool_call("python", code="print(1)")
@@ -167,6 +168,7 @@ async def open_scripted(
     max_tokens: int = 10_000,
     max_context_tokens: int = 100_000,
     max_concurrent: int = 1,
+    images: ImageFolder | None = None,
 ) -> AsyncGenerator[RolloutRunner]:
     """Open what runs rollouts of a workflow against a scripted engine."""
     gateway = Gateway(
@@ -177,6 +179,7 @@ async def open_scripted(
         admin_key=ADMIN_KEY,
         max_context_tokens=max_context_tokens,
         vocab_size=renderer.vocab_size,
+        images=images,
     )
     served = await gateway.serve()
     try:

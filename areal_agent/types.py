@@ -181,6 +181,10 @@ class ImageSpan:
     start: int
     end: int
 
+    def after(self, num_tokens: int) -> "ImageSpan":
+        """Return the span with so many tokens before its sequence."""
+        return ImageSpan(digest=self.digest, start=num_tokens + self.start, end=num_tokens + self.end)
+
 
 class ForkReason(StrEnum):
     """The reason for which a turn did not continue the newest completion of its session."""
@@ -214,6 +218,11 @@ class Turn:
     ended_s: float
     fork_reason: ForkReason | None = None
     images: tuple[ImageSpan, ...] = ()  # in `new_prompt_ids`, in their order
+
+    def images_of_prompt(self, path: Iterable[ImageSpan]) -> tuple[ImageSpan, ...]:
+        """The images of the full prompt, given those of the parent's path."""
+        kept = (one for one in path if one.end <= self.fork_at)
+        return (*kept, *(one.after(self.fork_at) for one in self.images))
 
 
 class SessionPurpose(StrEnum):

@@ -9,6 +9,7 @@ import pytest
 
 from areal_agent.errors import ConfigError, TakenOver
 from areal_agent.files import RunFolder, claim, newest_claim, require_claim
+from areal_agent.images import ImageFolder
 
 
 @pytest.mark.parametrize("run_dir", ["/proc/areal_agent_run", "/dev/null/run"])
@@ -62,6 +63,8 @@ def test_a_part_of_it_may_be_shared(tmp_path: Path) -> None:
     folder.keep_config("seed: 1")
     (folder.checkpoints / "step_000001").mkdir()
     assert (own / "checkpoints" / "step_000001").is_dir()
+    digest = ImageFolder(own / "images").keep(b"a picture")
+    assert ImageFolder(shared / "run" / "images").read(digest) == b"a picture"
     assert RunFolder(own).shared == shared / "run"
     assert (shared / "run" / "config.yaml").read_text() == "seed: 1"
     with pytest.raises(ConfigError, match="of an earlier run; resume it"):

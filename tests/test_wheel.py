@@ -32,6 +32,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 FOR_DEVELOPERS = {"all", "dev", "docs", "test"}
 LIBRARIES = {
+    "browser",
     "gymnasium",
     "inspect-ai",
     "mcp",

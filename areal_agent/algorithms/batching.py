@@ -7,7 +7,7 @@ share are there once. Either way no sequence sees another, and the loss tokens a
 Shapes: R rows of T tokens, S samples, M loss tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from areal_agent.algorithms.trees import Tree
-from areal_agent.types import TokenRecord
+from areal_agent.types import PromptImage, TokenRecord
 
 CHUNK_BYTES = 2**27
 """The size of the logits that exist at once, and of their gradient, however large the batch and the vocabulary."""
@@ -45,6 +45,7 @@ class Sample:
     behavior: Tensor  # [M] float32, the engine's log-probabilities
     versions: Tensor  # [M] int32, WeightVersion.step
     incarnations: Tensor  # [M] int32, WeightVersion.incarnation
+    images: tuple[PromptImage, ...] = ()  # among the inputs
     advantages: Tensor | None = None  # [M] float32
     weight: float = 0.0  # of each of its loss tokens in the loss of the optimiser update
     proximal: Tensor | None = None  # [M] float32, log-probabilities at the start of the step
@@ -70,17 +71,22 @@ class Sample:
 
 OF_SAMPLES = ("rollout", "branch", "weight")
 """The fields that are not of tokens."""
-JOINED = [one.name for one in fields(Sample) if one.name not in (*OF_SAMPLES, "inputs", "predicting")]
+JOINED = [one.name for one in fields(Sample) if one.name not in (*OF_SAMPLES, "inputs", "predicting", "images")]
 """The fields that a micro-batch concatenates as they are."""
 
 
-def sample_of(record: TokenRecord) -> Sample:
-    """Extract from a record what the loss needs.
+NO_IMAGES: Mapping[str, bytes] = {}
 
-    Raises ValueError for a record that cannot be trained: its first token is in the loss, or a loss token has no
-    finite log-probability or no positive temperature.
+
+def sample_of(record: TokenRecord, images: Mapping[str, bytes] = NO_IMAGES) -> Sample:
+    """Extract from a record what the loss needs. `images` has the files of its images by their digests.
+
+    Raises ValueError for a record that cannot be trained: its first token or one of an image is in the loss, a loss
+    token has no finite log-probability or no positive temperature, or the file of an image is missing.
     """
     _check(record)
+    if missing := [one.digest for one in record.images if one.digest not in images]:
+        raise ValueError(f"{_where(record)}: the file of image {missing[0]} did not come with it")
     positions = torch.from_numpy(record.loss_mask).nonzero().squeeze(1)  # [M]
     tokens = torch.from_numpy(record.token_ids).long()
     num_inputs = int(positions[-1]) if len(positions) else 0
@@ -88,6 +94,7 @@ def sample_of(record: TokenRecord) -> Sample:
         rollout=record.session_id,
         branch=record.branch,
         inputs=tokens[:num_inputs],
+        images=tuple(PromptImage(span=one, data=images[one.digest]) for one in record.images if one.end <= num_inputs),
         predicting=positions - 1,
         targets=tokens[positions],
         temperatures=torch.from_numpy(record.temperatures)[positions],
@@ -97,13 +104,19 @@ def sample_of(record: TokenRecord) -> Sample:
     )
 
 
+def _where(record: TokenRecord) -> str:
+    return f"branch {record.branch} of session {record.session_id!r}"
+
+
 def _check(record: TokenRecord) -> None:
-    where = f"branch {record.branch} of session {record.session_id!r}"
+    where = _where(record)
     mask = record.loss_mask
     if mask[:1].any():
         raise ValueError(
             f"{where}: its first token is in the loss, but nothing predicts it; a prompt has to come first"
         )
+    if any(mask[one.start : one.end].any() for one in record.images):
+        raise ValueError(f"{where}: a token of an image is in the loss, and nobody samples those; mask it")
     logprobs = torch.from_numpy(record.behavior_logprobs[mask])
     if not bool(logprobs.isfinite().all()):
         raise ValueError(f"{where}: a loss token has no finite behaviour log-probability; mask it")
@@ -140,6 +153,7 @@ class MicroBatch:
     reference: Tensor | None  # [M]
     values: Tensor | None  # [M]
     returns: Tensor | None  # [M]
+    images: tuple[tuple[PromptImage, ...], ...] = ()  # those of each row; () if there are none
 
     @property
     def num_loss_tokens(self) -> int:
@@ -153,6 +167,8 @@ def collate(
     lengths = [one.num_tokens for one in samples]
     num_pairs = sum(length * (length + 1) // 2 for length in lengths)
     tree = segments = None
+    images = tuple(one.images for one in samples)
+    assert is_padded or not any(images), "sequences with images have a row each"
     positions = [torch.arange(length) for length in lengths]
     if is_padded:
         inputs, depths = (pad_sequence(one, batch_first=True) for one in ([one.inputs for one in samples], positions))
@@ -180,6 +196,7 @@ def collate(
         sequences=torch.arange(len(samples)).repeat_interleave(counts).to(device),
         weights=weights.repeat_interleave(counts).to(device),
         **{name: _joined(samples, name, device) for name in JOINED},
+        images=images if any(images) else (),
     )
 
 

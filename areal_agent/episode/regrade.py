@@ -18,7 +18,7 @@ from areal_agent.types import Rewards, SessionPurpose, Status, Trajectory
 
 WHOLE = (Status.COMPLETED, Status.MISSING_REWARD, Status.REJECTED, Status.ERROR)
 """How a session ends whose workflow came to its own end, so that its record suffices to play it."""
-KEPT = ("checkpoints", "model")
+KEPT = ("checkpoints", "model", "images")
 """Folders whose files never change: a copy on the same disk takes no room."""
 
 

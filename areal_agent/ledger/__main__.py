@@ -14,6 +14,7 @@ from pathlib import Path
 
 from areal_agent.command import Parser, run_command
 from areal_agent.errors import ConfigError
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import ledger_in, reading
 from areal_agent.ledger.questions import LedgerCounts
@@ -22,7 +23,7 @@ from areal_agent.observe.progress import Progress
 from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, Transcript
 
 OPTIONS = {
-    "export": ("parquet", "force", "tokenizer"),
+    "export": ("parquet", "images", "force", "tokenizer"),
     "replay": ("to", "begin", "variants", "out", "sessions"),
 }
 """The options that belong to one command."""
@@ -43,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=["verify", "export", "replay"], help="what to do")
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the folder of a run, or its ledger.sqlite")
     parser.add_argument("--parquet", metavar="FILE", type=Path, help="export: the file to write, a row a completion")
+    parser.add_argument(
+        "--images", metavar="FOLDER", type=Path, help="export: a folder that gets the images, each once, by its SHA-256"
+    )
     parser.add_argument("--force", action="store_true", help="export: replace FILE when it is there")
     parser.add_argument(
         "--tokenizer", metavar="FOLDER", type=Path, help="export: the tokenizer (default: the one that the run used)"
@@ -81,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = ledger_in(args.run_dir)
     match args.command:
         case "export":
-            return _export(path, args.parquet, args.tokenizer, is_forced=args.force)
+            return _export(path, args.parquet, args.images, args.tokenizer, is_forced=args.force)
         case "replay":
             from areal_agent.replay.command import replay_command  # imported here because it loads torch
 
@@ -96,7 +100,7 @@ def _verify_and_print(path: Path) -> int:
     return 0 if report.is_ok else 1
 
 
-def _export(ledger: Path, target: Path | None, tokenizer: Path | None, *, is_forced: bool) -> int:
+def _export(ledger: Path, target: Path | None, images: Path | None, tokenizer: Path | None, *, is_forced: bool) -> int:
     if target is None:
         raise ConfigError("export needs a file to write: --parquet FILE")
     if target.is_dir() or not target.parent.is_dir():
@@ -109,7 +113,10 @@ def _export(ledger: Path, target: Path | None, tokenizer: Path | None, *, is_for
         raise ConfigError(f"export needs pyarrow ({error}); install it: pip install 'areal-agent[parquet]'") from None
     with reading(ledger) as snapshot:
         transcript = Transcript.of_ledger(questions.note(snapshot, TRANSCRIPT_NOTE), ledger.parent, tokenizer)
-        num_rows = export.write_parquet(target, export.completions(snapshot, transcript))
+        rows = export.completions(snapshot, transcript)
+        if images is not None:
+            rows = export.with_images(rows, ImageFolder(ledger.parent / IMAGES), ImageFolder(images))
+        num_rows = export.write_parquet(target, rows)
     print(f"{num_rows:,} completions in {target}")
     if not transcript.has_text:
         print("without their text: no tokenizer was found; name its folder with --tokenizer", file=sys.stderr)
@@ -136,6 +143,8 @@ def _lines(path: Path, report: VerifyReport) -> Iterator[str]:
         f"  tokens     {report.num_sampled_tokens:,} sampled in {report.num_turns:,} turns; "
         f"{report.num_trained_tokens:,} trained in the loss"
     )
+    if report.num_images:
+        yield f"  images     {report.num_images:,} of {report.num_image_bytes:,} bytes"
     yield ""
     for invariant in Invariant:
         violations = report.of(invariant)

@@ -26,6 +26,7 @@ from areal_agent.types import (
     Fate,
     FinishReason,
     ForkReason,
+    ImageSpan,
     Rewards,
     SamplingParams,
     Status,
@@ -119,6 +120,7 @@ class TurnRow(NamedTuple):
     sampling: str
     started_s: float
     ended_s: float
+    images: str | None = None
 
 
 class CompletionRow(NamedTuple):
@@ -197,6 +199,7 @@ def decode_step(row: StepRow) -> StepRecord:
 
 
 def encode_turn(turn: Turn) -> TurnRow:
+    images = [(one.digest, one.start, one.end) for one in turn.images]
     return TurnRow(
         id=turn.id,
         parent=turn.parent,
@@ -207,6 +210,7 @@ def encode_turn(turn: Turn) -> TurnRow:
         sampling=_encode_json("the sampling parameters", turn.sampling),
         started_s=turn.started_s,
         ended_s=turn.ended_s,
+        images=_encode_json("the images", images) if images else None,
     )
 
 
@@ -223,9 +227,16 @@ def decode_turn(row: TurnRow, completions: Iterable[CompletionRow]) -> Turn:
             sampling=_decode_sampling(row.sampling),
             started_s=row.started_s,
             ended_s=row.ended_s,
+            images=() if row.images is None else _decode_images(row.images),
         )
     except DAMAGE as error:
         raise LedgerError(f"turn {row.id!r} is damaged: {error}") from error
+
+
+def _decode_images(text: str) -> tuple[ImageSpan, ...]:
+    return tuple(
+        ImageSpan(digest=str(digest), start=int(start), end=int(end)) for digest, start, end in orjson.loads(text)
+    )
 
 
 def _decode_sampling(text: str) -> SamplingParams:

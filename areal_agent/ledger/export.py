@@ -14,9 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from areal_agent.images import ImageFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import Snapshot
-from areal_agent.types import Completion, JsonObject, Trajectory, Turn
+from areal_agent.types import Completion, ImageSpan, JsonObject, Trajectory, Turn
 
 MAX_BATCH_TOKENS = 2_000_000
 """A row group is written once it holds this many tokens, which bounds the memory for a ledger of any size."""
@@ -36,6 +37,11 @@ SCHEMA = pa.schema(
         pa.field("fork_reason", pa.string()),
         pa.field("completion_id", pa.string(), nullable=False),
         pa.field("prompt_token_ids", pa.list_(pa.int32()), nullable=False),  # the whole prompt, from the root
+        pa.field(
+            "images",  # in prompt_token_ids, by SHA-256
+            pa.list_(pa.struct([("digest", pa.string()), ("start", pa.int32()), ("end", pa.int32())])),
+            nullable=False,
+        ),
         pa.field("token_ids", pa.list_(pa.int32()), nullable=False),
         pa.field("logprobs", pa.list_(pa.float32()), nullable=False),  # nats
         pa.field(
@@ -87,13 +93,17 @@ def _completions_of(turns: tuple[Turn, ...], ending: Trajectory | None, reader: 
     of_ending = _of_ending(ending)
     messages = reader.conversations(turns)
     paths: dict[str | None, NDArray[np.int32]] = {None: np.empty(0, dtype=np.int32)}  # by completion id: all tokens
+    images: dict[str | None, Sequence[ImageSpan]] = {None: ()}  # by completion id: those of its path
     for turn_index, turn in enumerate(turns):
         prompt = np.concatenate([paths[turn.parent][: turn.fork_at], np.asarray(turn.new_prompt_ids, dtype=np.int32)])
+        seen = turn.images_of_prompt(images[turn.parent])
         of_turn = _of_turn(turn_index, turn, prompt) | {"messages": orjson.dumps(messages(turn)).decode()}
+        of_turn["images"] = [{"digest": one.digest, "start": one.start, "end": one.end} for one in seen]
         for completion in turn.completions:
             row = of_ending | of_turn | _of_completion(completion, ending)
             row["text"] = reader.text_of(completion.token_ids)
             paths[completion.id] = np.concatenate([prompt, row["token_ids"]])
+            images[completion.id] = seen
             yield row
 
 
@@ -134,6 +144,16 @@ def _of_completion(completion: Completion, ending: Trajectory | None) -> dict[st
         "is_delivered": ending is None or completion.id not in ending.undelivered,
         "reward": ending.rewards.by_completion.get(completion.id) if ending else None,
     }
+
+
+def with_images(rows: Iterable[Row], kept: ImageFolder, target: ImageFolder) -> Iterator[Row]:
+    """Yield the rows, and bring the images that they name to `target`. Raises LedgerError where one is missing."""
+    done: set[str] = set()
+    for row in rows:
+        for digest in {one["digest"] for one in row["images"]} - done:
+            target.keep(kept.read(digest))
+            done.add(digest)
+        yield row
 
 
 def write_parquet(path: Path, rows: Iterable[Row]) -> int:

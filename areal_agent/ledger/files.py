@@ -5,6 +5,7 @@
     ledger.sqlite        the coordinator's: bookkeeping of all sessions, and sessions of its own
     ledger-w0.sqlite     a worker's shard: the sessions that it rolled out
     ledger-w1.sqlite     ...
+    images/              the images that turns name, each once, by its SHA-256 (areal_agent/images.py)
 
 Within a file, sessions are numbered in the order of opening and its other tables refer to them by number; the
 bookkeeping refers to them by id. Nothing is stored twice: a turn stores only the new tokens of its prompt and only the
@@ -30,7 +31,7 @@ from typing import Self
 from areal_agent.errors import ConfigError, LedgerDamaged, LedgerError
 
 FILE_NAME = "ledger.sqlite"
-VERSION = 4
+VERSION = 5
 """The version of the tables, kept by SQLite as `user_version`. Raise it with every change and add to UPGRADES."""
 
 NO_ROOM_BYTES = 2**16
@@ -73,6 +74,7 @@ CREATE TABLE turns (
     sampling TEXT NOT NULL,          -- JSON: SamplingParams
     started_s REAL NOT NULL,
     ended_s REAL NOT NULL,
+    images TEXT,                     -- JSON: [[digest, start, end], ...] in new_prompt_ids; NULL: none
     UNIQUE (session, id)
 );
 CREATE TABLE completions (
@@ -156,6 +158,7 @@ _LEASES_FROM_2 = f"UPDATE leases SET digest = '{TOKENS_ONLY}' || digest;"
 UPGRADES: Mapping[int, Mapping[FileKind, str]] = {
     2: {FileKind.COORDINATOR: _SESSIONS_FROM_2 + _LEASES_FROM_2, FileKind.SHARD: _SESSIONS_FROM_2},
     3: {FileKind.COORDINATOR: f"ALTER TABLE incarnations ADD COLUMN trainer TEXT; {STEP_TABLE}", FileKind.SHARD: ""},
+    4: dict.fromkeys(FileKind, "ALTER TABLE turns ADD COLUMN images TEXT;"),
 }
 """SQL that brings a file from the given version to the next. It claims nothing that the older version did not record.
 """

@@ -7,7 +7,8 @@
 
 A part is made beside the ledger, since SQLite wants a local disk, copied under a hidden name, and published in one
 rename; then those of earlier incarnations are removed. What a run has recorded of a session never changes, so rows are
-found by their numbers, while the bookkeeping of a part replaces the one before. `restore` puts the parts together.
+found by their numbers, while the bookkeeping of a part replaces the one before. `restore` puts the parts together. The
+images of a run with a shared disk are there from the first (`files.RunFolder`): they are in no part.
 """
 
 import shutil

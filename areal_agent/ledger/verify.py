@@ -1,7 +1,7 @@
 """Checks the invariants of a ledger and names every violation. It reads one snapshot of the files, even of a live run.
 
 `check_files` and `check_tables` check tables within a file and across files, mostly by queries that find offenders;
-`check_turns`, `check_delivery` and `check_completion` check the records of one session.
+`check_turns`, `check_delivery` and `check_completion` check the records of one session, `ImageCheck` their images.
 """
 
 import heapq
@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from areal_agent.errors import LedgerError
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.encoding import lease_digest, token_digest
 from areal_agent.ledger.files import NO_DIGEST, TOKENS_ONLY, LedgerFiles, Snapshot
 from areal_agent.ledger.questions import STATUS_NOTE, LedgerCounts
-from areal_agent.types import Completion, SessionPurpose, Status, Trajectory, Turn
+from areal_agent.types import Completion, ImageSpan, SessionPurpose, Status, Trajectory, Turn
 
 LOGPROB_SLACK = 1e-4
 """A probability of 1 may come out slightly above 1 in float32."""
@@ -46,6 +47,7 @@ class Invariant(StrEnum):
     LOGPROBS = "log-probabilities are finite and not above 0"
     SPANS = "version spans cover every completion, and versions never go back"
     LINEAGE = "every turn continues an answer that was recorded before it"
+    IMAGES = "every image is kept whole, and has its own tokens in its prompt"
     DELIVERY = "what was never delivered is an answer of its session"
     TIMES = "what begins later is not recorded as earlier"
 
@@ -270,6 +272,48 @@ def _check_times(turns: Sequence[Turn]) -> Iterator[Violation]:
         ended_s |= {one.id: turn.ended_s for one in turn.completions}
 
 
+class ImageCheck:
+    """Checks the images that turns name: that their files are whole, and what their tokens are."""
+
+    def __init__(self, folder: ImageFolder) -> None:
+        self.num_bytes: dict[str, int] = {}  # by digest; 0 for one that is missing or damaged
+        self._folder = folder
+        self._pad: tuple[int, str] | None = None  # the id that stands for images, and the first turn that has one
+
+    def check(self, turns: Sequence[Turn]) -> Iterator[Violation]:
+        """Check the turns of one session, given in the order of recording."""
+        paths: dict[str | None, Sequence[ImageSpan]] = {}  # by completion: the images up to its end
+        for turn in turns:
+            path = paths.get(turn.parent, ())
+            details = [f"it cuts image {one.digest}" for one in path if one.start < turn.fork_at < one.end]
+            details += self._faults_of_spans(turn)
+            yield from (Violation(Invariant.IMAGES, f"turn {turn.id!r}", detail) for detail in details)
+            if path or turn.images:
+                paths |= dict.fromkeys((one.id for one in turn.completions), turn.images_of_prompt(path))
+            for digest in dict.fromkeys(one.digest for one in turn.images if one.digest not in self.num_bytes):
+                try:
+                    self.num_bytes[digest] = len(self._folder.read(digest))
+                except LedgerError as error:
+                    self.num_bytes[digest] = 0
+                    yield Violation(Invariant.IMAGES, f"turn {turn.id!r}", str(error))
+
+    def _faults_of_spans(self, turn: Turn) -> Iterator[str]:
+        end = 0
+        for one in turn.images:
+            if not end <= one.start < one.end <= len(turn.new_prompt_ids):
+                yield (
+                    f"an image has the tokens [{one.start}, {one.end}) of {len(turn.new_prompt_ids)}, where the one "
+                    f"before ends at {end}"
+                )
+                return
+            end = one.end
+            ids = sorted(set(turn.new_prompt_ids[one.start : one.end]))
+            self._pad = self._pad or (ids[0], turn.id)
+            pad, first = self._pad
+            if ids != [pad]:
+                yield f"an image has the ids {ids!s:.60}, and in turn {first!r} it is {pad} that stands for images"
+
+
 @dataclass(kw_only=True, slots=True)
 class VerifyReport:
     """The result of `verify`. `counts` is None when a file is too damaged to count."""
@@ -278,6 +322,8 @@ class VerifyReport:
     num_turns: int = 0
     num_sampled_tokens: int = 0
     num_trained_tokens: int = 0  # loss tokens of trained trajectories
+    num_images: int = 0  # different ones
+    num_image_bytes: int = 0
     violations: tuple[Violation, ...] = ()
     unproved: Counter[Invariant] = field(default_factory=Counter[Invariant])
     """Sessions that version 2 wrote, which kept too little to prove the invariant."""
@@ -297,26 +343,28 @@ def verify(path: Path, on_session: Callable[[int, int], None] | None = None) -> 
     Raises LedgerError when a file cannot be opened at all; damage inside a file is a violation.
     """
     report = VerifyReport()
+    images = ImageCheck(ImageFolder(path.parent / IMAGES))
     violations: list[Violation] = []
     with closing(LedgerFiles(path)) as files:
         try:
             with files.snapshot() as snapshot:
-                violations.extend(_check_all(snapshot, report, on_session))
+                violations.extend(_check_all(snapshot, report, images, on_session))
         except (sqlite3.Error, UnicodeDecodeError) as error:  # SQLite's own error message may contain damaged bytes
             violations.append(Violation(Invariant.INTACT, "the files", str(error)))
     report.violations = tuple(violations)
+    report.num_images, report.num_image_bytes = len(images.num_bytes), sum(images.num_bytes.values())
     return report
 
 
 def _check_all(
-    snapshot: Snapshot, report: VerifyReport, on_session: Callable[[int, int], None] | None
+    snapshot: Snapshot, report: VerifyReport, images: ImageCheck, on_session: Callable[[int, int], None] | None
 ) -> Iterator[Violation]:
     yield from check_files(snapshot)
     num_all = sum(questions.number_in(connection, "count(*) FROM sessions") for connection in snapshot)
     sessions = ((connection, session) for connection in snapshot for session in _sessions_of(connection))
     for num_done, (connection, session) in enumerate(sessions, start=1):
         try:
-            yield from _check_session(connection, session, report)
+            yield from _check_session(connection, session, report, images)
         except (LedgerError, TypeError, ValueError) as error:  # a column's value may have the wrong type
             yield Violation(Invariant.READABLE, f"session {session.id!r}", str(error))
         if on_session is not None:
@@ -345,7 +393,9 @@ def _sessions_of(connection: sqlite3.Connection) -> Iterator[_SessionRow]:
     yield from (_SessionRow(*row) for row in rows)
 
 
-def _check_session(connection: sqlite3.Connection, session: _SessionRow, report: VerifyReport) -> Iterator[Violation]:
+def _check_session(
+    connection: sqlite3.Connection, session: _SessionRow, report: VerifyReport, images: ImageCheck
+) -> Iterator[Violation]:
     trajectory = None if session.ended_s is None else questions.trajectory_in(connection, session.id)
     turns = questions.turns_in(connection, session.number) if trajectory is None else trajectory.turns
     report.num_turns += len(turns)
@@ -353,6 +403,7 @@ def _check_session(connection: sqlite3.Connection, session: _SessionRow, report:
     if session.trained_step is not None:
         report.num_trained_tokens += session.num_loss_tokens or 0
     yield from check_turns(turns)
+    yield from images.check(turns)
     yield from _check_span_of(session, turns)
     if trajectory is not None:
         yield from _check_ending(connection, session, report)

@@ -2,25 +2,38 @@
 
 `RecordedAnswers` is a `protocols.Sampler` for the gateway of one episode. A call is known by the tokens of its prompt,
 which hold its messages and its tools, whenever it comes; so concurrent calls and branches get their own answers. The
-gateway renders a prompt around the recorded tokens of earlier answers, so the same messages are the same tokens.
+gateway renders a prompt around the recorded tokens of earlier answers, so the same messages are the same tokens. All
+images have the same tokens, so an image's digest stands in the place of each of its tokens.
 """
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
+from typing import Any, cast
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.answers import request_id_of
+from areal_agent.images import digest_of
 from areal_agent.protocols import Sampler
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import Completion, GenerateRequest, GenerateResult, SamplingParams, TokenChunk, Turn
+from areal_agent.types import (
+    Completion,
+    GenerateRequest,
+    GenerateResult,
+    ImageSpan,
+    JsonObject,
+    SamplingParams,
+    TokenChunk,
+    Turn,
+)
 
 MAX_LINES = 60
 """Lines of a difference that are shown."""
 
-Ids = tuple[int, ...]
+Ids = tuple[int | str, ...]
+"""The ids of tokens, and digests for those of images."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +104,7 @@ class RecordedAnswers:
     async def generate(
         self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
     ) -> GenerateResult:
-        prompt = self._as_recorded(tuple(request.input_ids))
+        prompt = self._as_recorded(_with_images(request.input_ids, (one.span for one in request.images)))
         found = next((one for one in self._due if one.prompt == prompt), None)
         if found is None and self._then is not None and self._is_fresh(prompt):
             return await self._sample(self._then, request, prompt, on_chunk)
@@ -139,13 +152,12 @@ class RecordedAnswers:
 
     def _bridge(self, prompt: Ids) -> _Due | None:
         """Return the recorded answer whose call has other results of tools, and is the same otherwise."""
-        text_of = self._renderer.detokenizer.text_of
         for one in self._due:
-            kept, said = one.turn.fork_at, [str(message.get("content")) for message in one.turn.request_delta]
+            kept, said = one.turn.fork_at, [text for message in one.turn.request_delta for text in _said(message)]
             is_of_tools = bool(said) and all(message.get("role") == "tool" for message in one.turn.request_delta)
             if not is_of_tools or prompt[:kept] != one.prompt[:kept]:
                 continue
-            recorded, live = text_of(one.prompt[kept:]), text_of(prompt[kept:])
+            recorded, live = self._text_of(one.prompt[kept:]), self._text_of(prompt[kept:])
             if re.fullmatch(_pattern(recorded, said), live, re.DOTALL):
                 self._bridged.append((prompt, one.prompt))
                 what = "a tool said something else; what it said in the record counts"
@@ -168,19 +180,48 @@ class RecordedAnswers:
         if not self._due:
             what = f"all recorded calls were made, and the workflow makes another one{self._ending}"
             return Difference(turn=None, what=what)
-        text_of = self._renderer.detokenizer.text_of
         nearest = max(self._due, key=lambda one: _num_common(one.prompt, prompt))
         what = "the call differs from the recorded one (- recorded, + now)"
-        return Difference(turn=nearest.number, what=what, text=_diff(text_of(nearest.prompt), text_of(prompt)))
+        return Difference(
+            turn=nearest.number, what=what, text=_diff(self._text_of(nearest.prompt), self._text_of(prompt))
+        )
+
+    def _text_of(self, prompt: Ids) -> str:
+        texts: list[str] = []
+        for digest, run in groupby(prompt, lambda one: one if isinstance(one, str) else None):
+            ids = [one for one in run if isinstance(one, int)]
+            texts.append(self._renderer.detokenizer.text_of(ids) if digest is None else _image(digest))
+        return "".join(texts)
 
 
 def _dues(turns: Sequence[Turn]) -> Iterator[_Due]:
     paths: dict[str | None, Ids] = {None: ()}  # by completion: all tokens up to its end
     for number, turn in enumerate(turns, start=1):
-        prompt = (*paths[turn.parent][: turn.fork_at], *turn.new_prompt_ids)
+        prompt = (*paths[turn.parent][: turn.fork_at], *_with_images(turn.new_prompt_ids, turn.images))
         for completion in turn.completions:
             paths[completion.id] = (*prompt, *completion.token_ids)
             yield _Due(number=number, turn=turn, prompt=prompt, completion=completion)
+
+
+def _with_images(token_ids: Sequence[int], images: Iterable[ImageSpan]) -> Ids:
+    ids: list[int | str] = list(token_ids)
+    for one in images:
+        ids[one.start : one.end] = [one.digest] * (one.end - one.start)
+    return tuple(ids)
+
+
+def _image(digest: str) -> str:
+    return f"[image {digest[:12]}]"
+
+
+def _said(message: JsonObject) -> Sequence[str]:
+    """Return the parts of what a message says, as they stand in the text of a prompt."""
+    content: Any = message.get("content")
+    if not isinstance(content, list):
+        return [str(content)]
+    parts = cast(list[dict[str, Any]], content)
+    texts = [_image(digest) if (digest := digest_of(part)) else str(part.get("text", "")) for part in parts]
+    return [text for text in texts if text.strip()]
 
 
 def _num_common(one: Ids, other: Ids) -> int:

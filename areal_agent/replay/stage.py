@@ -5,18 +5,21 @@
     workflow ── HTTP ──▶ gateway (one an episode) ── Sampler ──▶ RecordedAnswers ──▶ an engine, after a turn
                             └── Journal ──▶ memory
 
-The gateway is that of a run, so every protocol works, and whatever a call holds is compared. Everything runs in this
-process, so breakpoints in the workflow work.
+The gateway is that of a run, so every protocol works, and whatever a call holds is compared. It has the run's images;
+others are in a temporary folder. Everything runs in this process, so breakpoints in the workflow work.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.auth import new_key
+from areal_agent.images import ImageFolder
 from areal_agent.protocols import Sampler
 from areal_agent.replay.answers import Difference, RecordedAnswers
 from areal_agent.replay.saved import Episode, SavedRun
@@ -74,6 +77,7 @@ class Stage:
         timeout_s: float,
         bridges_tools: bool,
         info: EngineInfo | None,
+        images: ImageFolder,
     ) -> None:
         self.run = run
         self._clients = clients
@@ -83,6 +87,7 @@ class Stage:
         self._timeout_s = timeout_s
         self._bridges_tools = bridges_tools
         self._info = info
+        self._images = images
 
     async def play_all(self, plays: Sequence[Play], on_one: Callable[[int], None] = lambda _: None) -> Sequence[Played]:
         """Play episodes, as many at a time as the config allows. `on_one` gets how many are done."""
@@ -121,6 +126,7 @@ class Stage:
             max_context_tokens=config.engine.max_context_tokens,
             vocab_size=self._info.vocab_size if self._info else renderer.vocab_size,
             has_grammar=self._info is None or self._info.has_grammar,
+            images=self._images,
         )
         served = await gateway.serve()
         try:
@@ -185,14 +191,17 @@ async def open_stage(
     """
     _ = run.workflow, run.renderer  # first what may be wrong
     others = open_models(run.config.rollout.models)
-    async with open_clients() as clients, SharedResources() as shared, others as models:
-        yield Stage(
-            run,
-            clients=clients,
-            shared=shared,
-            models=models,
-            sandbox=run.config.sandbox.model_dump() if sandbox is None else sandbox,
-            timeout_s=timeout_s,
-            bridges_tools=bridges_tools,
-            info=info,
-        )
+    with TemporaryDirectory(prefix="images-") as added:
+        images = ImageFolder(Path(added), earlier=ImageFolder(run.folder.images))
+        async with open_clients() as clients, SharedResources() as shared, others as models:
+            yield Stage(
+                run,
+                clients=clients,
+                shared=shared,
+                models=models,
+                sandbox=run.config.sandbox.model_dump() if sandbox is None else sandbox,
+                timeout_s=timeout_s,
+                bridges_tools=bridges_tools,
+                info=info,
+                images=images,
+            )

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from areal_agent.algorithms.credit import reward_parts
 from areal_agent.config import Config
 from areal_agent.errors import ConfigError, LedgerError, TrainerError
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.encoding import StepRecord, lease_digest
 from areal_agent.ledger.files import LedgerFiles, ledger_in
@@ -60,6 +61,7 @@ class Recording:
         self._sessions = self._files
         if sessions is not None:
             self._sessions = self._open.enter_context(closing(LedgerFiles(ledger_in(sessions))))
+        self._images = ImageFolder(ledger_in(sessions or run_dir).parent / IMAGES)
         with self._files.snapshot() as snapshot:
             self.steps = questions.step_numbers(snapshot)
             self.trainers = {
@@ -104,6 +106,7 @@ class Recording:
             parts={one.session_id: reward_parts(one, config.algorithm) for one in trajectories},
             incarnation=step.incarnation,
             teacher=None if step.teacher is None else np.split(step.teacher, ends)[:-1],
+            images=self._images.of(records),
         )
 
     def altered(self, step: StepRecord) -> Iterator[str]:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import orjson
 
-from areal_agent.errors import ConfigError, EngineError, EngineUnreachable, Reject
+from areal_agent.errors import ConfigError, EngineError, EngineUnreachable, Reject, RequestError
 from areal_agent.gateway.answers import request_id_of
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import Snapshot, ledger_in, reading
@@ -104,6 +104,11 @@ def _task(run: SavedRun, episode: Episode, turn: int | str | None, append: str |
     has_more = append is not None or episode.trajectory is None or episode.trajectory.status is not Status.COMPLETED
     if not 0 < kept < last + has_more:  # after the last turn of a whole episode there is no call
         return None
+    if any(one.images for one in episode.turns):
+        raise ConfigError(
+            f"session {episode.session.id!r} has images: training from the middle goes on in tokens alone; choose "
+            "`sessions` without images"
+        )
     task, session_id = run.task(episode.session), episode.session.id
     data = {**task.data, PLACE: {"run": str(run.folder.path.absolute()), "session": session_id, "turn": kept}}
     if append is not None:
@@ -201,6 +206,8 @@ class _RunsGateway:
     async def generate(
         self, request: GenerateRequest, on_chunk: Callable[[TokenChunk], None] | None = None
     ) -> GenerateResult:
+        if request.images:
+            raise RequestError("training from the middle goes on in tokens alone; this call has images", code="images")
         body: JsonObject = {
             "model": self._rollout.model,
             "prompt": list(request.input_ids),

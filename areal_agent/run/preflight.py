@@ -344,21 +344,22 @@ def check_served(path: Path, engine: EngineConfig) -> None:
 
 
 def check_causal(path: Path) -> None:
-    """Raise ConfigError for a model that can never be trained: an encoder, one with images, quantised weights ...
+    """Raise ConfigError for a model that can never be trained: an encoder, most that take images, quantised weights ...
 
     The types of the embedded engine can. For others transformers' tables are asked, which takes seconds.
     """
     described = read_described(path)
     if described.get("model_type") in EMBEDDED_TYPES and not described.get("quantization_config"):
         return
-    if fault := _output_of([sys.executable, "-c", FAULT_OF], json.dumps(described)).stdout:
+    has_processor = (path / "preprocessor_config.json").is_file()
+    if fault := _output_of([sys.executable, "-c", FAULT_OF, str(has_processor)], json.dumps(described)).stdout:
         raise ConfigError(f"model {str(path)!r} cannot be trained: {fault}")
 
 
 FAULT_OF = """
 import json, sys
 from areal_agent.models.causal import fault_of
-sys.stdout.write(fault_of(json.load(sys.stdin)))
+sys.stdout.write(fault_of(json.load(sys.stdin), has_processor=sys.argv[1] == "True"))
 """
 
 

@@ -55,6 +55,7 @@ from areal_agent.errors import (
     TrainerError,
 )
 from areal_agent.files import RunFolder
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.encoding import StepRecord
 from areal_agent.ledger.ledger import Ledger
@@ -206,7 +207,10 @@ class Run:
     ) -> StepReport:
         with self._metrics.during("training"):
             async with self.source.memory_lent():
-                report = await self._trainer.train_step(batch, incarnation=self.version.incarnation, teacher=teacher)
+                images = await asyncio.to_thread(ImageFolder(self.folder.path / IMAGES).of, batch.records)
+                report = await self._trainer.train_step(
+                    batch, incarnation=self.version.incarnation, teacher=teacher, images=images
+                )
         report = replace(report, metrics={**report.metrics, **metrics})
         self.step = batch.step
         await self.ledger.record_step(

@@ -103,6 +103,11 @@ class Teacher:
         return [one.result() for one in scores]
 
     async def _score(self, record: TokenRecord) -> NDArray[np.float32]:
+        if record.images:
+            raise ConfigError(
+                "algorithm.teacher.url: a server scores text alone, and the policy was shown an image; give the "
+                "trainer a teacher's folder instead (algorithm.teacher.model)"
+            )
         places = np.flatnonzero(record.loss_mask)
         scores = np.zeros(len(places), dtype=np.float32)
         temperatures = record.temperatures[places]

@@ -4,9 +4,11 @@ A bad row is an error that names its file and line. The order of rows depends on
 resumed fine-tuning goes on with the batches that it would have had.
 """
 
+import asyncio
 import json
 import math
 import random
+from base64 import b64encode
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +21,10 @@ import orjson
 
 from areal_agent.command import nearest
 from areal_agent.errors import ConfigError, RequestError
+from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.conversation import AssistantMessage, read_message, read_tools
+from areal_agent.gateway.images import ImageIntake
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import ledger_in, reading
 from areal_agent.sft.config import DataConfig, SftConfig
@@ -87,8 +92,10 @@ class Data:
         )
 
 
-def load_data(config: SftConfig, folder: Path, context: int | None) -> Data:
+def load_data(config: SftConfig, folder: Path, context: int | None, images: ImageFolder | None = None) -> Data:
     """Read all rows and make them into sequences of the model in `folder`, which was made for `context` tokens.
+
+    Their images are kept in `images`; without, rows that have some are refused.
 
     Raises ConfigError for the first row that cannot be learnt, and when none is left.
     """
@@ -98,11 +105,14 @@ def load_data(config: SftConfig, folder: Path, context: int | None) -> Data:
     if context and longest > context:
         raise ConfigError(f"data.max_tokens is {longest:,}, and the model was made for {context:,} tokens; lower it")
     chats = ChatRenderer(renderer)
-    rows = [row_of(chat, chats) for file in data.files for chat in read_chats(Path(file))]
+    intake = None if renderer.vision is None or images is None else ImageIntake(renderer.vision, images, Limits())
+    rows = [row_of(chat, chats) for file in data.files for chat in read_chats(Path(file), intake)]
     if data.from_run is not None:
         assert data.min_reward is not None  # checked by DataConfig
-        rows += read_rollouts(Path(data.from_run), data.min_reward, folder, renderer.chat_template)
-    held_out = [row_of(chat, chats) for chat in read_chats(Path(config.held_out.file))] if config.held_out.file else []
+        rows += read_rollouts(Path(data.from_run), data.min_reward, folder, renderer.chat_template, images)
+    held_out = (
+        [row_of(chat, chats) for chat in read_chats(Path(config.held_out.file), intake)] if config.held_out.file else []
+    )
     fitting, fitting_held_out = ([row for row in part if _fits(row, longest, data)] for part in (rows, held_out))
     num_too_long = len(rows) + len(held_out) - len(fitting) - len(fitting_held_out)
     if config.trainer.oversized == "refuse":
@@ -126,19 +136,23 @@ def split(rows: Sequence[Row], share: float, seed: int) -> tuple[list[Row], list
     return [row for n, row in enumerate(rows) if n not in held_out], [rows[n] for n in sorted(held_out)]
 
 
-def read_chats(path: Path) -> list[Chat]:
-    """Read a JSONL file; empty lines are skipped. Raises ConfigError that names the line."""
+def read_chats(path: Path, intake: ImageIntake | None = None) -> list[Chat]:
+    """Read a JSONL file; empty lines are skipped. Raises ConfigError that names the line.
+
+    `intake` keeps the images of rows; without it a row that has one is refused.
+    """
     try:
         lines = path.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
     except OSError as error:
         raise ConfigError(f"cannot read chats from {str(path)!r}: {error.strerror}; name a JSONL file") from None
-    chats = [_chat(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+    numbered = enumerate(lines, start=1)
+    chats = [_chat(line, f"{path}:{number}", path.parent, intake) for number, line in numbered if line.strip()]
     if not chats:
         raise ConfigError(f"{path} has no rows; write one JSON object with 'messages' in each line")
     return chats
 
 
-def _chat(line: bytes, origin: str) -> Chat:
+def _chat(line: bytes, origin: str, folder: Path, intake: ImageIntake | None) -> Chat:
     try:
         orjson.loads(line)  # which is strict, but makes floats of large integers
         row: Any = json.loads(line)
@@ -153,6 +167,8 @@ def _chat(line: bytes, origin: str) -> Chat:
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{origin}: 'messages' is {messages!r:.40}; give a list of messages")
     try:
+        if intake is not None and b'"image' in line:
+            messages = asyncio.run(intake.taken(_with_files({"messages": messages}, folder)))["messages"]
         return Chat(
             origin=origin,
             messages=[_message(one, index) for index, one in enumerate(cast("list[object]", messages))],
@@ -160,6 +176,23 @@ def _chat(line: bytes, origin: str) -> Chat:
         )
     except RequestError as error:
         raise ConfigError(f"{origin}: {error}") from None
+
+
+def _with_files(value: Any, folder: Path) -> Any:
+    """Return JSON in which `{"type": "image", "path": ...}`, a file within `folder`, is an image by its data."""
+    if isinstance(value, list):
+        return [_with_files(one, folder) for one in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    fields = cast("JsonObject", value)
+    if fields.get("type") != "image" or not isinstance(fields.get("path"), str):
+        return {name: _with_files(one, folder) for name, one in fields.items()}
+    file = folder / fields["path"]
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise RequestError(f"the image {str(file)!r} cannot be read: {error.strerror}; correct its path") from None
+    return {"type": "image_url", "image_url": {"url": f"data:;base64,{b64encode(data).decode()}"}}
 
 
 def _message(value: object, index: int) -> JsonObject:
@@ -194,8 +227,12 @@ def row_of(chat: Chat, chats: ChatRenderer) -> Row:
     return Row(origin=chat.origin, examples=examples)
 
 
-def read_rollouts(run_dir: Path, min_reward: float, folder: Path, chat_template: str) -> list[Row]:
+def read_rollouts(
+    run_dir: Path, min_reward: float, folder: Path, chat_template: str, images: ImageFolder | None = None
+) -> list[Row]:
     """Return the completed rollouts of a run with at least this reward in total, by the tokens that were sampled.
+
+    The run's images that they name are copied to `images`.
 
     In the loss are the answers that the agent received, whatever their recorded probability. Raises ConfigError when
     there are none, or when the run's tokenizer or chat template is not that of the model in `folder`.
@@ -219,13 +256,21 @@ def read_rollouts(run_dir: Path, min_reward: float, folder: Path, chat_template:
         raise ConfigError(
             f"data: no rollout of {str(run_dir)!r} has a reward of {min_reward:g} or more; lower data.min_reward"
         )
+    if images is not None:
+        theirs = ImageFolder(ledger_in(run_dir).parent / IMAGES)
+        for digest in {span.digest for row in rows for example in row.examples for span in example.images}:
+            images.keep(theirs.read(digest))
     return rows
 
 
 def _sampled(trajectory: Trajectory, rule: LossRule) -> tuple[Example, ...]:
     """Return the sequences of a rollout that have tokens in the loss."""
     records = token_records(trajectory, rule)
-    return tuple(Example(token_ids=one.token_ids, loss_mask=one.loss_mask) for one in records if one.loss_mask.any())
+    return tuple(
+        Example(token_ids=one.token_ids, loss_mask=one.loss_mask, images=one.images)
+        for one in records
+        if one.loss_mask.any()
+    )
 
 
 def _require_same_tokenizer(tokenizer: Path | None, run_dir: Path, folder: Path) -> None:
@@ -280,6 +325,7 @@ def record_of(origin: str, branch: int, example: Example) -> TokenRecord:
         parent_branch=None,
         token_ids=example.token_ids,
         loss_mask=example.loss_mask,
+        images=example.images,
         turn_index=zeros,
         behavior_logprobs=zeros.astype(np.float32),
         temperatures=np.ones(len(zeros), dtype=np.float32),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from areal_agent.cluster.gang import start_rank
 from areal_agent.cluster.hosts import Process
+from areal_agent.images import ImageFolder
 from areal_agent.sft.config import FlatConfig
 from areal_agent.trainer.config import TrainerSetup
 from areal_agent.trainer.worker import Worker
@@ -78,7 +79,8 @@ def loaded(setup: TrainerSetup, logs: Path) -> Generator[Worker]:
 class Fitting:
     """Trains a model on batches, one a step, until `num_steps` are made; with `flat` until the loss is flat.
 
-    `trainer` has its model. `batches` begin with the step after those that are done; `held_out` may be empty.
+    `trainer` has its model. `batches` begin with the step after those that are done; `held_out` may be empty. `images`
+    are those that records name, if any do.
     """
 
     def __init__(
@@ -92,8 +94,10 @@ class Fitting:
         flat: FlatConfig | None = None,
         step: int = 0,
         state: JsonObject | None = None,
+        images: ImageFolder | None = None,
     ) -> None:
         self._trainer = trainer
+        self._images = images
         self._batches = batches
         self._held_out = held_out
         self._every = every
@@ -116,7 +120,7 @@ class Fitting:
         """Make steps, and yield each of them."""
         while self.step < self.num_steps:
             batch = next(self._batches)
-            answer = self._trainer.call("fit", {"step": self.step + 1, "rate": self._rate()}, batch)
+            answer = self._call("fit", {"step": self.step + 1, "rate": self._rate()}, batch)
             self.step += 1
             is_due = self.step % self._every == 0 or self.step == self.num_steps
             check = self.check() if is_due and self._held_out else None
@@ -126,7 +130,10 @@ class Fitting:
 
     def check(self) -> Check:
         """Evaluate the weights as they are."""
-        return Check(step=self.step, logprobs=self._trainer.call("measure", {}, self._held_out)["logprobs"])
+        return Check(step=self.step, logprobs=self._call("measure", {}, self._held_out)["logprobs"])
+
+    def _call(self, command: str, arguments: JsonObject, records: Sequence[TokenRecord]) -> JsonObject:
+        return self._trainer.call(command, arguments, records, self._images.of(records) if self._images else {})
 
     def wind_down(self) -> None:
         """Begin the decay of the learning rate now, unless it has begun."""

@@ -15,6 +15,7 @@ import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import orjson
 from transformers.utils import logging as transformers_logging
@@ -28,6 +29,7 @@ from areal_agent.cluster.local import (
 )
 from areal_agent.errors import NO_ROOM, ArealAgentError, ConfigError, DiskFull, TrainerError
 from areal_agent.files import RunFolder
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.observe.curve import draw_losses
 from areal_agent.observe.metrics import MetricsLog, Row, RowKind, evaluation_rows, numbers_of, read_metrics, step_rows
 from areal_agent.observe.progress import Progress, clock_time
@@ -104,7 +106,8 @@ def describe(config: SftConfig, folder: RunFolder) -> str:
     model = asyncio.run(describe_model(config.model, config.seed))
     if model is None:
         return f"fine-tunes {config.model} in {folder.path}\nits rows were not checked: the model is not built yet"
-    data = load_data(config, model, context_of(model))
+    with TemporaryDirectory() as images:
+        data = load_data(config, model, context_of(model), ImageFolder(Path(images)))
     num_steps = data.num_steps(config.epochs, config.batch_size)
     return f"fine-tunes {config.model} for {num_steps} steps in {folder.path}\n{data}\ndry run: nothing was started"
 
@@ -122,6 +125,7 @@ class SftRun:
         self._config = config
         self._folder = folder
         self._progress = progress
+        self._images = ImageFolder(folder.path / IMAGES)
         self._saved = latest_checkpoint(folder.checkpoints)
         self._loss: float | None = None  # of the newest evaluation
         self._is_asked_to_end = False  # by a signal
@@ -133,7 +137,7 @@ class SftRun:
         config, folder = self._config, self._folder
         model = asyncio.run(obtain_model(config.model, config.seed, folder.logs, self._progress))
         self._progress.phase("reading the chats")
-        data = load_data(config, model, context_of(model))
+        data = load_data(config, model, context_of(model), self._images)
         num_steps = data.num_steps(config.epochs, config.batch_size)
         if config.until_flat and config.until_flat.decay_steps > num_steps:
             raise ConfigError(
@@ -200,6 +204,7 @@ class SftRun:
             flat=config.until_flat,
             step=num_done,
             state=self._saved.run_state() if self._saved else None,
+            images=self._images,
         )
 
     @contextmanager

@@ -13,6 +13,7 @@ history (most leave out earlier thinking) the prompt begins a sequence of its ow
 exactly the text that the model will see. Prompt, answer and what follows are tokenised apart, as the gateway does it.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,15 +23,16 @@ from numpy.typing import NDArray
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.tokens.canonical import split_thinking
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import JsonObject
+from areal_agent.types import ImageSpan, JsonObject
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Example:
-    """One sequence: its T tokens, and which of them are in the loss."""
+    """One sequence: its T tokens, which of them are in the loss, and which stand for images."""
 
     token_ids: NDArray[np.int32]  # [T]
     loss_mask: NDArray[np.bool_]  # [T]
+    images: tuple[ImageSpan, ...] = ()
 
     @property
     def num_loss_tokens(self) -> int:
@@ -60,9 +62,12 @@ class _Growing:
         self.token_ids += token_ids
         self.loss_mask += [is_learnt] * len(token_ids)
 
-    def example(self) -> Example:
+    def example(self, renderer: Renderer) -> Example:
+        token_ids, images = renderer.shown(array("i", self.token_ids))
         return Example(
-            token_ids=np.array(self.token_ids, dtype=np.int32), loss_mask=np.array(self.loss_mask, dtype=np.bool_)
+            token_ids=np.array(token_ids, dtype=np.int32),
+            loss_mask=np.array(self.loss_mask, dtype=np.bool_),
+            images=images,
         )
 
 
@@ -100,7 +105,7 @@ class ChatRenderer:
             if not found or not turn.prompt.startswith(found[-1].text):
                 found.append(_Growing())
             self._grow(found[-1], turn, is_learnt=message.get("weight", 1) != 0)
-        return tuple(one.example() for one in found if any(one.loss_mask))
+        return tuple(one.example(self._renderer) for one in found if any(one.loss_mask))
 
     def _grow(self, growing: _Growing, turn: _Turn, *, is_learnt: bool) -> None:
         renderer = self._renderer

@@ -86,10 +86,10 @@ def _beside_the_main(turns: Sequence[Turn]) -> frozenset[str]:
 
 
 def _beginning(messages: Sequence[JsonObject]) -> str:
-    """Return the role and text of the first message that is not the system's; of a plain completion, nothing."""
+    """Return the role and content of the first message that is not the system's; of a plain completion, nothing."""
     first = next((one for one in messages if one["role"] not in ("system", "developer")), None)
     if first is None:
         return ""
     content = first.get("content")
     parts = cast(list[Mapping[str, Any]], content) if isinstance(content, list) else [{"text": content}]
-    return f"{first['role']}: " + "".join(str(part.get("text")) for part in parts)
+    return f"{first['role']}: " + "".join(str(part.get("text", part)) for part in parts)  # an image has its digest

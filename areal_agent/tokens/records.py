@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from areal_agent.errors import LedgerError
 from areal_agent.tokens.loss_rule import LossRule, Mask
-from areal_agent.types import Completion, FinishReason, TokenRecord, Trajectory, Turn
+from areal_agent.types import Completion, FinishReason, ImageSpan, TokenRecord, Trajectory, Turn
 
 
 def token_records(trajectory: Trajectory, rule: LossRule | None = None) -> tuple[TokenRecord, ...]:
@@ -17,8 +17,9 @@ def token_records(trajectory: Trajectory, rule: LossRule | None = None) -> tuple
     Branch 0 ends with the newest answer, so what branches share is credited along the path to where the rollout
     ended. In the loss are the sampled tokens that the rule lets in; without one, those whose recorded probability is
     the one they were sampled with, in answers that the agent saw. A conversation that it leaves out has no record: no
-    other shares a token with it. `turn_rewards` has the reward of a completion in the
-    first record that ends or passes through it, and the final reward on the last turn of every record.
+    other shares a token with it. `turn_rewards` has the reward of a completion in the first record that ends or passes
+    through it, and the final reward on the last turn of every record. Images are never in the loss. Raises LedgerError
+    where a fork cuts through one.
     """
     masks = (rule or LossRule()).masks(trajectory)
     claims = _Claims(trajectory, masks)
@@ -136,7 +137,7 @@ class _Claims:
             if not is_new.all():
                 parent_branch, fork_turn = int(owners[~is_new][-1]), index
             if is_new.any():
-                call = (step.turn.parent, step.turn.fork_at, step.turn.new_prompt_ids)
+                call = (step.turn.parent, step.turn.fork_at, step.turn.new_prompt_ids, step.turn.images)
                 first = self._callers.setdefault(call, branch)
                 if own_turn is None:
                     own_turn = index
@@ -163,6 +164,7 @@ class _Claims:
             incarnations=np.concatenate([column.incarnations for column in columns]),
             turn_rewards=turn_rewards,
             truncated=truncated,
+            images=_images(path),
             final_reward=float(final_reward),
             fork_turn=fork_turn,
             own_turn=len(path) - 1 if own_turn is None else own_turn,
@@ -203,6 +205,20 @@ def _columns(index: int, step: _Step, is_trained: NDArray[np.bool_]) -> _Columns
         versions=_where(loss_mask, first, completion.version_steps(), -1).astype(np.int32),
         incarnations=_where(loss_mask, first, completion.version_incarnations(), -1).astype(np.int32),
     )
+
+
+def _images(path: _Path) -> tuple[ImageSpan, ...]:
+    """Return the images in the tokens of a path. Raises LedgerError where a fork cuts through one."""
+    found: list[ImageSpan] = []
+    start = 0
+    for step in path:
+        for one in step.turn.images:
+            if one.start < step.num_prompt < one.end:
+                raise LedgerError(f"image {one.digest} of turn {step.turn.id} is cut by a later turn")
+            if one.end <= step.num_prompt:
+                found.append(one.after(start))
+        start += step.length
+    return tuple(found)
 
 
 def _where(loss_mask: NDArray[np.bool_], first: int, sampled: Sequence[float], otherwise: float) -> NDArray[np.float64]:

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import math
 import socket
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +38,7 @@ INFO = TypeAdapter(TrainerInfo)
 CALLS = TypeAdapter(list[RankCall])
 SAVE_END = TypeAdapter(SaveEnd)
 NO_ARGUMENTS: JsonObject = {}
+NO_IMAGES: Mapping[str, bytes] = {}
 WEIGHTS: TypeAdapter[Weights] = TypeAdapter(Annotated[Weights, Field(union_mode="left_to_right")])
 
 
@@ -68,12 +69,18 @@ class TrainerClient:
         return INFO.validate_python(await self._call("init", {"setup": setup.model_dump(mode="json")}))
 
     async def train_step(
-        self, batch: RolloutBatch, *, incarnation: int = 0, teacher: Sequence[NDArray[np.float32]] | None = None
+        self,
+        batch: RolloutBatch,
+        *,
+        incarnation: int = 0,
+        teacher: Sequence[NDArray[np.float32]] | None = None,
+        images: Mapping[str, bytes] = NO_IMAGES,
     ) -> StepReport:
         """Train one step on a batch's records, with the total rewards of its trajectories and their parts by name.
 
         `incarnation` is that of the run; it tells which tokens were sampled by this trainer's own weights. `teacher`
-        are the log-probabilities that a teacher elsewhere gives the loss tokens, [M] a record.
+        are the log-probabilities that a teacher elsewhere gives the loss tokens, [M] a record. `images` has the files
+        of the records' images, by digest.
         """
         given = StepInput(
             step=batch.step,
@@ -82,6 +89,7 @@ class TrainerClient:
             parts={trajectory.session_id: reward_parts(trajectory, self._algorithm) for trajectory in batch.trained},
             incarnation=incarnation,
             teacher=teacher,
+            images=images,
         )
         answer = await self._call("train_step", given=given)
         # JSON has no NaN: numbers that are not finite arrive as null

@@ -83,9 +83,12 @@ class TrainerConfig(Section):
     packing: Literal["tree", "balanced", "first_fit", "padded"] = "tree"
     """How sequences share a micro-batch; none sees another. `tree`: one row in which prefixes that several have are
     there once (docs/trees.md); where that saves little, or the model or `context_parallel` does not permit it, as
-    `balanced`. `balanced`: one row without padding, by Algorithm 1 of the AReaL paper. `first_fit`: one row, by
-    first-fit decreasing. `padded`: one row for each, of similar lengths; models with a state that runs from token to
-    token need it (docs/models.md)."""
+    `balanced`; for a model that takes images as `padded`. `balanced`: one row without padding, by Algorithm 1 of the
+    AReaL paper. `first_fit`: one row, by first-fit decreasing. `padded`: one row for each, of similar lengths; models
+    that take images or have a state that runs from token to token need it (docs/models.md)."""
+    train_vision: bool = False
+    """Train the vision tower of a model that takes images, too; else it stays as it is, and takes no optimiser state
+    (docs/models.md)."""
     num_ranks: Annotated[int, Field(ge=1, le=1024)] = 1
     """Trainer processes, which share weights and work (FSDP2). On cuda each has its own GPU. On a Ray cluster they may
     be on several machines."""
@@ -162,6 +165,13 @@ class TrainerConfig(Section):
         if self.fp32_lm_head and self.device == "cpu":
             raise ValueError(
                 "trainer.fp32_lm_head is true, but with trainer.device cpu the output layer is float32; leave it out"
+            )
+        if self.train_vision and self.lora is not None:
+            raise ValueError("trainer.train_vision is true, and trainer.lora trains adapters of text; leave one out")
+        if self.train_vision and self.num_ranks > 1:
+            raise ValueError(
+                f"trainer.train_vision is true, and trainer.num_ranks is {self.num_ranks}, of which some may have no "
+                "image in a micro-batch; set it to 1, or leave train_vision out"
             )
         for name in ("transfer_host", "transfer_bucket_mib"):
             if self.transfer != "distributed" and getattr(self, name) != type(self).model_fields[name].default:

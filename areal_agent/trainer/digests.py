@@ -17,7 +17,7 @@ from torch import Tensor
 
 from areal_agent import __version__
 from areal_agent.trainer.ranks import shard_of
-from areal_agent.trainer.wire import NAMES, Arrays
+from areal_agent.trainer.wire import IMAGE, NAMES, Arrays
 from areal_agent.types import JsonObject
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -26,12 +26,15 @@ CPU_INFO = Path("/proc/cpuinfo")
 def input_digests(given: JsonObject, arrays: Arrays) -> dict[str, str]:
     """Return a digest for each field of a step's records, its rewards and parts, and a teacher's log-probabilities.
 
-    `given` and `arrays` are those of the command `train_step` (wire.py).
+    `given` and `arrays` are those of the command `train_step` (wire.py). Images are told apart by their own digests,
+    and a step without any has none of this field.
     """
     records: Sequence[Mapping[str, Any]] = given["records"]
     values: dict[str, bytes] = {name: _json([one[name] for one in records]) for name in NAMES}
     values |= {name: _json(sorted(given[name].items())) for name in ("rewards", "parts")}
-    values |= {name: array.tobytes() for name, array in arrays.items()}
+    values |= {name: array.tobytes() for name, array in arrays.items() if not name.startswith(IMAGE)}
+    if not any(one["images"] for one in records):
+        del values["images"]
     return {name: xxhash.xxh3_64_hexdigest(value) for name, value in sorted(values.items())}
 
 

@@ -14,6 +14,7 @@ A kernel that attends within all sequences at once has to give the same in bfloa
 import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,8 @@ from areal_agent.errors import ConfigError
 from areal_agent.trainer.attention import ATTENTION_NAME, OneCall, Row, use_segment_attention
 from areal_agent.trainer.context import Context
 from areal_agent.trainer.tree_attention import TreeCall
+from areal_agent.trainer.vision import Vision
+from areal_agent.types import PromptImage
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +37,9 @@ logger = logging.getLogger(__name__)
 class LossTokenForward(nn.Module):
     """The forward pass as one module, because FSDP2 gathers parameters per module."""
 
-    def __init__(self, model: PreTrainedModel, kernel: Kernel | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, kernel: Kernel | None = None, vision: Vision | None = None) -> None:
         super().__init__()
+        self._vision = vision
         self.model = model
         self._kernel = kernel
         self._vocab_size = vocab_size(model)
@@ -43,7 +47,7 @@ class LossTokenForward(nn.Module):
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         own = batch if self.context is None else self.context.part(batch)
-        hidden = hidden_states(decoder_of(self.model), own, self._kernel, self.context)  # [M, H]
+        hidden = hidden_states(decoder_of(self.model), own, self._kernel, self.context, self._vision)  # [M, H]
         found = logprobs_and_entropy(
             hidden, own.targets, own.temperatures, tail_of(self.model), vocab_size=self._vocab_size
         )
@@ -58,13 +62,21 @@ def vocab_size(model: PreTrainedModel) -> int:
 
 
 def hidden_states(
-    decoder: nn.Module, batch: MicroBatch, kernel: Kernel | None = None, context: Context | None = None
+    decoder: nn.Module,
+    batch: MicroBatch,
+    kernel: Kernel | None = None,
+    context: Context | None = None,
+    vision: Vision | None = None,
 ) -> Tensor:
     """Return the last hidden states that loss tokens are predicted from, [M, H].
 
     With `kernel`, plain causal attention within the sequences of one row is one call. With `context`, `batch` is
-    this rank's part of one.
+    this rank's part of one. Images need `vision`: raises ValueError without.
     """
+    if batch.images and vision is None:
+        raise ValueError(
+            "a sequence has images, and the model was loaded as one of text; docs/models.md has what sees them"
+        )
     packed: dict[str, Any] = {}
     if batch.segments is not None:
         one_call = OneCall.of(kernel, batch.segments, batch.inputs.device) if kernel else None
@@ -73,7 +85,8 @@ def hidden_states(
     elif batch.tree is not None:
         one_call = TreeCall.of(batch.tree) if kernel else None
         packed = {"position_ids": batch.positions, "row": Row(tree=batch.tree, one_call=one_call)}
-    states = decoder(input_ids=batch.inputs, use_cache=False, **packed).last_hidden_state  # [R, T, H]
+    with nullcontext(packed) if vision is None or not batch.images else vision.shown(decoder, batch) as more:
+        states = decoder(input_ids=batch.inputs, use_cache=False, **more).last_hidden_state  # [R, T, H]
     return states.flatten(0, 1)[batch.predicting]
 
 
@@ -141,28 +154,35 @@ AS_NEAR = 2.0
 """Two ways of rounding to bfloat16 have errors of one size; what sees another sequence is off by far more."""
 
 PACKED_WAYS = (ATTENTION_NAME,)
-PADDED_WAYS = (ATTENTION_NAME, "sdpa", "eager")
-"""Attention for rows that hold one sequence each, by preference; the last two are transformers' own."""
+OWN_WAYS = ("sdpa", "eager")
+"""transformers' own attention, by preference: a vision tower's, where all patches of an image see each other, too."""
+PADDED_WAYS = (ATTENTION_NAME, *OWN_WAYS)
+"""Attention for rows that hold one sequence each, by preference."""
 
 
-def choose_attention(model: PreTrainedModel, *, is_padded: bool, kernel: Kernel | None = None) -> Kernel | None:
+def choose_attention(
+    model: PreTrainedModel, *, is_padded: bool, kernel: Kernel | None = None, vision: Vision | None = None
+) -> Kernel | None:
     """Give the model an attention with which a micro-batch gets the model's own logits. Raises ConfigError.
 
-    Returns `kernel` if packed rows get them with it too, else None.
+    Returns `kernel` if packed rows get them with it too, else None. With `vision`, two of the sequences have images.
     """
-    rows = _probe(vocab_size(model), model.device)
+    rows = _rows(_probe(vocab_size(model), model.device), vision)
     try:
-        plain = [_plain_logits(model, row) for row in rows]
+        plain = [_plain_logits(model, row, vision) for row in rows]
     except Exception as error:  # a boundary: models of any kind
         raise ConfigError(f"{_type(model)} cannot be trained: its forward pass fails: {_line(error)}") from error
     found: list[str] = []
-    for way in PADDED_WAYS if is_padded else PACKED_WAYS:
-        difference = _difference(model, rows, plain, way, is_padded=is_padded)
+    padded_ways = PADDED_WAYS if vision is None else OWN_WAYS
+    for way in padded_ways if is_padded else PACKED_WAYS:
+        difference = _difference(model, rows, plain, way, vision=vision, is_padded=is_padded)
         if difference is None:
             return None if is_padded or kernel is None else _proved(model, rows, plain, kernel)
         found.append(difference)
     rows_used = "each in a row of its own" if is_padded else "in one row"
-    can_be_padded = any(_difference(model, rows, plain, way, is_padded=True) is None for way in PADDED_WAYS)
+    can_be_padded = any(
+        _difference(model, rows, plain, way, vision=vision, is_padded=True) is None for way in padded_ways
+    )
     remedy = "set trainer.packing to 'padded'" if can_be_padded else "use a causal language model of another type"
     raise ConfigError(
         f"{_type(model)} cannot be trained on sequences {rows_used}: the logits of each have to be those that it gets "
@@ -177,18 +197,18 @@ def tree_fault(model: PreTrainedModel, kernel: Kernel | None) -> str | None:
     """
     short, long, other = _probe(vocab_size(model), model.device)
     half = len(long) // 2
-    rows = [other, long[:2], torch.cat([long[:half], short]), long, torch.cat([long[: half - 1], other])]
+    rows = _rows([other, long[:2], torch.cat([long[:half], short]), long, torch.cat([long[: half - 1], other])])
     fault = _difference(model, rows, [_plain_logits(model, row) for row in rows], kernel=kernel, is_tree=True)
     use_segment_attention(model)
     return fault
 
 
-def _proved(model: PreTrainedModel, rows: Sequence[Tensor], plain: Sequence[Tensor], kernel: Kernel) -> Kernel | None:
+def _proved(model: PreTrainedModel, rows: Sequence[Sample], plain: Sequence[Tensor], kernel: Kernel) -> Kernel | None:
     """Return `kernel` if its logits are as near to `plain`, which are in float32, as those of the loop over sequences.
 
     Both are computed in bfloat16, and compared by the mean distance within each sequence.
     """
-    batch = collate([_predicting_all(row) for row in rows], model.device)
+    batch = collate(rows, model.device)
 
     def distances(of_kernel: Kernel | None) -> list[float]:
         with torch.no_grad(), torch.autocast(model.device.type, dtype=torch.bfloat16):
@@ -212,10 +232,11 @@ def _proved(model: PreTrainedModel, rows: Sequence[Tensor], plain: Sequence[Tens
 
 
 @torch.no_grad()
-def _plain_logits(model: PreTrainedModel, row: Tensor) -> Tensor:
+def _plain_logits(model: PreTrainedModel, row: Sample, vision: Vision | None = None) -> Tensor:
     """Return the logits of one sequence alone, [T, V]."""
     model.set_attn_implementation("eager")  # what a model defines itself by: others leave out soft caps and sinks
-    return model(input_ids=row[None], use_cache=False).logits[0]
+    images = {} if vision is None else vision.plainly(row.images, row.num_tokens, model.device)
+    return model(input_ids=row.inputs[None].to(model.device), use_cache=False, **images).logits[0]
 
 
 def _observe(model: PreTrainedModel, compute: Callable[[], Tensor]) -> dict[str, Tensor]:
@@ -240,15 +261,16 @@ def _observe(model: PreTrainedModel, compute: Callable[[], Tensor]) -> dict[str,
 
 def _difference(
     model: PreTrainedModel,
-    rows: Sequence[Tensor],
+    rows: Sequence[Sample],
     plain: Sequence[Tensor],
     attention: str = ATTENTION_NAME,
     *,
     kernel: Kernel | None = None,
+    vision: Vision | None = None,
     **layout: bool,
 ) -> str | None:
     """Say how the logits of one batch of all rows differ from `plain`, those of each alone; None if they do not."""
-    batch = collate([_predicting_all(row) for row in rows], model.device, **layout)
+    batch = collate(rows, model.device, **layout)
 
     @torch.no_grad()
     def compute() -> Tensor:
@@ -256,7 +278,7 @@ def _difference(
             use_segment_attention(model)
         else:
             model.set_attn_implementation(attention)
-        return tail_of(model)(hidden_states(decoder_of(model), batch, kernel))
+        return tail_of(model)(hidden_states(decoder_of(model), batch, kernel, vision=vision))
 
     try:
         logits = compute()
@@ -270,13 +292,13 @@ def _difference(
     enough = NEARLY_ALL if has_experts else 1.0
     if int(is_same.sum()) >= enough * len(is_same) and bool((distance <= FLIPPED * spread).all()):
         return None
-    inside = _observe(model, compute), [_observe(model, lambda row=row: _plain_logits(model, row)) for row in rows]
+    alone = [_observe(model, lambda row=row: _plain_logits(model, row, vision)) for row in rows]
     token = int(is_same.long().argmin())
     sequence = int(batch.sequences[token])
     return (
         f"they differ by up to {float(distance.max()):.2g} (their standard deviation is {spread:.2g}), first at token "
-        f"{token - sum(map(len, rows[:sequence]))} of sequence {sequence}; inside the model, first after "
-        f"{_first_to_differ(*inside, batch)}"
+        f"{token - sum(row.num_tokens for row in rows[:sequence])} of sequence {sequence}; inside the model, first "
+        f"after {_first_to_differ(_observe(model, compute), alone, batch)}"
     )
 
 
@@ -298,11 +320,19 @@ def _probe(num_ids: int, device: torch.device) -> list[Tensor]:
     return list(ids.to(device).split(LENGTHS))
 
 
-def _predicting_all(row: Tensor) -> Sample:
+def _rows(rows: Sequence[Tensor], vision: Vision | None = None) -> list[Sample]:
+    """Return sequences of which every token predicts. With `vision` one has two images, and another one of them."""
+    if vision is None:
+        return [_predicting_all(row) for row in rows]
+    return [_predicting_all(*vision.illustrated(row, count)) for row, count in zip(rows, (0, 2, 1), strict=True)]
+
+
+def _predicting_all(row: Tensor, images: tuple[PromptImage, ...] = ()) -> Sample:
     zeros = torch.zeros(len(row))
     return Sample(
         rollout="",
         inputs=row.cpu(),
+        images=images,
         predicting=torch.arange(len(row)),
         targets=row.cpu(),
         temperatures=zeros + 1,

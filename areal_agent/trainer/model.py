@@ -21,7 +21,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.core_model_loading import revert_weight_conversion
 
 from areal_agent.algorithms.batching import MicroBatch
@@ -31,7 +37,7 @@ from areal_agent.engine.embedded.packed import Kernel, packed_kernel
 from areal_agent.engine.foreign.weight_folders import TIED_HEAD, read_file_shapes, read_shapes
 from areal_agent.engine.pushes import weight_files
 from areal_agent.errors import ConfigError
-from areal_agent.models.causal import fault_of
+from areal_agent.models.causal import PROCESSOR, fault_of, takes_images
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.context import Context
 from areal_agent.trainer.forward import (
@@ -47,6 +53,7 @@ from areal_agent.trainer.halves import Halves
 from areal_agent.trainer.metrics import Work
 from areal_agent.trainer.optimizer import Optimizer, Schedule
 from areal_agent.trainer.ranks import ALONE, FLOAT32, Group, Precision, fill, set_apart, whole
+from areal_agent.trainer.vision import Vision, tower_of
 from areal_agent.types import TensorEntry
 from areal_agent.weights.channels import layout
 
@@ -65,10 +72,10 @@ def _require_layers(folder: Path, what: str) -> None:
         raise ConfigError(f"{what}: its config.json has {num_layers:,} layers, and its files {num_tensors:,} tensors")
 
 
-def _require_in_proportion(config: PreTrainedConfig, folder: Path, what: str) -> None:
+def _require_in_proportion(loader: Any, config: PreTrainedConfig, folder: Path, what: str) -> None:
     """Raise ConfigError for a model of twice the size of its files, before memory is taken for it."""
     with torch.device("meta"):
-        size = AutoModelForCausalLM.from_config(config).num_parameters()
+        size = loader.from_config(config).num_parameters()
     if size > 2 * (found := sum(map(math.prod, read_shapes(folder).values()))):
         raise ConfigError(f"{what}: its config.json is of {size:,} parameters, and its files have {found:,}")
 
@@ -77,24 +84,34 @@ class Policy:
     """A causal language model with float32 weights. It computes in float32 until `shard` gives it another precision."""
 
     def __init__(
-        self, model: PreTrainedModel, device: torch.device, *, is_padded: bool = False, group: Group = ALONE
+        self,
+        model: PreTrainedModel,
+        device: torch.device,
+        *,
+        is_padded: bool = False,
+        group: Group = ALONE,
+        vision: Vision | None = None,
     ) -> None:
         """Take a model for packed or padded micro-batches. Raises ConfigError if it cannot be trained in them.
 
-        With several ranks it must have been made within `Group.sharing`.
+        With several ranks it must have been made within `Group.sharing`. With `vision` it is one that takes images, in
+        padded micro-batches, and its vision tower is frozen.
         """
         self._rows = set_apart(model, device) if group.size > 1 else {}  # which `shard` gives it back
         # eval mode: dropout would make the proximal and the current policy differ without an update
         self.model = (model if self._rows else model.to(device)).eval()  # pyright: ignore[reportArgumentType]
         self.device = device
+        self.vision = vision
+        if vision is not None:
+            self.train_vision(False)
         self.adapter: Adapter | None = None
         self._group = group
         saved = model.state_dict().keys()
         self._buffers = {name: one for name, one in model.named_buffers() if name in saved}  # never trained
         self.computing: Computing = nullcontext
         self._untrained: dict[str, Path] = {}  # the file of each tensor that this model lacks
-        self.kernel, self.tree_fault = self._choose_attention(is_padded=is_padded)
-        self._loss_tokens = LossTokenForward(self.model, self.kernel)
+        self.kernel, self.tree_fault = self._choose_attention(is_padded=is_padded or vision is not None)
+        self._loss_tokens = LossTokenForward(self.model, self.kernel, vision)
 
     @classmethod
     def load(cls, folder: Path, device: torch.device, *, is_padded: bool = False, group: Group = ALONE) -> Self:
@@ -106,13 +123,17 @@ class Policy:
         try:
             _require_layers(folder, what)
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            if fault := fault_of(config.to_dict()):
+            has_processor = (folder / PROCESSOR).is_file()
+            if fault := fault_of(config.to_dict(), has_processor=has_processor):
                 raise ConfigError(f"{what}: {fault}")
-            _require_in_proportion(config, folder, what)
+            vision, loader = None, AutoModelForCausalLM
+            if takes_images(config.to_dict(), has_processor=has_processor):
+                vision, loader = Vision.load(folder, config), AutoModelForImageTextToText
+            _require_in_proportion(loader, config, folder, what)
             with group.sharing():
                 model, loaded = cast(
                     tuple[PreTrainedModel, Mapping[str, Collection[str]]],
-                    AutoModelForCausalLM.from_pretrained(
+                    loader.from_pretrained(
                         folder,
                         dtype=torch.float32,
                         use_safetensors=True,
@@ -131,7 +152,7 @@ class Policy:
             raise ConfigError(f"{what}: its files lack the weights {sorted(loaded['missing_keys'])[:3]}")
         if mismatched := sorted(map(str, loaded["mismatched_keys"])):
             raise ConfigError(f"{what}: the shapes of its weights are not those of its config.json: {mismatched[:3]}")
-        policy = cls(model, device, is_padded=is_padded, group=group)
+        policy = cls(model, device, is_padded=is_padded, group=group, vision=vision)
         policy._compare_with(folder)
         return policy
 
@@ -139,6 +160,11 @@ class Policy:
         """Return this policy with gradients off, for use as a reference."""
         self.model.requires_grad_(False)
         return self
+
+    def train_vision(self, is_trained: bool) -> None:
+        """Train the vision tower of a model that takes images, or leave it as it is. Make copies (`backbone`) after."""
+        for part in tower_of(self._decoder):
+            part.requires_grad_(is_trained)
 
     def adapt(self, config: LoraConfig, seed: int, precision: Precision = FLOAT32) -> None:
         """Train only adapters from now on. A copy (`backbone`) that is to be trained in full has to be made before."""
@@ -193,7 +219,9 @@ class Policy:
 
     def trained_parameters(self) -> dict[str, Tensor]:
         """Return the trained parameters by name; with several ranks, this rank's shards."""
-        return self.named_parameters() if self.adapter is None else self.adapter.parameters()
+        if self.adapter is not None:
+            return self.adapter.parameters()
+        return {name: one for name, one in self.model.named_parameters() if one.requires_grad}
 
     def named_parameters(self) -> dict[str, Tensor]:
         """Return the parameters but the adapters by name, tied weights once; with several ranks, this one's shards."""
@@ -328,7 +356,7 @@ class Policy:
             self._group.shard(decoder_layers(decoder_of(trial)), None)
             fill(trial, self._rows)
         kernel = packed_kernel() if self.device.type == "cuda" else None
-        kernel = choose_attention(trial, is_padded=is_padded, kernel=kernel)
+        kernel = choose_attention(trial, is_padded=is_padded, kernel=kernel, vision=self.vision)
         fault = "its rows hold one sequence each" if is_padded else tree_fault(trial, kernel)
         self.model.set_attn_implementation(cast(Any, trial.config)._attn_implementation)
         return kernel, fault
@@ -361,17 +389,23 @@ class ValueForward(nn.Module):
     """The forward pass as one module, because FSDP2 gathers parameters per module."""
 
     def __init__(
-        self, decoder: nn.Module, head: nn.Module, kernel: Kernel | None, context: Context | None = None
+        self,
+        decoder: nn.Module,
+        head: nn.Module,
+        kernel: Kernel | None,
+        context: Context | None = None,
+        vision: Vision | None = None,
     ) -> None:
         super().__init__()
         self.decoder = decoder
         self.head = head
         self._kernel = kernel
         self._context = context
+        self._vision = vision
 
     def forward(self, batch: MicroBatch) -> Tensor:
         own = batch if self._context is None else self._context.part(batch)
-        values = self.head(hidden_states(self.decoder, own, self._kernel, self._context)).squeeze(1)
+        values = self.head(hidden_states(self.decoder, own, self._kernel, self._context, self._vision)).squeeze(1)
         return values if self._context is None else self._context.gather(values, batch)
 
 
@@ -395,7 +429,7 @@ class Critic:
         decoder, rows = policy.backbone()
         head = nn.Linear(policy.hidden_size, 1, bias=False, device=policy.device)
         nn.init.zeros_(head.weight)
-        self.model = ValueForward(decoder, head, policy.kernel, group.context).eval()
+        self.model = ValueForward(decoder, head, policy.kernel, group.context, policy.vision).eval()
         if config.compile:
             compile_each(decoder_layers(decoder))
         if config.gradient_checkpointing:
@@ -406,9 +440,8 @@ class Critic:
         rate = algorithm.critic_learning_rate or config.learning_rate
         own_schedule = None if schedule is None else replace(schedule, peak=rate)
         self.work = Work.of(decoder_layers(decoder), policy.model.config.get_text_config(), num_outputs=1)
-        self.optimizer = Optimizer(
-            self.model.parameters(), config.model_copy(update={"learning_rate": rate}), own_schedule
-        )
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        self.optimizer = Optimizer(trained, config.model_copy(update={"learning_rate": rate}), own_schedule)
 
     def values(self, batch: MicroBatch) -> Tensor:
         """Return the value of each loss token of the micro-batch, [M] float32."""

@@ -171,8 +171,9 @@ class Training:
         return {**self.policy.trained_parameters(), **{f"critic.{name}": one for name, one in critic.items()}}
 
     def frozen(self) -> Mapping[str, Tensor]:
-        """Return what stays as it is beside that: the weights below adapters, and a reference."""
-        below = {} if self.lora is None else self.policy.named_parameters()
+        """Return what stays as it is beside that: weights below adapters, a vision tower, and a reference."""
+        trained = self.policy.trained_parameters()
+        below = {name: one for name, one in self.policy.named_parameters().items() if name not in trained}
         reference = {} if self.reference is None else self.reference.named_parameters()
         return {**below, **{f"reference.{name}": one for name, one in reference.items()}}
 

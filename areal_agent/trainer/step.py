@@ -14,7 +14,7 @@ depend on the split. Rank 0 has the records and makes all choices; the other ran
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from areal_agent.algorithms.advantages import AdvantageFunction, own_advantages, token_advantages, value_targets
-from areal_agent.algorithms.batching import MicroBatch, Sample, collate, sample_of
+from areal_agent.algorithms.batching import NO_IMAGES, MicroBatch, Sample, collate, sample_of
 from areal_agent.algorithms.config import AlgorithmConfig, load_own
 from areal_agent.algorithms.credit import with_causal_credit, with_parts
 from areal_agent.algorithms.distillation import distill_metrics, distilled_advantages, teacher_differences
@@ -124,7 +124,7 @@ class Stepper:
             return self._follow(given.step)
         laps = Laps()
         given = self._credited(given)
-        samples = self._measured([sample_of(record) for record in given.records])
+        samples = self._measured([sample_of(record, given.images) for record in given.records])
         laps.end("proximal")
         differences = self._judged(given, samples)
         if differences is not None:
@@ -186,7 +186,9 @@ class Stepper:
 
     # ------------------------------------------------------------------ supervised fine-tuning
 
-    def fit(self, records: Sequence[TokenRecord], rate: float = 1.0) -> dict[str, float]:
+    def fit(
+        self, records: Sequence[TokenRecord], rate: float = 1.0, images: Mapping[str, bytes] = NO_IMAGES
+    ) -> dict[str, float]:
         """Make one update towards the loss tokens of `records`, and return its metrics.
 
         The loss is their mean negative log-probability in nats, -(1/N) sum_t log p_t over the N loss tokens of all
@@ -194,7 +196,7 @@ class Stepper:
         """
         if self._group.rank:
             return self._follow()
-        samples = [sample_of(record) for record in records]
+        samples = [sample_of(record, images) for record in records]
         num_tokens = sum(one.num_loss_tokens for one in samples)
         samples = [replace(one, weight=1.0 / max(num_tokens, 1)) for one in samples]
         metrics: dict[str, float] = self._together("fit", samples, rate=rate)
@@ -221,12 +223,12 @@ class Stepper:
             "num_skipped_updates": float(not math.isfinite(norm)),
         }
 
-    def measure(self, records: Sequence[TokenRecord]) -> list[Tensor]:
+    def measure(self, records: Sequence[TokenRecord], images: Mapping[str, bytes] = NO_IMAGES) -> list[Tensor]:
         """Return the log-probability of each loss token of each record, [M] float32, in nats."""
         if self._group.rank:
             self._follow()
             return []
-        measured = self._by_sample([sample_of(record) for record in records], "policy")
+        measured = self._by_sample([sample_of(record, images) for record in records], "policy")
         self._end()
         return measured
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from areal_agent.algorithms.batching import NO_IMAGES
 from areal_agent.callback import LOOPBACK
 from areal_agent.dtype import slowness
 from areal_agent.errors import ConfigError
@@ -77,6 +78,8 @@ class Trainer:
         if setup.teacher is not None:
             teacher = load_teacher(setup.teacher, policy, is_padded=is_padded, group=group)
         config = settled(config, group, [one for one in (policy, teacher) if one is not None])
+        if config.train_vision:
+            policy.train_vision(True)
         precision = Precision.of(config, device, policy.hidden_size)
         if slow := slowness("trainer.dtype", config.dtype, is_gpu=device.type == "cuda"):
             logger.warning("%s", slow)
@@ -159,13 +162,20 @@ class Trainer:
         metrics = {**report.metrics, "seconds_digest": took_s}
         return replace(report, metrics=metrics, seconds=report.seconds + took_s, weights=weights)
 
-    def fit(self, step: int, records: Sequence[TokenRecord], *, rate: float = 1.0) -> StepReport:
+    def fit(
+        self,
+        step: int,
+        records: Sequence[TokenRecord],
+        *,
+        rate: float = 1.0,
+        images: Mapping[str, bytes] = NO_IMAGES,
+    ) -> StepReport:
         """Make one supervised step, at `rate` times the schedule's learning rate. Raises ValueError as `train_step`."""
-        return self._made(step, lambda: self._stepper.fit(records, rate))
+        return self._made(step, lambda: self._stepper.fit(records, rate, images))
 
-    def measure(self, records: Sequence[TokenRecord]) -> list[Tensor]:
+    def measure(self, records: Sequence[TokenRecord], images: Mapping[str, bytes] = NO_IMAGES) -> list[Tensor]:
         """Return the log-probability of each loss token of each record, [M] float32, under the weights as they are."""
-        return self._stepper.measure(records)
+        return self._stepper.measure(records, images)
 
     def _made(self, step: int, train: Callable[[], dict[str, float]]) -> StepReport:
         if step != self._step + 1:
@@ -255,7 +265,23 @@ class Trainer:
 
 
 def settled(config: TrainerConfig, group: Group, models: Sequence[Policy]) -> TrainerConfig:
-    """Return the config with `packing` balanced if it asks for trees and they cannot be had; the reason is logged."""
+    """Return the config with another `packing` if it asks for trees and they cannot be had; the reason is logged.
+
+    Raises ConfigError for what is not there for a model that takes images, or for its images alone.
+    """
+    if models[0].vision is not None:
+        if config.packing in ("balanced", "first_fit"):
+            raise ConfigError(
+                f"trainer.packing is {config.packing!r}, and sequences with images need a row each; set it to 'padded'"
+            )
+        if config.context_parallel > 1:
+            raise ConfigError(
+                f"trainer.context_parallel is {config.context_parallel}, which divides packed rows, and sequences with "
+                "images need a row each; set it to 1"
+            )
+        return config.model_copy(update={"packing": "padded"})
+    if config.train_vision:
+        raise ConfigError("trainer.train_vision is true, and the model takes no images; leave it out")
     faults = [one.tree_fault for one in models if one.tree_fault is not None]
     if group.context is not None:
         faults.append("trainer.context_parallel shares out rows of whole sequences")
@@ -271,6 +297,9 @@ def load_teacher(folder: Path, policy: Policy, *, is_padded: bool, group: Group)
         teacher = Policy.load(folder, policy.device, is_padded=is_padded, group=group).frozen()
     except ConfigError as error:
         raise ConfigError(f"algorithm.teacher: {error}") from error
+    if (teacher.vision is None) != (policy.vision is None):
+        which = "the policy" if teacher.vision is None else "the teacher"
+        raise ConfigError(f"algorithm.teacher: {which} alone takes images; choose a teacher of the policy's family")
     known, needed = vocab_size(teacher.model), vocab_size(policy.model)
     if known < needed:
         raise ConfigError(

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
 from areal_agent.errors import ConfigError, DiskFull, TakenOver, TrainerDied
-from areal_agent.types import JsonObject, TokenRecord
+from areal_agent.types import ImageSpan, JsonObject, TokenRecord
 
 HEADER_LENGTH = struct.Struct(">I")
 PAYLOAD_LENGTH = struct.Struct(">Q")
@@ -56,6 +56,7 @@ class StepInput:
     parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict[str, Mapping[str, float]])  # named
     incarnation: int = 0  # of the starting weights: tokens of this incarnation and version step - 1 are fresh
     teacher: Sequence[NDArray[np.float32]] | None = None  # log-probabilities of a server's teacher, [M] a record
+    images: Mapping[str, bytes] = field(default_factory=dict[str, bytes])  # the files of the records' images, by digest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,11 +168,25 @@ def decode_records(names: Sequence[JsonObject], arrays: Arrays) -> tuple[TokenRe
     records: list[TokenRecord] = []
     for index, one in enumerate(names):
         values = {name: one[name] for name in NAMES}
+        values["images"] = tuple(span if isinstance(span, ImageSpan) else ImageSpan(**span) for span in one["images"])
         for name in DTYPES:
             ends = turns if name in OF_TURNS else tokens
             values[name] = arrays[name][ends[index] : ends[index + 1]]
         records.append(TokenRecord(**values))
     return tuple(records)
+
+
+IMAGE = "image/"
+"""What the arrays of images are named by, before their digests: the bytes of a file each."""
+
+
+def encode_images(images: Mapping[str, bytes]) -> Arrays:
+    return {f"{IMAGE}{digest}": np.frombuffer(data, dtype=np.uint8) for digest, data in images.items()}
+
+
+def decode_images(arrays: Arrays) -> dict[str, bytes]:
+    """Read what `encode_images` returned, and nothing else."""
+    return {name.removeprefix(IMAGE): one.tobytes() for name, one in arrays.items() if name.startswith(IMAGE)}
 
 
 TEACHER = "teacher"
@@ -181,6 +196,7 @@ TEACHER = "teacher"
 def encode_step(given: StepInput) -> tuple[JsonObject, Arrays]:
     """Return the arguments and the arrays of the command `train_step`."""
     names, arrays = encode_records(given.records)
+    arrays = {**arrays, **encode_images(given.images)}
     if given.teacher is not None:
         arrays = {**arrays, TEACHER: np.concatenate([np.zeros(0, dtype=np.float32), *given.teacher])}
     values = {name: getattr(given, name) for name in ("step", "incarnation", "rewards", "parts")}
@@ -197,6 +213,7 @@ def decode_step(arguments: JsonObject, arrays: Arrays) -> StepInput:
         parts=arguments["parts"],
         incarnation=arguments["incarnation"],
         teacher=decode_teacher(records, arrays),
+        images=decode_images(arrays),
     )
 
 

@@ -10,7 +10,7 @@ import os
 import select
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from io import BufferedRWPair
@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from areal_agent.algorithms.batching import NO_IMAGES
 from areal_agent.callback import LOOPBACK
 from areal_agent.engine.embedded.transfer import connect, open_store
 from areal_agent.trainer.checkpoint import Checkpoint
@@ -33,9 +34,11 @@ from areal_agent.trainer.wire import (
     RankCall,
     StepInput,
     TrainerInfo,
+    decode_images,
     decode_records,
     decode_step,
     describe_error,
+    encode_images,
     encode_records,
     encode_step,
     read_frame,
@@ -65,11 +68,17 @@ class Worker:
         self._ranks = Ranks.expect(num_ranks - 1, self._address)
         return self._ranks.calls
 
-    def call(self, command: str, arguments: JsonObject, records: Sequence[TokenRecord] = ()) -> JsonObject:
+    def call(
+        self,
+        command: str,
+        arguments: JsonObject,
+        records: Sequence[TokenRecord] = (),
+        images: Mapping[str, bytes] = NO_IMAGES,
+    ) -> JsonObject:
         """Carry out a command on all ranks, from their own process: no socket. Raises the error of whichever failed."""
         names, arrays = encode_records(records)
         header = {"number": 0, "command": command, **arguments, "records": names}
-        return self._together(Frame(header=header, arrays=arrays))
+        return self._together(Frame(header=header, arrays={**arrays, **encode_images(images)}))
 
     @property
     def info(self) -> TrainerInfo:
@@ -133,11 +142,12 @@ class Worker:
             case "train_step":
                 return self._train_step(arguments, request.arrays)
             case "fit":
-                given = decode_records(arguments["records"], request.arrays)
-                report = self._ready().fit(arguments["step"], given, rate=arguments["rate"])
+                given, images = decode_records(arguments["records"], request.arrays), decode_images(request.arrays)
+                report = self._ready().fit(arguments["step"], given, rate=arguments["rate"], images=images)
                 return {"metrics": report.metrics, "seconds": report.seconds}
             case "measure":
-                measured = self._ready().measure(decode_records(arguments["records"], request.arrays))
+                given, images = decode_records(arguments["records"], request.arrays), decode_images(request.arrays)
+                measured = self._ready().measure(given, images)
                 return {"logprobs": [] if self._rank else [one.tolist() for one in measured]}
             case "publish":
                 published = self._ready().publish(through_host=arguments.get("through_host", False))

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from areal_agent.command import Parser, run_command
 from areal_agent.errors import ArealAgentError, ConfigError
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import Snapshot, ledger_in, reading
 from areal_agent.ledger.questions import STATUS_NOTE, RolloutSummary
@@ -238,7 +239,7 @@ def _show_named(screen: Screen, snapshot: Snapshot, name: str, run_dir: Path, to
     siblings = questions.siblings_of(snapshot, name)
     turns, trajectory = questions.recorded(snapshot, name)
     transcript = Transcript.of_ledger(questions.note(snapshot, TRANSCRIPT_NOTE), run_dir, tokenizer)
-    SessionView(screen, transcript, name, siblings, turns, trajectory).show()
+    SessionView(screen, transcript, name, siblings, turns, trajectory, ImageFolder(run_dir / IMAGES)).show()
 
 
 if __name__ == "__main__":

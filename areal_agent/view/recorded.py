@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import orjson
 
 from areal_agent.errors import ConfigError, LedgerError
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger import pages, questions
 from areal_agent.ledger.files import LedgerFiles, Snapshot, ledger_in, naming
 from areal_agent.ledger.questions import STATUS_NOTE
@@ -47,6 +48,7 @@ class RecordedRun:
     ) -> None:
         self.path = path  # of the ledger
         self.transcript = transcript
+        self.images = ImageFolder(path.parent / IMAGES)
         self._values = values
         self._files = files
         self._inode = path.stat().st_ino

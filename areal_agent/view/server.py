@@ -6,6 +6,7 @@
     /KEY/api/N/rollouts           rollouts from `cursor` on, by filters
     /KEY/api/N/rollout            the rollout `session`
     /KEY/api/N/tokens             the tokens of `turn` in `session`
+    /KEY/images/N/DIGEST          an image that its conversations refer to
     /KEY/export/N                 the rollout `session` as one HTML file
 
 A random key is part of every address, and `HostCheck` refuses calls from pages elsewhere, so that no web page that the
@@ -25,6 +26,7 @@ from aiohttp import web
 
 from areal_agent.errors import ArealAgentError, ConfigError, LedgerError, RequestError
 from areal_agent.gateway.auth import HostCheck
+from areal_agent.images import content_type
 from areal_agent.view.export import export
 from areal_agent.view.recorded import RecordedRun
 from areal_agent.view.trajectory import RecordedRollout
@@ -38,7 +40,7 @@ PAGE = Path(__file__).parent / "page"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -105,6 +107,12 @@ def make_app(runs: Sequence[RecordedRun], key: str) -> web.Application:
     async def tokens(request: web.Request) -> web.Response:
         return await about(request, lambda one: _json(one.tokens(request.query.get("turn", ""))))
 
+    async def image(request: web.Request) -> web.Response:
+        data = await asyncio.to_thread(_run(runs, request).images.read, request.match_info["digest"])
+        if (kind := content_type(data)) is None:
+            raise RequestError("this file is neither PNG, JPEG nor WebP, so it is not shown", status=404)
+        return web.Response(body=data, content_type=kind)
+
     async def exported(request: web.Request) -> web.Response:
         name = re.sub(r"[^\w.-]", "_", request.query.get("session", ""), flags=re.ASCII)
         headers = {"Content-Disposition": f'attachment; filename="rollout-{name}.html"'}
@@ -132,6 +140,7 @@ def make_app(runs: Sequence[RecordedRun], key: str) -> web.Application:
         "/api/{run}/rollouts": rollouts,
         "/api/{run}/rollout": rollout,
         "/api/{run}/tokens": tokens,
+        "/images/{run}/{digest}": image,
         "/export/{run}": exported,
         "/{name:[^/]*}": file,
     }.items():

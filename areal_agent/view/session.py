@@ -8,10 +8,14 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import Any, cast
 
 import orjson
+from PIL import Image
 
+from areal_agent.errors import LedgerError
+from areal_agent.images import ImageFolder, digest_of
 from areal_agent.ledger.questions import RolloutSummary
 from areal_agent.tokens.transcript import Transcript
 from areal_agent.types import Completion, JsonObject, SessionPurpose, Trajectory, Turn
@@ -35,6 +39,7 @@ class SessionView:
     siblings: Sequence[RolloutSummary]  # itself among them
     turns: Sequence[Turn]
     trajectory: Trajectory | None  # None: it is open
+    images: ImageFolder
 
     def show(self) -> None:
         """Print the session."""
@@ -102,12 +107,31 @@ class SessionView:
         calls = cast(Sequence[Mapping[str, Any]], message.get("tool_calls") or ())
         if reasoning := message.get("reasoning_content"):
             self.screen.block("reasoning", str(reasoning), REASONING)
-        if (text := _text(message.get("content"))) or not calls:
+        if (text := self._content(message.get("content"))) or not calls:
             self.screen.block(label, text, style or STYLES.get(label, ""))
         for function in (call.get("function") or call for call in calls):
             self.screen.block("call", str(function.get("name")), CALL)
             for name, value in _arguments(function.get("arguments")).items():
                 self.screen.block(f"  {name}", _text(value), CALL)
+
+    def _content(self, content: object) -> str:
+        """Return the content of a message as text, in which an image is a line about it."""
+        parts = cast(list[Any], content) if isinstance(content, list) else []
+        digests = [digest_of(part) for part in parts]
+        if not any(digests):
+            return _text(content)
+        return "\n".join(
+            self._image(digest) if digest else _text([part]) for part, digest in zip(parts, digests, strict=True)
+        )
+
+    def _image(self, digest: str) -> str:
+        spans = (one for turn in self.turns for one in turn.images if one.digest == digest)
+        tokens = next((f", {one.end - one.start} tokens" for one in spans), "")
+        try:
+            with Image.open(BytesIO(self.images.read(digest))) as image:
+                return f"[image {image.format} {image.width}x{image.height}{tokens}]"
+        except (LedgerError, OSError, Image.DecompressionBombError):
+            return f"[image {digest[:12]}, which cannot be read{tokens}]"
 
     def _show_facts(self, turn: Turn, completion: Completion, one: RolloutSummary, masks: Mapping[str, str]) -> None:
         versions = ", ".join(f"{span.end - span.start:,} by {span.version}" for span in completion.versions)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from areal_agent.errors import LedgerError
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import Snapshot
 from areal_agent.ledger.questions import RolloutSummary
@@ -39,6 +40,7 @@ class RecordedRollout:
     """A rollout as the ledger and the trainer's records have it, read once for all that is shown of it."""
 
     transcript: Transcript
+    images: ImageFolder
     one: RolloutSummary
     siblings: Sequence[RolloutSummary]  # itself among them
     turns: Sequence[Turn]
@@ -64,6 +66,7 @@ class RecordedRollout:
         leased = transcript.loss_rule.masks(trajectory) if trajectory else {}
         return cls(
             transcript=transcript,
+            images=ImageFolder(run_dir / IMAGES),
             one=one,
             siblings=siblings,
             turns=turns,
@@ -121,7 +124,11 @@ class RecordedRollout:
             "num_turns": len(self.turns),
             "beside": [self.turns[at].id if 0 <= at < len(self.turns) else None for at in (place - 1, place + 1)],
             "fork_at": turn.fork_at,
-            "prompt": {"ids": turn.new_prompt_ids, "texts": texts_of(turn.new_prompt_ids)},
+            "prompt": {
+                "ids": turn.new_prompt_ids,
+                "texts": texts_of(turn.new_prompt_ids),
+                "images": turn.images,
+            },
             "answers": [
                 {
                     "ids": answer.token_ids,

@@ -26,6 +26,7 @@ from areal_agent.episode.__main__ import main
 from areal_agent.episode.engine import FreshEngine
 from areal_agent.episode.values import Values, values_of
 from areal_agent.errors import ConfigError
+from areal_agent.images import ImageFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.__main__ import main as ledger_command
 from areal_agent.ledger.files import reading
@@ -161,11 +162,13 @@ def test_a_task_or_a_tokenizer_that_is_gone(play, run: Path) -> None:
 
 
 def test_rewards_are_computed_anew(play, run: Path, tmp_path: Path, capsys) -> None:
+    image = ImageFolder(run / "images").keep(b"a picture")
     before, copy = digests(run), tmp_path / "copy"
     code, out = play("--regrade", "--workflow", "tests.episode.guessing:judge", "--write", str(copy))
     assert (code, out.splitlines()[0]) == (1, "lost: 3 -> 4")
     assert "2 sessions: 1 with the same rewards, 1 with others, 0 not as recorded; 1 were cut off" in out
     assert (digests(run), ledger_command(["verify", str(copy)])) == (before, 0)
+    assert ImageFolder(copy / "images").file(image).samefile(ImageFolder(run / "images").file(image))
     with reading(copy / "ledger.sqlite") as snapshot:
         lost = questions.trajectory(snapshot, "lost")
     assert lost.rewards == Rewards(final=1.0, by_completion={lost.turns[2].completions[0].id: 3.0})

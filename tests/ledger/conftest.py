@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from areal_agent.images import IMAGES
 from areal_agent.ledger.ledger import Ledger
 from tests import histories
 
@@ -45,4 +46,5 @@ def recorded(recorded_once: Path, path: Path) -> Path:
     """A closed ledger and a shard, with sessions in every state."""
     for file in recorded_once.parent.glob("*.sqlite"):
         shutil.copy(file, path.parent)
+    shutil.copytree(recorded_once.with_name(IMAGES), path.with_name(IMAGES))
     return path

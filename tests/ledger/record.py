@@ -5,6 +5,7 @@ result. Never write it again: test_versions.py reads what the code of that versi
 """
 
 import asyncio
+import shutil
 import sqlite3
 import tempfile
 from dataclasses import replace
@@ -12,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger.encoding import StepRecord
 from areal_agent.ledger.files import VERSION
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.shard import LedgerShard
-from areal_agent.types import Distribution, Drop, Rewards, SessionPurpose, Status
+from areal_agent.types import Distribution, Drop, ImageSpan, Rewards, SessionPurpose, Status
 from tests.ledger.make import SAMPLING, SPANS, Make
 
 STEP = StepRecord(
@@ -31,7 +33,7 @@ STEP = StepRecord(
 
 
 async def record(path: Path) -> None:
-    """Record a session in every state, one with a fork, and a shard with one closed and one open session."""
+    """Record a session in every state, one with a fork and an image, and a shard with a closed and an open session."""
     make = Make()
     ledger = await Ledger.open(path, create=True)
     await ledger.begin_incarnation(0)
@@ -40,7 +42,11 @@ async def record(path: Path) -> None:
     await ledger.own.open_session(make.session("forked"))
     await ledger.own.append_turn("forked", make.turn("forked", 0))
     fork = replace(make.completion("forked-c1"), versions=SPANS, distribution=Distribution.ALTERED)
-    turn = make.turn("forked", 1, parent="forked-c0", fork_at=5, completions=(fork,), sampling=SAMPLING)
+    digest = ImageFolder(path.parent / IMAGES).keep(b"a picture")
+    image = ImageSpan(digest=digest, start=1, end=2)
+    turn = make.turn(
+        "forked", 1, parent="forked-c0", fork_at=5, completions=(fork,), sampling=SAMPLING, images=(image,)
+    )
     await ledger.own.append_turn("forked", turn)
     rewards = Rewards(final=0.5, by_completion={"forked-c0": 0.25}, parts={"format": 1.0})
     ending = make.ending("forked", rewards=rewards, logged={"tries": 2}, undelivered=("forked-c1",))
@@ -83,6 +89,7 @@ def main() -> None:
         asyncio.run(record(Path(folder) / "ledger.sqlite"))
         for path in sorted(Path(folder).glob("*.sqlite")):
             (target / f"{path.stem}.sql").write_text(dump(path))
+        shutil.copytree(Path(folder) / IMAGES, target / IMAGES)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from areal_agent.types import (
     Distribution,
     FinishReason,
     ForkReason,
+    ImageSpan,
     Rewards,
     SamplingParams,
     Status,
@@ -81,6 +82,7 @@ def completions(draw) -> Completion:
     )
 
 
+places = st.integers(0, 2**31)
 turns = st.builds(
     Turn,
     id=text,
@@ -93,6 +95,7 @@ turns = st.builds(
     started_s=finite,
     ended_s=finite,
     fork_reason=st.none() | st.sampled_from(ForkReason),
+    images=st.lists(st.builds(ImageSpan, digest=text, start=places, end=places), max_size=2).map(tuple),
 )
 endings = st.fixed_dictionaries(
     {

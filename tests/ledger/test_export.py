@@ -1,9 +1,10 @@
 """`ledger export --parquet` gives a researcher the data of a run.
 
-1. there is one row per completion, from every file, with all that the ledger knows of it; 2. prompts are whole, also
-after a fork, and tokens are those that were sampled; 3. a session that is open or has no reward has no figures of its
-end; 4. the result does not depend on the size of row groups; 5. an existing file is kept unless `--force` is given;
-6. a failure leaves nothing behind; 7. a file that cannot be written is refused before anything is read.
+1. there is one row per completion, from every file, with all that the ledger knows of it, and its images on request;
+2. prompts are whole, also after a fork, and tokens are those that were sampled; 3. a session that is open or has no
+reward has no figures of its end; 4. the result does not depend on the size of row groups; 5. an existing file is kept
+unless `--force` is given; 6. a failure leaves nothing behind; 7. a file that cannot be written is refused before
+anything is read.
 """
 
 import os
@@ -15,11 +16,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from areal_agent.errors import ConfigError
+from areal_agent.images import ImageFolder
 from areal_agent.ledger.__main__ import main
 from areal_agent.ledger.export import MAX_BATCH_TOKENS, completions, write_parquet
 from areal_agent.ledger.files import LedgerFiles
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.tokens.transcript import Transcript, TranscriptSettings
+
+from .test_verify import PICTURE
 
 NO_TOKENIZER = Transcript(TranscriptSettings(tokenizer=""))
 
@@ -31,8 +35,9 @@ def exported(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_a_row_a_completion_with_all_that_is_known(recorded: Path, make, capsys: pytest.CaptureFixture[str]) -> None:
-    target = recorded.with_name("out.parquet")
-    assert main(["export", str(recorded.parent), "--parquet", str(target)]) == 0
+    target, images = recorded.with_name("out.parquet"), recorded.with_name("out")
+    assert main(["export", str(recorded.parent), "--parquet", str(target), "--images", str(images)]) == 0
+    assert ImageFolder(images).read(PICTURE) == b"a picture"
     out, err = capsys.readouterr()
     assert err == "without their text: no tokenizer was found; name its folder with --tokenizer\n"
     assert out.startswith("17 completions in ")
@@ -52,6 +57,7 @@ def test_a_row_a_completion_with_all_that_is_known(recorded: Path, make, capsys:
         "fork_reason": None,
         "completion_id": "forked-c1",
         "prompt_token_ids": [1, 2, 3, 100, 101, 1, 2, 3],
+        "images": [{"digest": PICTURE, "start": 6, "end": 7}],
         "token_ids": [100, 101, 102, 103],
         "logprobs": [-0.5] * 4,
         "versions": [{"version": "0:1", "start": 0, "end": 3}, {"version": "1:2", "start": 3, "end": 4}],
@@ -71,6 +77,7 @@ def test_a_row_a_completion_with_all_that_is_known(recorded: Path, make, capsys:
     assert (rows["trained-c0"]["fate"], rows["trained-c0"]["trained_step"]) == ("trained(1)", 1)
     assert (rows["dropped-c0"]["fate"], rows["dropped-c0"]["trained_step"]) == ("dropped(stale)", None)
     assert rows["sharded-c1"]["status"] == "completed"
+    assert rows["sharded-c1"]["images"] == []
 
 
 def test_an_open_session_has_no_figures_of_an_end(recorded: Path) -> None:

@@ -4,10 +4,12 @@
 each planted corruption is found under the invariant that it violates, also in a shard, or between files; 3. a file too
 damaged to read on is a violation, not a traceback; 4. it works beside the live writer, and sees one state; 5. an ending
 that was changed takes no reward; 6. the command prints a report and exits with 0, or with 1 and the violation; a
-missing folder or ledger is refused.
+missing folder or ledger is refused; 7. the places of images are proved, and that their files are whole.
 """
 
 import asyncio
+import hashlib
+import json
 import sqlite3
 import struct
 from contextlib import aclosing, closing
@@ -16,12 +18,13 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import ConfigError, LedgerError
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger.__main__ import main
 from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.files import shard_path
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import Invariant, verify
-from areal_agent.types import Drop, Rewards
+from areal_agent.types import Drop, ImageSpan, Rewards
 
 from .make import Make
 
@@ -154,6 +157,51 @@ def test_a_planted_corruption_is_found(recorded: Path, name: str) -> None:
     assert verify(recorded).of(invariant)
 
 
+PICTURE = hashlib.sha256(b"a picture").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("spans", "detail"),
+    [
+        ([(1, 1)], "an image has the tokens [1, 1) of 3"),
+        ([(2, 4)], "an image has the tokens [2, 4) of 3"),
+        ([(1, 2), (1, 2)], "has the tokens [1, 2) of 3, where the one before ends at 2"),
+        ([(0, 2)], "an image has the ids [1, 2], and in turn 'forked-t1' it is 1 that stands for images"),
+        ([(0, 1), (1, 2)], "an image has the ids [2], and in turn 'forked-t1' it is 1 that stands for images"),
+    ],
+)
+def test_images_in_the_wrong_place_are_found(recorded: Path, spans: list[tuple[int, int]], detail: str) -> None:
+    images = json.dumps([(PICTURE, *span) for span in spans])
+    assert change(recorded, f"UPDATE turns SET images = '{images}' WHERE id = 'forked-t1'") == 1
+    [violation] = verify(recorded).violations
+    assert violation.invariant is Invariant.IMAGES
+    assert detail in violation.detail
+
+
+async def test_a_fork_that_cuts_an_image_is_found(recorded: Path, make: Make) -> None:
+    image = ImageSpan(digest=PICTURE, start=0, end=3)
+    ledger = await Ledger.open(recorded, create=False)
+    await ledger.own.open_session(make.session("s"))
+    await ledger.own.append_turn("s", make.turn("s", new_prompt_ids=(2, 2, 2), images=(image,)))
+    await ledger.own.append_turn("s", make.turn("s", 1, fork_at=2))
+    await ledger.aclose()
+    report = verify(recorded)
+    assert [str(one) for one in report.violations] == [f"turn 's-t1': it cuts image {PICTURE}"]
+    assert (report.num_images, report.num_image_bytes) == (1, len(b"a picture"))
+
+
+@pytest.mark.parametrize("content", [None, b"another one"])
+def test_an_image_that_is_not_whole_is_found(recorded: Path, content: bytes | None, capsys) -> None:
+    file = ImageFolder(recorded.with_name(IMAGES)).file(PICTURE)
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    code, out = command(capsys, recorded.parent)
+    assert code == 1
+    assert f"turn 'forked-t1': image {PICTURE} {'is damaged' if content else 'cannot be read'}" in out
+    assert "VIOLATED: 1 of 16 invariants; 1 violations" in out
+
+
 async def test_a_lease_of_more_tokens_than_were_sampled_is_found(ledger: Ledger, path: Path, make) -> None:
     await make.closed(ledger.own, "a")
     await ledger.lease(1, [Lease.of(await ledger.trajectory("a"), 9)])
@@ -225,9 +273,9 @@ def command(capsys: pytest.CaptureFixture[str], path: Path) -> tuple[int, str]:
 def test_the_command_reports_a_run(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = command(capsys, recorded.parent)
     assert code == 0
-    assert "68 sampled in 17 turns; 8 trained in the loss" in out
+    assert "68 sampled in 17 turns; 8 trained in the loss\n  images     1 of 9 bytes\n" in out
     assert "1 trained, 1 dropped (1 stale); 1 leased, 4 waiting" in out
-    assert out.endswith("OK: all 15 invariants hold\n")
+    assert out.endswith("OK: all 16 invariants hold\n")
 
 
 async def test_the_command_says_that_nothing_is_recorded(ledger: Ledger, path: Path, capsys) -> None:
@@ -243,7 +291,7 @@ def test_the_command_exits_1_and_names_the_violation(recorded: Path, capsys) -> 
     assert code == 1
     assert "✗ a completed run leaves nothing open, waiting or leased" in out
     assert "the run: it is completed, yet 4 of its sessions are waiting" in out
-    assert "VIOLATED: 1 of 15 invariants" in out
+    assert "VIOLATED: 1 of 16 invariants" in out
 
 
 @pytest.mark.parametrize(("name", "message"), [("missing", "there is no run folder"), (".", "has no ledger.sqlite")])

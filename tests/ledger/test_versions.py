@@ -8,6 +8,7 @@ later; 6. newer versions and versions too old to upgrade are refused; 7. tables 
 """
 
 import asyncio
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import LedgerError
+from areal_agent.images import IMAGES
 from areal_agent.ledger import questions
 from areal_agent.ledger.__main__ import main
 from areal_agent.ledger.files import OLDEST_VERSION, VERSION, FileKind, FileLock, shard_path
@@ -39,6 +41,8 @@ def restore(version: int, folder: Path) -> Path:
     for dump in sorted((FOLDER / str(version)).glob("*.sql")):
         with closing(sqlite3.connect(folder / f"{dump.stem}.sqlite")) as connection:
             connection.executescript(dump.read_text())
+    if (images := FOLDER / str(version) / IMAGES).is_dir():  # from version 5 on
+        shutil.copytree(images, folder / IMAGES)
     return folder / "ledger.sqlite"
 
 
@@ -210,7 +214,7 @@ async def test_what_version_2_kept_no_digest_of_is_unproved(old: Path, make, cap
     assert main(["verify", str(old)]) == 0
     out = capsys.readouterr().out
     assert "? every ending, with its rewards, is as it was written (cannot be proved for 8 sessions" in out
-    assert out.endswith("OK: none of 15 invariants is violated, and 2 cannot be proved\n")
+    assert out.endswith("OK: none of 16 invariants is violated, and 2 cannot be proved\n")
     ledger = await Ledger.open(old, create=False)
     await make.closed(ledger.own, "new")
     await ledger.set_rewards("unpaid", Rewards(final=1.0))  # what was logged in it stays unproved

@@ -13,7 +13,8 @@ from areal_agent.models.causal import fault_of
         ({"model_type": "bert", "is_decoder": True}, ""),
         ({"model_type": "bert"}, "type bert is an encoder, which predicts masked tokens; use a causal"),
         ({"model_type": "bart", "is_encoder_decoder": True}, "type bart is an encoder-decoder; use a causal"),
-        ({"model_type": "qwen2_5_vl"}, "type qwen2_5_vl is a vision-language model"),
+        ({"model_type": "qwen2_5_vl"}, ""),  # as a whole
+        ({"model_type": "llava"}, "type llava is a vision-language model"),
         ({"model_type": "clip"}, "no causal language model of type clip"),
         ({"model_type": "frobnicate"}, "has no type 'frobnicate'; correct"),
         ({"model_type": "frobnicate", "auto_map": {"AutoConfig": "x"}}, "code that comes with a model is not run"),

@@ -16,6 +16,7 @@ import pytest
 
 from areal_agent.errors import TakenOver
 from areal_agent.files import RunFolder, claim
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.verify import verify
@@ -43,6 +44,7 @@ async def test_what_a_run_shared_is_restored_and_what_is_lost_is_told(tmp_path: 
         await begun(lost, ledger)
         survival = Survival(lost, ledger, 0)
         await make.closed(ledger.own, "a", "b")
+        digest = ImageFolder(lost.path / IMAGES).keep(b"a picture")
         await survival.saving(2)
         await make.closed(ledger.own, "c", "d", "e")
         await survival.pushing(3)
@@ -50,6 +52,7 @@ async def test_what_a_run_shared_is_restored_and_what_is_lost_is_told(tmp_path: 
     folder = RunFolder.reopen(str(lost.shared), str(tmp_path / "found"))
     told = restore(folder)
     assert "snapshot of step 2: at least 3 rollouts that ended after it are lost, and 1 train steps" in told
+    assert ImageFolder(folder.path / IMAGES).read(digest) == b"a picture"
     assert (folder.config.read_text(), folder.metrics.read_text()) == ("seed: 1", "{}\n")
     async with aclosing(await Ledger.open(folder.ledger, create=False)) as ledger:
         assert await begun(folder, ledger) == WeightVersion(incarnation=1)

@@ -3,12 +3,14 @@
 1. a bad row is one line with its file, its number and the reason; 2. a row that is too long is refused, or left out and
 counted, never cut; 3. what is held out is drawn by the seed, and is not learnt; 4. each epoch has every row once, in an
 order of its own, and a resume goes on within it; 5. rollouts of a ledger are learnt by their sampled tokens, those of
-enough reward alone, also greedy ones, but for answers that the agent never got.
+enough reward alone, also greedy ones, but for answers that the agent never got; 6. images in rows are kept by their
+digests, and become the tokens that the gateway makes of them; a row with a bad one is refused.
 """
 
 import asyncio
 import json
 import shutil
+from base64 import b64encode
 from codecs import BOM_UTF8
 from dataclasses import replace
 from itertools import islice
@@ -19,13 +21,15 @@ import numpy as np
 import pytest
 
 from areal_agent.errors import ConfigError
+from areal_agent.images import ImageFolder
 from areal_agent.sft.config import SftConfig
 from areal_agent.sft.data import Data, Row, load_data, read_chats, read_rollouts, split
 from areal_agent.sft.sequences import Example
-from areal_agent.tokens.renderer import Renderer
+from areal_agent.tokens.renderer import Renderer, load_tokenizer
 from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, TranscriptSettings
 from areal_agent.types import Rewards, SamplingParams, SessionPurpose
 from tests.histories import begin_rollout, completion, end_rollout, open_ledger, session, trajectory, turn
+from tests.vision import make_vision_model, picture
 
 ASKED = {"role": "user", "content": "What is 1 + 1?"}
 SAID = {"role": "assistant", "content": "The answer is 2."}
@@ -228,3 +232,29 @@ def test_rollouts_of_another_chat_template_are_refused(small_model: Path, run_di
     values = {"from_run": str(run_dir), "min_reward": 1.0}
     with pytest.raises(ConfigError, match=r"another chat template than the model .*; set history_thinking as that"):
         load_data(config(other, data=values), other, None)
+
+
+def test_images_of_rows_are_learnt_as_the_gateway_shows_them(tmp_path: Path) -> None:
+    folder, images = make_vision_model(tmp_path / "model"), ImageFolder(tmp_path / "images")
+    red, blue = picture("red"), picture("blue", size=(140, 56))
+    (tmp_path / "blue.png").write_bytes(blue)
+    inline = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(red).decode()}"}}
+    texts = [{"type": "text", "text": one} for one in ("red", "blue")]
+    asked = {"role": "user", "content": [texts[0], inline, texts[1], {"type": "image", "path": "blue.png"}]}
+    values = config(folder, data=str(written(tmp_path / "chats.jsonl", {"messages": [asked, SAID]})))
+    (example,) = load_data(values, folder, None, images).rows[0].examples
+    assert [one.end - one.start for one in example.images] == [4, 10]
+    assert [images.read(one.digest) for one in example.images] == [red, blue]
+    pads = [one for span in example.images for one in range(span.start, span.end)]
+    assert np.flatnonzero(example.token_ids == 5).tolist() == pads
+    text = load_tokenizer(folder).decode(example.token_ids)
+    assert text.count("<|vision_start|><|image_pad|>") == text.count("<|image_pad|><|vision_end|>") == 2
+    for part, reason in (
+        ({"type": "image", "path": "green.png"}, r"the image '.*green\.png' cannot be read"),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "no PNG, JPEG or WebP file"),
+    ):
+        file = written(tmp_path / "bad.jsonl", {"messages": [{"role": "user", "content": [part]}, SAID]})
+        with pytest.raises(ConfigError, match=rf"bad\.jsonl:1: .*{reason}"):
+            load_data(config(folder, data=str(file)), folder, None, images)
+    with pytest.raises(ConfigError, match=r"chats\.jsonl:1: messages\[0\]"):
+        load_data(values, folder, None)

@@ -9,6 +9,7 @@
 - several answers of one turn are branches of their own
 - a branch says where it left its parent, and whether its own call is a parallel sample of another's
 - a turn is truncated in the branch that has the whole answer, if that ended by its length
+- images stand where their prompts do, in every branch that keeps them; a fork never cuts through one
 - a turn without its parent, or one that forks beyond the parent's end, is an error
 """
 
@@ -25,6 +26,7 @@ from areal_agent.types import (
     Completion,
     Distribution,
     FinishReason,
+    ImageSpan,
     Rewards,
     SamplingParams,
     Trajectory,
@@ -64,6 +66,20 @@ def test_answers_that_ended_by_their_length_are_told() -> None:
     )
     assert first.truncated.tolist() == [False, False, False]
     assert second.truncated.tolist() == [False, True]
+
+
+def test_images_stand_where_their_prompts_do() -> None:
+    a, b = (ImageSpan(digest=name, start=1, end=3) for name in "ab")
+    first = turn((1, 9, 9), completion("c1", 3, 9), images=(a,))
+    second = turn((5, 9, 9), completion("c2", 6), parent="c1", fork_at=5, images=(b,))
+    fork = turn((8,), completion("c3", 4), parent="c2", fork_at=5)  # before the second image
+    again = turn((8,), completion("c4", 4), parent="c2", fork_at=5, images=(replace(b, start=0, end=1),))
+    records = token_records(trajectory(first, second, fork, again))
+    seen = [[(one.digest, one.start, one.end) for one in record.images] for record in records]
+    assert seen == [[("a", 1, 3), ("b", 5, 6)], [("a", 1, 3)], [("a", 1, 3), ("b", 6, 8)]]
+    assert records[1].sample_of is None  # the ids of its call are those of the one before, its images are not
+    with pytest.raises(LedgerError, match="image b of turn turn-c2 is cut by a later turn"):
+        token_records(trajectory(first, second, turn((8,), completion("c3", 4), parent="c2", fork_at=7)))
 
 
 def test_two_turns_by_hand() -> None:

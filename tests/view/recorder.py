@@ -5,10 +5,13 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.ledger import Ledger
-from areal_agent.types import Completion, Distribution, ForkReason, Rewards, Turn
+from areal_agent.tokens.transcript import TRANSCRIPT_NOTE, TranscriptSettings
+from areal_agent.types import Completion, Distribution, ForkReason, ImageSpan, Rewards, Turn
 from tests import histories
+from tests.vision import picture
 
 HOSTILE = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202ereversed\u2066\r\x08\nturn 9\n\u200b\ud7ff\u00e9 \u05d0"
 CALL = '<tool_call>{"name": "python", "arguments": {"code": "a = 2\\nprint(a + 2)"}}</tool_call>'
@@ -43,6 +46,23 @@ class Recorder:
         if ends:
             fields = {key: started[key] for key in started if key != "purpose"} | {"ended_s": 9.0}
             await self.ledger.own.close_session(histories.trajectory(name, (), 1.0, **(fields | changes)))
+
+
+async def look(folder: Path, model: Path) -> str:
+    """Record a run with the session `look`, whose tool shows a picture of four tokens; return the picture's digest."""
+    digest, pads = ImageFolder(folder / IMAGES).keep(picture("red")), (7, 7, 7, 7)
+    async with histories.open_ledger(folder) as ledger:
+        await ledger.set_note(TRANSCRIPT_NOTE, TranscriptSettings(tokenizer=str(model)).note())
+        recorder = Recorder(ledger, model)
+        before, after = recorder.ids("\n<|im_start|>tool\nDone"), recorder.ids("<|im_end|>\n<|im_start|>assistant\n")
+        shown = {"type": "image_url", "image_url": {"url": f"sha256:{digest}"}}
+        said = {"role": "tool", "content": [{"type": "text", "text": "Done"}, shown]}
+        turn = recorder.turn(
+            "look-1", "tool", "", "It is red.", new_prompt_ids=(*before, *pads, *after), request_delta=(said,),
+            images=(ImageSpan(digest=digest, start=len(before), end=len(before) + 4),),
+        )  # fmt: skip
+        await recorder.session("look", turn)
+    return digest
 
 
 async def talk(recorder: Recorder) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_agent.images import ImageFolder
+
 
 def get(address: str, **headers: str) -> tuple[int, str]:
     try:
@@ -33,6 +35,7 @@ def served(run: Path) -> Iterator[str]:
 
 
 def test_who_may_ask_and_what(run: Path, served: str) -> None:
+    drawing = ImageFolder(run / "images").keep(b"<svg onload='alert(1)'>")
     before = (run / "ledger.sqlite").read_bytes(), sorted(path.name for path in run.iterdir())
     assert get(served)[0] == get(f"{served}api/0/state", Origin=served.rpartition("/")[0].rpartition("/")[0])[0] == 200
     wrong = f"{served[:-2]}?/"
@@ -50,6 +53,10 @@ def test_who_may_ask_and_what(run: Path, served: str) -> None:
         (f"{served}api/0/rollouts?step={10**30}", {}, 400, "give a whole number"),
         (f"{served}api/0/rollouts?least_reward=nan", {}, 400, "give a number"),
         (f"{served}api/0/rollouts?text={'%E2%82%AC' * 2000}", {}, 200, '"rollouts":[]'),
+        (f"{served}images/0/{drawing}", {}, 404, "neither PNG, JPEG nor WebP"),
+        (f"{served}images/0/{'0' * 64}", {}, 422, "cannot be read"),
+        (f"{served}images/0/..%2f..%2fledger.sqlite", {}, 422, "is no SHA-256 of an image"),
+        (f"{wrong}images/0/{drawing}", {}, 403, "the key in it is missing or wrong"),
         (served[:-1], {}, 200, "<!doctype html>"),
         (f"{served}none.js", {}, 404, "there is no 'none.js'"),
     ):

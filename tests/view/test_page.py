@@ -6,7 +6,8 @@ filtered, and searched for text and tools, those for evaluation come last; 3. wh
 4. several runs stand side by side; 5. the keyboard suffices, narrow windows need no sideways scrolling, light and dark
 follow the reader; 6. hostile text harms nothing, a line of 1 MB is cut; 7. a list of any length has a handful of rows;
 8. a run that is damaged later gets one line, one of the schema before is shown; 9. what the trainer kept stands beside
-each token; 10. an exported rollout is one file that needs no server; 11. nothing is fetched elsewhere.
+each token; 10. an exported rollout is one file that needs no server; 11. nothing is fetched elsewhere;
+12. images are shown in their turns, in an exported file, too, and are one mark among the tokens.
 """
 
 import asyncio
@@ -36,6 +37,7 @@ from areal_agent.tokens.loss_rule import LossRule
 from areal_agent.tokens.records import sampled_spans
 from tests import histories
 from tests.view.browser import CHROMIUM, FLAGS, Reader
+from tests.view.recorder import look
 
 pytestmark = [
     pytest.mark.slow,
@@ -458,19 +460,24 @@ async def test_what_the_trainer_kept_stands_beside_each_token(run: Path, reader:
     assert await page.locator(".token.high7, .token.low4").count() == 2
 
 
+async def exported_from(page: Page, folder: Path) -> Path:
+    async with page.expect_download() as download:
+        await page.get_by_role("link", name="export").click()
+    made = await download.value
+    await made.save_as(folder / made.suggested_filename)
+    return folder / made.suggested_filename
+
+
 async def test_an_exported_rollout_is_one_file(run: Path, tmp_path: Path, reader: Reader) -> None:
     with closing(sqlite3.connect(run / "ledger.sqlite")) as connection, connection:
         hostile = orjson.dumps([{"role": "user", "content": "</script>" + MARKUP}])
         connection.execute("UPDATE turns SET request_delta = ? WHERE id = 't1'", (hostile.decode(),))
     page = await reader.open(run, at="#/rollout/0/g0-0")
-    async with page.expect_download() as download:
-        await page.get_by_role("link", name="export").click()
-    made = await download.value
-    assert made.suggested_filename == "rollout-g0-0.html"
-    await made.save_as(tmp_path / "sent.html")
+    file = await exported_from(page, tmp_path)
+    assert file.name == "rollout-g0-0.html"
     await page.close()
     num_asked = len(reader.asked)
-    page = await reader.visit((tmp_path / "sent.html").as_uri())
+    page = await reader.visit(file.as_uri())
     await expect(page.locator("h2")).to_have_text("g0-0")
     await expect(page.locator(".turn").first).to_contain_text("</script><img src=x")
     assert await page.locator(".turn").count() == 4
@@ -504,3 +511,21 @@ async def test_a_copied_request_is_sent_by_a_shell(run: Path, tmp_path: Path, re
     assert [one["role"] for one in body["messages"]] == ["user", "assistant", "tool"]
     assert body["messages"][0]["content"] == text
     assert (body["temperature"], body["max_tokens"]) == (1.0, 256)
+
+
+async def test_images_are_shown_and_exported(tmp_path: Path, small_model: Path, reader: Reader) -> None:
+    digest = await look(tmp_path, small_model)
+    page = await reader.open(tmp_path, at="#/rollout/0/look")
+    reply = await page.request.get(f"{reader.address}images/0/{digest}")
+    assert (reply.headers["content-type"], reply.headers["x-content-type-options"]) == ("image/png", "nosniff")
+    sent = await reader.visit((await exported_from(page, tmp_path)).as_uri())
+    for shown in (page, sent):
+        await expect(shown.locator(".message.tool .text")).to_have_text("Done")
+        await expect(shown.locator(".message.tool img")).to_have_js_property("naturalWidth", 56)
+        await shown.get_by_role("link", name="tokens").click()
+        marked = shown.locator(".rows .row", has_text="‹image 4 tokens›")
+        await expect(marked).to_have_count(1)
+        place = int(await marked.locator(".column0").inner_text())
+        numbers = [int(one) for one in await shown.locator(".rows .row .column0").all_inner_texts()]
+        assert place + 4 in numbers
+        assert not {place + 1, place + 2, place + 3} & {*numbers}

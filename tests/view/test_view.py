@@ -6,7 +6,7 @@ versions, what is in the loss and why the rest is not; 3. hostile text reaches a
 for a heading; 4. only a terminal gets colours, and NO_COLOR is heeded; 5. a run that goes on is shown as far as it is,
 and no file changes; 6. a name that does not exist gets near ones; what is no readable ledger gets one line; 7. without
 a tokenizer the tokens are counted; 8. an export has the text of answers and whole conversations; 9. damaged metrics
-hide no rollouts.
+hide no rollouts; 10. an image is a line about it.
 """
 
 import io
@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from areal_agent.command import run_command
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger.__main__ import main as ledger_command
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.types import SessionPurpose
@@ -27,7 +28,7 @@ from areal_agent.view.__main__ import main
 from areal_agent.view.terminal import visible
 from tests import histories
 from tests.histories import open_ledger
-from tests.view.recorder import QUESTION, Recorder, talk
+from tests.view.recorder import QUESTION, Recorder, look, talk
 
 
 @pytest.fixture
@@ -305,3 +306,12 @@ def test_an_export_has_texts_and_whole_conversations(run: Path, tmp_path: Path, 
     assert (question, result) == (QUESTION, {"role": "tool", "content": "4"})
     assert (answer["role"], answer["content"]) == ("assistant", "Let me see.")
     assert orjson.loads(answer["tool_calls"][0]["function"]["arguments"]) == {"code": "a = 2\nprint(a + 2)"}
+
+
+async def test_an_image_is_a_line_about_it(tmp_path: Path, small_model: Path, capsys: pytest.CaptureFixture) -> None:
+    digest = await look(tmp_path, small_model)
+    assert main([str(tmp_path), "--text", "look"]) == 0
+    assert "tool       │ Done\n           │ [image PNG 56x56, 4 tokens]\n" in capsys.readouterr().out
+    ImageFolder(tmp_path / IMAGES).file(digest).unlink()
+    assert main([str(tmp_path), "--text", "look"]) == 0
+    assert f"[image {digest[:12]}, which cannot be read, 4 tokens]\n" in capsys.readouterr().out

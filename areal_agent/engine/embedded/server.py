@@ -160,6 +160,11 @@ class EngineServer:
         request = call.request()
         self._check_serves()
         check_request(request, self._info())
+        if request.images:
+            raise EngineRejected(
+                f"images has {len(request.images)}, and this engine takes texts only; for a model that sees images set "
+                "engine.backend to vllm or sglang"
+            )
         if call.logprob_start_len >= 0:
             return await self._score(call)
         # Thousands may wait, and a packed prompt takes a ninth of the memory of Python integers.

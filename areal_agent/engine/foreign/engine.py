@@ -152,6 +152,8 @@ class ForeignEngine:
         sent = ServerRequest(self._server, request)
         with self.requests.holding(request.request_id, sent):
             check_request(request, self._info or await self.info())
+            if request.images and not (self._model and self._model.takes_images):
+                raise EngineRejected(f"{self.base_url} serves a model that takes no images; leave them out")
             return await sent.run(on_chunk, lambda: self._admitted(sent))
 
     async def abort(self, request_id: str) -> None:

@@ -185,6 +185,7 @@ class ServedModel:
     vocab_size: int
     is_tied: bool  # its head is its embedding
     shapes: Mapping[str, tuple[int, ...]]
+    takes_images: bool = False
     has_adapters: bool = False  # the server applies adapters as it samples, so merged weights would contain them twice
 
     @classmethod
@@ -192,6 +193,7 @@ class ServedModel:
         """Read a Hugging Face folder. Raises EngineRejected if it is not one, or is on another machine."""
         try:
             fields = as_object(decode_json((folder / "config.json").read_bytes()), "config.json")
+            takes_images = "vision_config" in fields
             if "text_config" in fields:  # of a model that takes images, too
                 fields = {**as_object(fields["text_config"], "text_config"), **fields}
             vocab_size = as_integer(fields.get("vocab_size"), "vocab_size")
@@ -202,7 +204,7 @@ class ServedModel:
                 "with the path of a folder that this machine can read, too"
             ) from error
         is_tied = fields.get("tie_word_embeddings", TIED_HEAD not in shapes) is True
-        return cls(folder=folder, vocab_size=vocab_size, is_tied=is_tied, shapes=shapes)
+        return cls(folder=folder, vocab_size=vocab_size, is_tied=is_tied, shapes=shapes, takes_images=takes_images)
 
     def prove(self, weights: Path) -> None:
         """Raise WeightUpdateError unless all weights in this folder fit. A server with adapters only takes adapters."""

@@ -5,7 +5,10 @@ AREAL_AGENT_ENGINE_KEY, if there is one (foreign/key.py). On a machine without a
 what SGLang needs to run on a CPU, which PyPI's wheels are not made for:
 
 - two operators of torchvision are declared: PyPI only has its CUDA build, whose compiled half does not load there;
-- the package `sgl_kernel` has no CPU build: a stand-in provides its names, and calling one raises.
+- the package `sgl_kernel` has no CPU build: a stand-in provides its names, and calling one raises. The operators that
+  Qwen's vision models look up when they are imported are declared.
+
+Images are processed by PIL, as the trainer does it; torchvision makes other pixels of them (image_files.py).
 
 SGLang's schedulers are spawned and therefore run all of this file but its last lines; they also get the ability to
 receive weights from the trainer (scheduler_extension.py).
@@ -38,6 +41,13 @@ CPU_FLAGS = (
     *("--grammar-backend", "none", "--dtype", "float32"),
     "--sleep-on-idle",  # otherwise its idle scheduler keeps a core busy
 )
+OPERATORS = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
+IMAGE_FLAGS = ("--image-processor-backend", "pil")
 
 
 def needs_cpu(argv: list[str]) -> bool:
@@ -53,6 +63,8 @@ def stand_in_for_what_cpus_lack() -> None:
         with contextlib.suppress(RuntimeError):  # it exists already
             torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float threshold) -> Tensor")
     if importlib.util.find_spec("sgl_kernel") is None:
+        for operator in OPERATORS:
+            torch.library.define(f"sgl_kernel::{operator}", "(Tensor x) -> Tensor")
         sys.modules["sgl_kernel"] = _AbsentKernels("sgl_kernel")
 
 
@@ -103,6 +115,8 @@ if __name__ == "__mp_main__":  # one of SGLang's own processes
     importlib.import_module("scheduler_extension").register()
 if __name__ == "__main__":
     runpy.run_path(str(FOREIGN / "lifeline.py"))["end_with_parent"]()
+    sys.argv[1:1] = IMAGE_FLAGS
     look_often_for_the_end()
+    importlib.import_module("image_files").register()
     demand_key()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)

@@ -6,7 +6,7 @@ hook registry:
     check_weights             handles our actions: receive weights, report progress. `skip_tensor_list` carries the
                               arguments; the answer's message carries our result
     _get_weights_iterator     for a folder name that stands for a push: yields the tensors received in it
-    update_weights_from_disk  drops the received weights once a real folder serves
+    update_weights_from_disk  drops the received weights once a real folder serves, and what was seen in images
 
 The rest of a load is SGLang's: a load from a folder, except for where the numbers come from.
 A call reaches all schedulers of a model at once, one for each GPU; the first one answers for all.
@@ -100,9 +100,20 @@ def register() -> None:
     for target, hook in (
         (f"{UPDATER}.check_weights", receiving.around_check),
         (f"{UPDATER}.update_weights_from_disk", receiving.around_update),
+        (f"{UPDATER}.update_weights_from_disk", forget_images),
         (f"{LOADER}._get_weights_iterator", receiving.around_iterator),
     ):
         hooks.HookRegistry.register(target, hook, hooks.HookType.AROUND)
+
+
+def forget_images(original: Callable[..., Any], updater: Any, asked: Any) -> Any:
+    """Load weights, and forget what the old ones saw in images, which SGLang would remember for the new ones."""
+    try:
+        return original(updater, asked)
+    finally:
+        seen = importlib.import_module("sglang.srt.managers.mm_schedule").embedding_cache
+        if seen is not None:
+            seen.clear()
 
 
 def _answer(**fields: Any) -> Any:

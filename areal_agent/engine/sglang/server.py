@@ -17,7 +17,9 @@ How SGLang deviates from the common wire, and what is done about it:
 Seeds of requests work if the server was started with `--enable-deterministic-inference`.
 """
 
+from base64 import b64encode
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +37,7 @@ from areal_agent.types import (
     GenerateResult,
     JsonObject,
     PauseMode,
+    PromptImage,
     TokenChunk,
     VersionSpan,
     WeightVersion,
@@ -178,6 +181,15 @@ def decode_loads(body: object, version: WeightVersion) -> EngineStats:
     )
 
 
+IMAGE = "areal-agent-image"
+
+
+def encode_images(images: Sequence[PromptImage]) -> list[str]:
+    """Return files with their places, as our launcher lets SGLang take them (image_files.py)."""
+    spans = [(image.span, b64encode(image.data).decode()) for image in images]
+    return [f"{IMAGE}:{span.start}:{span.end}:{data}" for span, data in spans]
+
+
 ACTION = "areal_agent."
 CHECK_WEIGHTS = "/weights_checker"
 
@@ -194,7 +206,8 @@ class SglangServer(ForeignServer):
     generate_path = generate.GENERATE
 
     def encode(self, request: GenerateRequest, rid: str, label: str) -> dict[str, Any]:
-        return {**generate.encode_request(request, is_streamed=True), "rid": rid}
+        body = {**generate.encode_request(replace(request, images=()), is_streamed=True), "rid": rid}
+        return {**body, "image_data": encode_images(request.images)} if request.images else body
 
     def reader(self, request: GenerateRequest) -> SglangAnswer:
         sampling = request.sampling

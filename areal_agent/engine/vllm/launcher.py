@@ -42,6 +42,7 @@ if __name__ == "__main__":  # vLLM's own processes import this file, too
     is_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
     if is_cpu:
         os.environ.setdefault(ONE_PROCESS, "0")
+    runpy.run_path(str(Path(__file__).with_name("image_files.py")))["take_image_files"]()
     protected = ("--middleware", "launcher.KeyDemanded") if os.environ.get(key.KEY_VARIABLE) else ()
     # in front, so that arguments given take precedence
     sys.argv[1:1] = (*FLAGS, *protected, *(CPU_FLAGS if is_cpu else ()))

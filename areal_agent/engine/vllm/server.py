@@ -18,6 +18,7 @@ Seeds work. On a CPU, vLLM needs a head dimension of 32 or more.
 """
 
 from array import array
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +50,7 @@ from areal_agent.types import (
     GenerateResult,
     JsonObject,
     PauseMode,
+    PromptImage,
     SamplingParams,
     TokenChunk,
     TopLogprobs,
@@ -204,6 +206,7 @@ GENERATE = "/inference/v1/generate"
 ABORT_REQUESTS = "/abort_requests"
 COLLECTIVE_RPC = "/collective_rpc"
 RESET_CACHE = "/reset_prefix_cache?reset_running_requests=true"
+RESET_IMAGES = "/reset_encoder_cache"
 UPDATE_LABEL = "/update_weight_version"
 
 
@@ -253,6 +256,19 @@ def _num_logprobs(request: GenerateRequest) -> int:
     return request.num_top_logprobs + 1 if request.num_top_logprobs else 0
 
 
+def encode_images(images: Sequence[PromptImage], label: str) -> dict[str, Any]:
+    """Return the object `features`, with files where vLLM has tensors (image_files.py).
+
+    A server without that file refuses them. Other weights see other things in an image, so its hash has their label.
+    """
+    spans = [image.span for image in images]
+    return {
+        "mm_hashes": {"image": [f"{span.digest}:{label}" for span in spans]},
+        "mm_placeholders": {"image": [{"offset": span.start, "length": span.end - span.start} for span in spans]},
+        "kwargs_data": {"image": [b64encode(image.data).decode() for image in images]},
+    }
+
+
 def encode_scoring(ids: Sequence[int]) -> dict[str, Any]:
     """Return the request for the log-probabilities of given tokens, before temperature. vLLM always samples a token."""
     params = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
@@ -291,6 +307,7 @@ class VllmServer(ForeignServer):
         ids = request.input_ids
         return {
             **({"model": ADAPTER} if self._applies_adapter else {}),
+            **({"features": encode_images(request.images, label)} if request.images else {}),
             "request_id": rid,
             "token_ids": np.asarray(ids) if isinstance(ids, array) else ids,
             "sampling_params": encode_sampling(request),
@@ -338,6 +355,7 @@ class VllmServer(ForeignServer):
                 raise WeightUpdateError(
                     f"{self.transport.base_url} kept keys and values of the previous weights: {answer}"
                 )
+            await self.transport.post(RESET_IMAGES, {}, refusal=WeightUpdateError)
         await self.transport.post(UPDATE_LABEL, {"new_version": label}, refusal=WeightUpdateError)
 
     async def state(self) -> ServerState:

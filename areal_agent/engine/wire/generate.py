@@ -11,13 +11,14 @@ import math
 import re
 import uuid
 from array import array
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Self, cast
 
 import numpy as np
 import orjson
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, model_validator
 
 from areal_agent.engine.wire.fields import (
     Message,
@@ -39,7 +40,9 @@ from areal_agent.types import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    ImageSpan,
     JsonObject,
+    PromptImage,
     SamplingParams,
     TokenChunk,
     TopLogprobs,
@@ -209,7 +212,32 @@ def _columns(entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         ) from None
 
 
+def _decoded(value: Any) -> bytes:
+    """Read a file's bytes, or their base64."""
+    try:
+        return value if isinstance(value, bytes) else b64decode(value, validate=True)
+    except (TypeError, ValueError):
+        raise ValueError("it must be a file in base64") from None
+
+
 GENERATE = "/generate"
+
+
+class WireImage(Message):
+    """An image of the prompt: where its tokens stand, and its file in base64."""
+
+    digest: str
+    start: int
+    end: int
+    data: Annotated[bytes, PlainValidator(_decoded), PlainSerializer(lambda data: b64encode(data).decode())]
+
+    @classmethod
+    def of(cls, image: PromptImage) -> Self:
+        span = image.span
+        return cls(digest=span.digest, start=span.start, end=span.end, data=image.data)
+
+    def image(self) -> PromptImage:
+        return PromptImage(span=ImageSpan(digest=self.digest, start=self.start, end=self.end), data=self.data)
 
 
 class GenerateCall(Message):
@@ -222,6 +250,7 @@ class GenerateCall(Message):
     top_logprobs_num: int = 0
     logprob_start_len: Annotated[int, _holds(lambda value: value >= -1, "a position in input_ids, or -1 (off)")] = -1
     stream: bool = False
+    images: tuple[WireImage, ...] = ()
 
     @model_validator(mode="after")
     def _samples_or_scores(self) -> Self:
@@ -239,6 +268,7 @@ class GenerateCall(Message):
             input_ids=self.input_ids,
             sampling=(self.sampling_params or Sampling()).params(),
             num_top_logprobs=self.top_logprobs_num,
+            images=tuple(image.image() for image in self.images),
         )
 
 
@@ -258,6 +288,8 @@ def encode_request(request: GenerateRequest, *, is_streamed: bool = False) -> di
     }
     if request.num_top_logprobs:
         body["top_logprobs_num"] = request.num_top_logprobs
+    if request.images:
+        body["images"] = [WireImage.of(image).encode() for image in request.images]
     return body
 
 
@@ -332,6 +364,7 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
             f"the {vocab_size} ids of the vocabulary"
         )
     _check_ends(sampling, vocab_size)
+    _check_images(request)
     if sampling.grammar is not None and not info.has_grammar:
         name, text = sampling.grammar
         raise EngineRejected(
@@ -359,6 +392,23 @@ def _check_ends(sampling: SamplingParams, vocab_size: int) -> None:
             f"stop_token_ids beside min_tokens {sampling.min_tokens} is {stops!s:.80}; it must hold at most "
             f"{MAX_MASKED_STOPS} ids, each inside the vocabulary of {vocab_size} ids"
         )
+
+
+def _check_images(request: GenerateRequest) -> None:
+    """Raise EngineRejected unless images stand in their order inside the prompt, each on tokens of one id."""
+    before = 0
+    for span in (image.span for image in request.images):
+        if not before <= span.start < span.end <= len(request.input_ids):
+            raise EngineRejected(
+                f"images has a place from {span.start} to {span.end}; it must be after the image before it, which ends "
+                f"at {before}, and inside of the {len(request.input_ids)} tokens of input_ids"
+            )
+        if len(set(request.input_ids[span.start : span.end])) > 1:
+            raise EngineRejected(
+                f"input_ids has several ids from {span.start} to {span.end}, where images has an image; all must be "
+                "the model's token for images"
+            )
+        before = span.end
 
 
 def _largest_id(ids: Sequence[int]) -> float:

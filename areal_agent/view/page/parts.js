@@ -58,6 +58,17 @@ export function longText(text, kind = "div.text") {
   return box;
 }
 
+/** The digest of the image that a part of a message refers to, if it does. */
+export const digestOf = (part) => {
+  const url = part?.image_url?.url ?? part?.image_url ?? part?.source?.url ?? (part?.digest && `sha256:${part.digest}`);
+  return /^sha256:([0-9a-f]{64})$/.exec(url)?.[1];
+};
+
+/** An image of a run, or of an exported rollout. */
+export const picture = (number, digest) => el("img.picture", {
+  src: exported ? exported[""].images[digest] : `images/${number}/${digest}`, alt: `image ${digest.slice(0, 12)}`, loading: "lazy",
+});
+
 /** The colour of how a rollout ended. */
 export const tone = (one) =>
   one.status == null ? "pending" : one.reward == null || one.status !== "completed" ? "failed" : one.reward > 0 ? "good" : "bad";

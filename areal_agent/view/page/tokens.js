@@ -21,8 +21,8 @@ export async function showTokens(place) {
 
 class Tokens {
   constructor(number, session, path, by, data) {
-    Object.assign(this, { number, session, path, data, numPrompt: data.prompt.ids.length });
-    this.tokens = tokensOf(data);
+    Object.assign(this, { number, session, path, data, tokens: tokensOf(data) });
+    this.numPrompt = this.tokens.filter((one) => one.part === "prompt").length;
     this.versions = [...new Set(this.tokens.map((one) => one.version))].filter(Boolean);
     this.measure = el("select", { "aria-label": "colour by", onchange: () => this.choose() },
       ...Object.keys(MEASURES).map((name) => el("option", { selected: name === by }, name)));
@@ -126,7 +126,7 @@ class Tokens {
 
   row(index) {
     const one = this.tokens[index];
-    const values = [index, one.id, shown(one.text), fixed(one.logprob), fixed(one.trainer), fixed(one.ratio), fixed(one.advantage), one.version ?? "", one.loss ?? one.part];
+    const values = [one.at, one.id, shown(one.text), fixed(one.logprob), fixed(one.trainer), fixed(one.ratio), fixed(one.advantage), one.version ?? "", one.loss ?? one.part];
     return el("div.row", { onclick: () => this.select(index) }, ...values.map((value, at) => el(`span.column${at}`, {}, at === 2 ? word(value) : value)));
   }
 
@@ -138,14 +138,20 @@ class Tokens {
   }
 }
 
-/** One record for each token of the turn, in order: those of its prompt, then those of its answers. */
+/** One record for each token of the turn, in order: those of its prompt, then those of its answers. Those of an image have one. */
 function tokensOf({ prompt, answers }) {
-  const all = prompt.ids.map((id, index) => ({ id, text: prompt.texts[index] ?? `‹${id}›`, part: "prompt" }));
+  const images = new Map(prompt.images.map(({ start, end }) => [start, end])), all = [];
+  let at = 0; // in the turn
+  while (at < prompt.ids.length) {
+    const id = prompt.ids[at], end = images.get(at);
+    all.push({ at, id, text: end ? `‹image ${end - at} tokens›` : prompt.texts[at] ?? `‹${id}›`, part: "prompt" });
+    at = Math.max(end ?? 0, at + 1);
+  }
   answers.forEach((answer, number) => {
     const part = answers.length > 1 ? `answer ${number + 1}` : "answer", begin = all.length;
     const places = new Map(answer.seen?.places.map((place, at) => [place, at]));
     answer.ids.forEach((id, index) => all.push({
-      id, text: answer.texts[index] ?? `‹${id}›`, part, logprob: answer.logprobs[index],
+      at: at++, id, text: answer.texts[index] ?? `‹${id}›`, part, logprob: answer.logprobs[index],
       loss: index < answer.num_too_old ? "not in the loss: too old" : answer.num_too_old ? "in the loss" : answer.loss, ...seen(answer, places.get(index), index),
     }));
     for (const [version, start, end] of answer.versions) {

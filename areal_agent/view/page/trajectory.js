@@ -1,6 +1,6 @@
 // One rollout: what became of it, its siblings, and its turns as a conversation. A branch is set in, with its reason.
 
-import { ask, bounds, copier, count, duration, el, exported, longText, short, tone, word } from "./parts.js";
+import { ask, bounds, copier, count, digestOf, duration, el, exported, longText, picture, short, tone, word } from "./parts.js";
 
 const MAX_INDENT = 4;
 const LABELS = { tool: "result" };
@@ -92,10 +92,10 @@ class Trajectory {
     const [known, numKnown] = turn.known;
     const card = el("article.turn", { class: `turn lane${lane}`, id: `turn-${index}` }, heading,
       numKnown ? el("p.dim", {}, `its first ${numKnown} messages are those of turn ${known + 1}`) : null,
-      ...turn.messages.slice(numKnown).flatMap((one) => message(one)));
+      ...turn.messages.slice(numKnown).flatMap((one) => message(one, this.number)));
     turn.answers.forEach((answer, number) => {
       const label = turn.answers.length > 1 ? `answer ${number + 1}` : "answer";
-      card.append(...(answer.message ? message(answer.message, label)
+      card.append(...(answer.message ? message(answer.message, this.number, label)
         : [block(label, "answer", el("div.dim", {}, `${count(answer.num_tokens)} tokens; --tokenizer FOLDER shows their text`))]), facts(answer));
     });
     return card;
@@ -164,16 +164,19 @@ function lanesOf(turns) {
 }
 
 /** The blocks of a message: its reasoning, its text, its calls. */
-function message(one, label = LABELS[one.role] ?? one.role) {
+function message(one, number, label = LABELS[one.role] ?? one.role) {
   const calls = (one.tool_calls ?? []).map((call) => call.function ?? call), text = textOf(one.content);
   return [
     one.reasoning_content ? block("reasoning", "reasoning", longText(String(one.reasoning_content))) : null,
-    text || !calls.length ? block(label, one.role, longText(text)) : null,
+    text || !calls.length ? block(label, one.role, hasImage(one.content) ? el("div", {}, ...shownParts(one.content, number)) : longText(text)) : null,
     ...calls.map((call) => block("call", "call", el("div", {}, el("b", {}, word(call.name ?? "")), ...given(call.arguments)))),
   ].filter(Boolean);
 }
 
 const block = (label, kind, content) => el(`div.message.${/^[a-z]+$/.test(kind) ? kind : "other"}`, {}, el("span.label", {}, word(label)), content);
+
+const hasImage = (content) => Array.isArray(content) && content.some(digestOf);
+const shownParts = (parts, number) => parts.map((part) => (digestOf(part) ? picture(number, digestOf(part)) : longText(textOf([part]))));
 
 /** The arguments of a call by name, each as a text; what is no object is shown as it is. */
 function given(written) {

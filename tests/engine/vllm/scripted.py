@@ -80,7 +80,7 @@ async def serving(server: ScriptedServer) -> AsyncGenerator[str]:
     app.router.add_post("/update_weight_version", server.relabel)
     app.router.add_post("/reset_prefix_cache", server.flush)
     app.router.add_post("/inference/v1/generate", server.generate)
-    for path in ("/pause", "/resume", "/abort_requests"):
+    for path in ("/pause", "/resume", "/abort_requests", "/reset_encoder_cache"):
         app.router.add_post(path, server.yes)
     async with servers.serving_app(app) as url:
         yield url

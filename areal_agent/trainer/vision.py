@@ -1,0 +1,146 @@
+"""The images of a micro-batch, as a model that takes images gets them: pixels, features, and positions.
+
+    files ─▶ transformers' own processor ─▶ pixels ─▶ the model's vision tower ─▶ features, once for each image
+                                                                                      │
+    spans ─▶ the model's own positions, and the places of features among tokens ──────┴─▶ the model's own forward pass
+
+Which tokens stand for images is told by spans alone: a sampled token that has an image's id is a token like any other.
+"""
+
+import io
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Self, cast
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedModel
+
+from areal_agent.algorithms.batching import MicroBatch
+from areal_agent.types import ImageSpan, PromptImage
+
+NUM_KEPT = 64
+"""Images whose pixels are kept: sequences of one rollout are near each other, and have the same."""
+SIZES = ((64, 96), (160, 64))
+"""Width and height of the images of the proof."""
+
+
+class Vision:
+    """What a model with images needs besides tokens. It has no weights: the vision tower is the model's."""
+
+    def __init__(self, processor: Any, config: Any) -> None:
+        """Take what transformers makes of a folder's preprocessor_config.json and config.json."""
+        self._processor = processor
+        self._token_id = int(config.image_token_id)
+        self._merged = int(config.vision_config.spatial_merge_size) ** 2  # patches that are one token
+        self._special = [getattr(config, name) for name in vars(config) if name.endswith("_token_id")]
+        self._of = lru_cache(maxsize=NUM_KEPT)(self._processed)
+
+    @classmethod
+    def load(cls, folder: Path, config: PreTrainedConfig) -> Self:
+        """Read the processor of a Hugging Face folder. Raises what transformers raises."""
+        return cls(AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True), config)
+
+    @contextmanager
+    def shown(self, decoder: nn.Module, batch: MicroBatch) -> Generator[dict[str, Any]]:
+        """Within the context, call `decoder` with these arguments besides the tokens of `batch`, which has images."""
+        device = batch.inputs.device
+        shown = [one for row in batch.images for one in row]
+        for one in shown:
+            self._require_size(one)
+        each = {one.span.digest: one.data for one in shown}
+        numbers = {digest: number for number, digest in enumerate(each)}
+        places = [numbers[one.span.digest] for one in shown]
+        pixels, grids = zip(*map(self._of, each.values()), strict=True)
+        is_trained = any(one.requires_grad for part in tower_of(decoder) for one in part.parameters())
+        with torch.set_grad_enabled(torch.is_grad_enabled() and is_trained):
+            found: Any = cast(Any, decoder).get_image_features(
+                torch.cat(pixels).to(device), torch.cat(grids).to(device), return_dict=True
+            )
+        found.pooler_output = [found.pooler_output[place] for place in places]
+        if found.get("deepstack_features") is not None:
+            found.deepstack_features = [[layer[place] for place in places] for layer in found.deepstack_features]
+        kinds = _kinds(batch.images, batch.inputs.shape[1])
+        positions, _ = cast(Any, decoder).get_rope_index(
+            batch.inputs.cpu(), kinds, image_grid_thw=torch.cat([grids[place] for place in places])
+        )
+        mask = kinds.bool().to(device)[..., None]
+
+        def places_of(*_: Any, **__: Any) -> tuple[Tensor, None]:
+            return mask, None
+
+        vars(decoder)["get_placeholder_mask"] = places_of  # the model's own looks for ids
+        try:
+            yield {"mm_encoder_outputs": {"image": found}, "position_ids": positions.to(device)}
+        finally:
+            del vars(decoder)["get_placeholder_mask"]
+
+    def plainly(self, images: Sequence[PromptImage], num_tokens: int, device: torch.device) -> dict[str, Any]:
+        """Return what the model's own forward pass takes besides the tokens of one sequence."""
+        if not images:
+            return {}
+        pixels, grids = zip(*(self._of(one.data) for one in images), strict=True)
+        tensors = {
+            "pixel_values": torch.cat(pixels),
+            "image_grid_thw": torch.cat(grids),
+            "mm_token_type_ids": _kinds([images], num_tokens),
+        }
+        return {name: one.to(device) for name, one in tensors.items()}
+
+    def illustrated(self, row: Tensor, count: int) -> tuple[Tensor, tuple[PromptImage, ...]]:
+        """Return tokens with so many images among them, two at most, for the proof."""
+        is_special = torch.isin(row, torch.tensor(self._special, device=row.device))
+        first, *texts = row.where(~is_special, row.max()).chunk(count + 1)
+        images: list[PromptImage] = []
+        for text, size in zip(texts, SIZES, strict=False):
+            data = _pattern(*size)
+            pads = row.new_full((self._num_tokens(data),), self._token_id)
+            span = ImageSpan(digest=f"{size}", start=len(first), end=len(first) + len(pads))
+            images.append(PromptImage(span=span, data=data))
+            first = torch.cat([first, pads, text])
+        return first, tuple(images)
+
+    def _processed(self, data: bytes) -> tuple[Tensor, Tensor]:
+        """Return the patches of an image, and its grid [1, 3]."""
+        image = Image.open(io.BytesIO(data)).convert("RGB")
+        made = self._processor(images=[image], return_tensors="pt")
+        return made["pixel_values"], made["image_grid_thw"]
+
+    def _num_tokens(self, data: bytes) -> int:
+        return int(self._of(data)[1].prod()) // self._merged
+
+    def _require_size(self, image: PromptImage) -> None:
+        needed, found = self._num_tokens(image.data), image.span.end - image.span.start
+        if needed != found:
+            raise ValueError(
+                f"image {image.span.digest} stands for {found} tokens, and is {needed} for this model: another "
+                "preprocessor_config.json made the prompt; use that of the model"
+            )
+
+
+def tower_of(decoder: nn.Module) -> list[nn.Module]:
+    """Return what sees images: the parts of a decoder beside that of its text."""
+    text = cast(PreTrainedModel, decoder).get_decoder()
+    return [part for part in decoder.children() if part is not text]
+
+
+def _kinds(images: Sequence[Sequence[PromptImage]], num_tokens: int) -> Tensor:
+    """Return which tokens stand for an image, [R, T]: 1, and 0 for text."""
+    kinds = torch.zeros(len(images), num_tokens, dtype=torch.int)
+    for row, of_row in zip(kinds, images, strict=True):
+        for one in of_row:
+            row[one.span.start : one.span.end] = 1
+    return kinds
+
+
+def _pattern(width: int, height: int) -> bytes:
+    """Return an image in which no two rows or columns are alike."""
+    x, y = np.meshgrid(np.arange(width), np.arange(height))
+    pixels = np.stack([x * 255 // width, y * 255 // height, (x * x + 7 * y) % 256], axis=-1).astype(np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()

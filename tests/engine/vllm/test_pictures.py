@@ -1,0 +1,48 @@
+"""Agents that see, end to end: a vision model of random weights learns how an answer looks from demonstrations, then to
+name colours by its rewards, with a real vLLM server; both sides agree on every token, and a killed run goes on.
+"""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from areal_agent.observe.metrics import read_metrics, step_rows
+from envs.pictures.demonstrations import write
+
+from ...commands import run, started, until_step
+from ...vision import make_vision_model
+
+pytestmark = pytest.mark.slow
+
+STEPS = 30
+
+
+def test_a_model_that_sees_learns_by_its_rewards(vllm_python: str, tmp_path: Path) -> None:
+    model, chats, folder = tmp_path / "model", tmp_path / "chats.jsonl", tmp_path / "run"
+    make_vision_model(model)
+    write(chats, 300, seed=0)
+    shown = run(
+        *("areal_agent.sft", f"model={model}", f"data={chats}", f"run_dir={tmp_path / 'shown'}", "epochs=2"),
+        *("batch_size=16", "trainer.packing=padded", "trainer.learning_rate=3e-3", "trainer.warmup_fraction=0.0"),
+    )
+    assert shown.returncode == 0, shown.stderr
+    config = (
+        *("areal_agent.train", "--config", "configs/pictures.yaml", f"run_dir={folder}"),
+        *(f"model={tmp_path / 'shown' / 'model'}", f"engine.python={vllm_python}", f"steps={STEPS}"),
+        *("trainer.learning_rate=1e-3", "trainer.checkpoint_every=4", "trainer.warmup_fraction=0.0"),
+        *("engine.kv_tokens=16384", "eval.num_tasks=60"),
+    )
+    with started(*config) as train:
+        until_step(train, folder, 6)
+        train.send_signal(signal.SIGKILL)
+    resumed = run("areal_agent.train", "--resume", str(folder))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    rows = step_rows(read_metrics(folder / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all(row["trainer/logp_diff_fresh_max"] < 1e-4 for row in rows)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["success_after"] >= summary["success_before"] + 0.2
+    verified = run("areal_agent.ledger", "verify", str(folder))
+    assert verified.returncode == 0, verified.stdout + verified.stderr
