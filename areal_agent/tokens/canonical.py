@@ -1,11 +1,11 @@
 """Decides when two messages are the same data, and reads and writes strict JSON. Pure functions.
 
-A normalised message has its content as one string, and the arguments of each tool call as the parsed object (or as the
-text, if that is not a JSON object). White space around an answer, its line ends (`\\r\\n` or `\\n`), `null` instead of
-empty content, the ids of tool calls, the layout of their JSON and the form of its numbers (`1.0` or `1`) do not count,
-because client libraries change all of them. The reasoning of an answer and the text beside its calls, which many
-clients leave out, and its name, which agent frameworks add, do not count either: `are_asides_repeated` and
-`has_same_asides` compare them where that matters.
+A normalised message has its content as one string (with images: a list of them, by digest, and of the texts between
+them), and the arguments of each tool call as the parsed object (or as the text, if that is not a JSON object). White
+space around an answer, its line ends (`\\r\\n` or `\\n`), `null` instead of empty content, the ids of tool calls, the
+layout of their JSON and the form of its numbers (`1.0` or `1`) do not count, because client libraries change all of
+them. The reasoning of an answer and the text beside its calls, which many clients leave out, and its name, which agent
+frameworks add, do not count either: `are_asides_repeated` and `has_same_asides` compare them where that matters.
 
 One kind of echo is not recognised: arguments that come back as an object instead of text, with an integer beyond 64
 bits. The parser of request bodies turns it into a float, which has fewer digits; treating the two as equal would accept

@@ -5,7 +5,8 @@
     Prompt ─▶ Answer ─▶ Prompt ─▶ Answer      a prompt keeps the first `fork_at` tokens of its parent's path and adds
                    └──▶ Prompt ─▶ Answer      its own; an answer adds what was sampled
 
-Each node holds only what it adds, packed in 4 bytes a token; a path is assembled when it is needed.
+Each node holds only what it adds, packed in 4 bytes a token; a path is assembled when it is needed. Ids below 0 are
+tokens of images (`vision.py`).
 
 Rendering the whole history for each turn would take time proportional to its length. A `StandIn` avoids this: whole
 periods of a tool loop or of a chat are cut from its middle, so that the messages on both sides of the cut fit together
