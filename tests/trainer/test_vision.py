@@ -257,6 +257,7 @@ def test_what_cannot_be_trained_is_refused(
     for config, match in (
         ({"packing": "balanced"}, "packing is 'balanced'.*set it to 'padded'"),
         ({"context_parallel": 2, "num_ranks": 2}, "context_parallel is 2"),
+        ({"lora": LoraConfig(push="adapter")}, "push is 'adapter'.*set it to 'merged'"),
     ):
         with pytest.raises(ConfigError, match=match):
             Lab(folder, TrainerConfig(**config))
