@@ -55,7 +55,7 @@ from areal_agent.errors import (
     TrainerError,
 )
 from areal_agent.files import RunFolder
-from areal_agent.images import IMAGES, ImageFolder
+from areal_agent.images import ImageFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.encoding import StepRecord
 from areal_agent.ledger.ledger import Ledger
@@ -207,9 +207,8 @@ class Run:
     ) -> StepReport:
         with self._metrics.during("training"):
             async with self.source.memory_lent():
-                images = await asyncio.to_thread(ImageFolder(self.folder.path / IMAGES).of, batch.records)
                 report = await self._trainer.train_step(
-                    batch, incarnation=self.version.incarnation, teacher=teacher, images=images
+                    batch, incarnation=self.version.incarnation, teacher=teacher, images=await self._images_of(batch)
                 )
         report = replace(report, metrics={**report.metrics, **metrics})
         self.step = batch.step
@@ -226,6 +225,17 @@ class Run:
         )
         self._metrics.trained(batch, report)
         return report
+
+    async def _images_of(self, batch: RolloutBatch) -> Mapping[str, bytes]:
+        """Return the files of a batch's images. Raises LedgerError for one that is gone, ConfigError where none are."""
+        if not any(record.images for record in batch.records):
+            return {}
+        if self.config.is_online:
+            raise ConfigError(
+                "rollout.gateway_url: agents sent images, which stay on the disk of that gateway; "
+                "train on them in a run with rollouts of its own, or send text alone"
+            )
+        return await asyncio.to_thread(ImageFolder(self.folder.images).of, batch.records)
 
     async def _push(self) -> PushReport:
         version = WeightVersion(incarnation=self.version.incarnation, step=self.step)

@@ -29,7 +29,7 @@ from areal_agent.cluster.local import (
 )
 from areal_agent.errors import NO_ROOM, ArealAgentError, ConfigError, DiskFull, TrainerError
 from areal_agent.files import RunFolder
-from areal_agent.images import IMAGES, ImageFolder
+from areal_agent.images import ImageFolder
 from areal_agent.observe.curve import draw_losses
 from areal_agent.observe.metrics import MetricsLog, Row, RowKind, evaluation_rows, numbers_of, read_metrics, step_rows
 from areal_agent.observe.progress import Progress, clock_time
@@ -125,7 +125,7 @@ class SftRun:
         self._config = config
         self._folder = folder
         self._progress = progress
-        self._images = ImageFolder(folder.path / IMAGES)
+        self._images = ImageFolder(folder.images)
         self._saved = latest_checkpoint(folder.checkpoints)
         self._loss: float | None = None  # of the newest evaluation
         self._is_asked_to_end = False  # by a signal

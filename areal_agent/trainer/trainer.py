@@ -279,6 +279,10 @@ def settled(config: TrainerConfig, group: Group, models: Sequence[Policy]) -> Tr
                 f"trainer.context_parallel is {config.context_parallel}, which divides packed rows, and sequences with "
                 "images need a row each; set it to 1"
             )
+        if config.lora is not None and config.lora.push == "adapter":
+            raise ConfigError(
+                "trainer.lora.push is 'adapter', which is not proved for models that take images; set it to 'merged'"
+            )
         return config.model_copy(update={"packing": "padded"})
     if config.train_vision:
         raise ConfigError("trainer.train_vision is true, and the model takes no images; leave it out")

@@ -2,7 +2,8 @@
 
 1. it is played as it was recorded, from the images of its run, and nothing is written to the run's folder; 2. another
 picture of the same size is another call, whose difference names it; 3. with `bridges_tools` another picture in a tool's
-result is what a tool said; 4. the ledger proves the session, and the terminal shows it.
+result is what a tool said; 4. the ledger proves the session, and the terminal shows it; 5. it is trained with its
+images, and another model is fine-tuned on it.
 """
 
 import base64
@@ -21,10 +22,16 @@ from areal_agent.ledger.verify import verify
 from areal_agent.replay.saved import Episode, SavedRun
 from areal_agent.replay.stage import Play, open_stage
 from areal_agent.run.serving import transcript_settings
+from areal_agent.sft.data import read_rollouts
+from areal_agent.tokens.loss_rule import LossRule
+from areal_agent.tokens.records import token_records
 from areal_agent.tokens.transcript import TRANSCRIPT_NOTE
+from areal_agent.trainer.config import TrainerConfig
+from areal_agent.trainer.wire import StepInput
 from areal_agent.types import Task, Trajectory
 from areal_agent.view.__main__ import main
 from tests import histories
+from tests.trainer.lab import Lab
 from tests.vision import make_vision_model, picture
 
 SESSION = histories.session("s", task_id="t")
@@ -106,3 +113,17 @@ async def test_it_is_played_proved_and_shown(recorded: tuple[SavedRun, Trajector
     assert main([str(run.folder.path), "--text", "s"]) == 0
     out = capsys.readouterr().out
     assert out.count("what colour?\n           │ [image PNG 56x56, 4 tokens]\n") == 2
+
+
+async def test_it_is_trained_with_its_images(recorded: tuple[SavedRun, Trajectory], tmp_path: Path) -> None:
+    run, trajectory = recorded
+    (record,) = records = token_records(trajectory, LossRule())
+    assert [record.token_ids[one.start : one.end].tolist() for one in record.images] == [[5] * 4] * 2
+    lab = Lab(tmp_path / "model", TrainerConfig(learning_rate=1e-3))
+    images = ImageFolder(run.folder.images).of(records)
+    metrics = lab.stepper.train(StepInput(step=1, records=records, rewards={"s": 1.0}, images=images))
+    assert metrics["num_loss_tokens"] == record.loss_mask.sum()
+    kept = ImageFolder(tmp_path / "kept")
+    (row,) = read_rollouts(run.folder.path, 1.0, tmp_path / "model", run.renderer.chat_template, kept)
+    assert [one.images for one in row.records()] == [record.images]
+    assert lab.stepper.fit(row.records(), images=kept.of(row.records()))["num_loss_tokens"] == record.loss_mask.sum()

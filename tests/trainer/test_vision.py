@@ -36,7 +36,7 @@ from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
 from areal_agent.run.preflight import require_trainable
 from areal_agent.trainer.attention import ATTENTION_NAME
-from areal_agent.trainer.config import LoraConfig, TrainerConfig
+from areal_agent.trainer.config import LoraConfig, TrainerConfig, TrainerSetup
 from areal_agent.trainer.digests import input_digests
 from areal_agent.trainer.forward import choose_attention
 from areal_agent.trainer.model import Policy
@@ -44,6 +44,7 @@ from areal_agent.trainer.trainer import Trainer
 from areal_agent.trainer.wire import StepInput, decode_step, encode_step
 from areal_agent.types import ImageSpan, TokenRecord
 from tests.fake_gpu import FakeGpu
+from tests.histories import batch_of, trajectory
 from tests.trainer.lab import CPU, GRADIENT_DESCENT, PLAIN, Lab, train_alike
 from tests.vision import PROCESSOR, make_vision_model, picture
 
@@ -196,6 +197,16 @@ def test_records_and_files_pass_the_wire() -> None:
     assert input_digests(arguments, arrays).keys() - input_digests(*text).keys() == {"images"}
 
 
+async def test_a_step_is_made_through_the_socket(served: Any, folder: Path, tmp_path: Path) -> None:
+    client, _ = served
+    setup = TrainerSetup(model=folder, trainer=TrainerConfig(device="cpu"), seed=0, shared_memory=tmp_path)
+    await client.init(setup)
+    trajectories = [trajectory(name, [], reward, group_id="g", turns=()) for name, reward in GIVEN.rewards.items()]
+    report = await client.train_step(batch_of(trajectories, RECORDS, 1), images=IMAGES)
+    assert report.metrics["num_loss_tokens"] == 24
+    assert "images" in report.inputs
+
+
 TEXT = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
 TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 2}
 TEXT |= {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
@@ -257,6 +268,7 @@ def test_what_cannot_be_trained_is_refused(
     for config, match in (
         ({"packing": "balanced"}, "packing is 'balanced'.*set it to 'padded'"),
         ({"context_parallel": 2, "num_ranks": 2}, "context_parallel is 2"),
+        ({"lora": LoraConfig(push="adapter")}, "push is 'adapter'.*set it to 'merged'"),
     ):
         with pytest.raises(ConfigError, match=match):
             Lab(folder, TrainerConfig(**config))
