@@ -29,7 +29,7 @@ from areal_agent.gateway.auth import KEY_VARIABLE, AdminKey
 from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.online.consumer import DEFAULT_GROUP_WAIT_S, Consumer
 from areal_agent.gateway.online.groups import Bound
-from areal_agent.images import ImageFolder
+from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.questions import STATUS_NOTE
 from areal_agent.process import collect_garbage_rarely, exit_with_parent
@@ -103,6 +103,13 @@ def parser() -> Parser:
         "another name by which clients may call the gateway; repeatable",
         action="append",
         metavar="NAME",
+    )
+    add(
+        "--image-source",
+        "a host or a folder (file:///...) from which images are fetched that agents name by URL; repeatable",
+        action="append",
+        default=[],
+        metavar="HOST",
     )
     add("--ledger", "the folder of the ledger (default %(default)s)", type=Path, metavar="PATH", default=DEFAULT_LEDGER)
     add("--admin-key", "the admin key; other users of this machine can see it, so prefer the file", metavar="KEY")
@@ -242,11 +249,15 @@ async def open_standalone(options: Namespace, admin_key: str) -> AsyncGenerator[
             max_context_tokens=info.max_context_tokens,
             vocab_size=info.vocab_size,
             has_grammar=info.has_grammar,
-            limits=Limits(max_sessions=options.max_sessions, session_timeout_s=options.session_timeout or None),
+            limits=Limits(
+                max_sessions=options.max_sessions,
+                session_timeout_s=options.session_timeout or None,
+                image_sources=tuple(options.image_source),
+            ),
             allowed_hosts=options.allowed_host or (),
             archive=ledger,
             consumer=consumer,
-            images=ImageFolder(ledger_file(options).parent / "images"),
+            images=ImageFolder(ledger_file(options).parent / IMAGES),
         )
         served = await gateway.serve(options.host, options.port)
         stack.push_async_callback(served.aclose)

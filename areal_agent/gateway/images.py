@@ -7,7 +7,8 @@ the image's size. So what is compared and journaled of a conversation is small, 
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0..."}}
     {"type": "image_url", "image_url": {"url": "sha256:9f86d0..."}, "width": 56, "height": 56}
 
-A client may send such a reference itself, for an image that the run has. What engines and trainers would not all see
+A client may send such a reference itself, for an image that the run has. A URL is fetched, once, where the operator
+allows its host or folder (`Limits.image_sources`). What engines and trainers would not all see
 alike is refused: a transparent image, a turned one, an animation.
 """
 
@@ -17,11 +18,15 @@ import hashlib
 import io
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_not
+from pathlib import Path
 from typing import Any, cast
+from urllib.parse import unquote, urlsplit
 
+import httpx
 from PIL.ImageFile import ImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
@@ -48,6 +53,8 @@ FORMATS: Mapping[str, tuple[re.Pattern[bytes], Callable[[io.BytesIO], ImageFile]
 }
 """How files begin, and what reads them; the readers alone, because `Image.open` warns of sizes in its own way."""
 
+FETCH_TIMEOUT_S = 30.0
+
 OPAQUE = 255
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 
@@ -66,6 +73,7 @@ class ImageIntake:
         self._folder = folder
         self._limits = limits
         self._sizes: dict[str, tuple[int, int]] = {}  # width and height of the images that were checked, by digest
+        self._fetched: dict[str, str] = {}  # digests by URL: what is there may change, and a conversation may not
         self._recent: OrderedDict[str, bytes] = OrderedDict()
         self._num_recent_bytes = 0
         self._lock = threading.Lock()  # guards the recent bytes
@@ -119,19 +127,20 @@ class ImageIntake:
         if url.startswith(REFERENCE):
             digest = url.removeprefix(REFERENCE)
             width, height = self._size_of_kept(digest, where)
-        else:
+        elif url.startswith("data:"):
             digest, (width, height) = self._keep(*self._decoded(url, where), where)
+        else:
+            if url not in self._fetched:
+                self._fetched[url] = self._keep(None, self._fetch(url, where), where)[0]
+            digest = self._fetched[url]
+            width, height = self._sizes[digest]
         return {**_with_url(part, REFERENCE + digest), "width": width, "height": height}
 
     def _decoded(self, url: str, where: str) -> tuple[str | None, bytes]:
         """Return the type that a data URL says, if it says one, and its bytes."""
         head = _DATA_URL.match(url)
         if head is None:
-            raise _refusal(
-                where,
-                f"has the URL {url!r:.80}, and this gateway fetches nothing: send the image itself, as "
-                "data:image/png;base64,...",
-            )
+            raise _refusal(where, f"has the URL {url!r:.80}; send data:image/png;base64,...")
         num_bytes, most = (len(url) - head.end()) * 3 // 4, self._limits.max_image_bytes
         if num_bytes > most + 2:  # padding counts as bytes
             raise _refusal(where, f"is an image of {num_bytes} bytes, and this gateway takes {most}; make it smaller")
@@ -139,6 +148,38 @@ class ImageIntake:
             return head[1], binascii.a2b_base64(url[head.end() :], strict_mode=True)
         except ValueError as error:
             raise _refusal(where, f"has data that is not base64 ({error}); encode the file's bytes again") from None
+
+    def _fetch(self, url: str, where: str) -> bytes:
+        """Return what is at a URL that the operator allows. It runs in a thread."""
+        sources, most = self._limits.image_sources, self._limits.max_image_bytes
+        try:
+            parts = urlsplit(url)
+            if parts.scheme == "file" and not parts.netloc:
+                file = Path(unquote(parts.path)).resolve()
+                folders = [Path(unquote(urlsplit(one).path)).resolve() for one in sources if one.startswith("file:")]
+                if any(map(file.is_relative_to, folders)):
+                    with file.open("rb") as opened:
+                        return _within(opened.read(most + 1), most, where)
+            elif parts.scheme in ("http", "https") and parts.netloc.lower() in sources:
+                end_s, data = time.monotonic() + FETCH_TIMEOUT_S, bytearray()
+                plain = {"Accept-Encoding": "identity"}  # nothing that grows when it is unpacked
+                with httpx.stream("GET", url, headers=plain, timeout=FETCH_TIMEOUT_S) as response:  # no redirects
+                    if response.status_code != 200:
+                        raise _refusal(
+                            where, f"is at {url!r:.80}, which answers {response.status_code}; send the image"
+                        )
+                    for piece in response.iter_raw():
+                        data += _within(piece, most - len(data), where)
+                        if time.monotonic() > end_s:
+                            raise TimeoutError(f"it took more than {FETCH_TIMEOUT_S:g} s")
+                return bytes(data)
+        except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
+            raise _refusal(where, f"is at {url!r:.80}, which cannot be read ({error}); send the image itself") from None
+        raise _refusal(
+            where,
+            f"is at {url!r:.80}, and this gateway fetches nothing from there: send the image itself, as "
+            "data:image/png;base64,..., or let the operator add it to image_sources",
+        )
 
     # ----------------------------------------------------------------------------------------- keeping and reading
 
@@ -219,6 +260,12 @@ class ImageIntake:
         except RequestError as error:
             raise _refusal(where, f"is not for this model: {error.message}") from error
         return width, height
+
+
+def _within(data: bytes, most: int, where: str) -> bytes:
+    if len(data) > most:
+        raise _refusal(where, "is an image of more bytes than this gateway takes; make it smaller")
+    return data
 
 
 def _kind_of(data: bytes, where: str) -> str:

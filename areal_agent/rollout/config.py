@@ -206,6 +206,10 @@ class RolloutConfig(Section):
     """
     model_aliases: tuple[str, ...] = ()
     """More names by which agents may call the model, such as those that CLI agents insist on; `*`: every name."""
+    image_sources: tuple[str, ...] = ()
+    """From where the gateway fetches images that agents name by URL: hosts (`example.org`, `10.0.0.7:80`), and folders
+    of its machine (`file:///srv/pictures`). Images that agents send themselves need none.
+    """
     train_roots: TrainRoots = TrainRoots.ALL
     """The conversations of a session that are trained: `all`, or only the `main` one, which has the most turns; so
     titles, compacted contexts and sub-agents do not get the session's reward. Roots with the same first message after

@@ -16,6 +16,7 @@ from typing import Protocol
 from areal_agent.errors import ArealAgentError
 from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.auth import new_key
+from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.metrics import GatewayStats
 from areal_agent.images import ImageFolder
 from areal_agent.protocols import Journal, Sampler
@@ -160,6 +161,7 @@ async def open_local(
             vocab_size=info.vocab_size,
             has_grammar=info.has_grammar,
             images=settings.images and ImageFolder(settings.images),
+            limits=Limits(image_sources=config.image_sources),
         )
         served = await gateway.serve("127.0.0.1", settings.port)
         stack.push_async_callback(served.aclose)

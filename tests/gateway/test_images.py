@@ -4,7 +4,7 @@
 - the engine, the turn and the folder have each image where its tokens stand; what is kept of a request has no data
 - a conversation with images continues: with results of calls, with an edited history, with a sampled pad in an answer
 - every request of n answers has the images; they count as tokens of the prompt
-- a reference stands for an image that the run has
+- a reference stands for an image that the run has; a URL, for what is there, where the operator allows that
 - what cannot be taken is refused with a 400 that names the part; nothing of it reaches the disk or the engine
 - any part for an image, however malformed, is answered with 200 or 400
 - without a folder, and for a model that takes text only, images are refused with the reason
@@ -22,6 +22,8 @@ from typing import Any
 import numpy as np
 import pytest
 import requests
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -241,6 +243,48 @@ async def test_a_reference_stands_for_an_image(open_seeing: Any, images: ImageFo
     lie = {"type": "image_url", "image_url": {"url": url}, "width": 9999, "height": 1}
     await (await world.start()).ask([user(lie)])
     assert [(end - start, data) for start, end, data in shown(world)] == [(4, RED)]
+
+
+async def test_urls_are_fetched_from_where_the_operator_allows(
+    open_seeing: Any, tmp_path: Path, images: ImageFolder
+) -> None:
+    """Each once: what stands there later is another picture, and the conversation has the first one."""
+    served = [RED]
+    app = web.Application()
+
+    async def it(_: web.Request) -> web.Response:
+        return web.Response(body=served[0])
+
+    async def away(_: web.Request) -> web.Response:
+        return web.Response(status=302, headers={"Location": "/it.png"})
+
+    app.router.add_get("/it.png", it)
+    app.router.add_get("/away", away)
+    async with TestServer(app) as server:
+        host, folder = f"127.0.0.1:{server.port}", tmp_path / "pictures"
+        folder.mkdir()
+        (folder / "a wide one.jpg").write_bytes(WIDE)
+        limits = Limits(image_sources=(host, folder.as_uri()), max_image_bytes=4000)
+        world: World = await open_seeing("red<|im_end|>", "red<|im_end|>", limits=limits)
+        session = await world.start()
+        urls = [f"http://{host}/it.png", (folder / "a wide one.jpg").as_uri()]
+        for _ in range(2):
+            await session.ask([user(*({"type": "image_url", "image_url": {"url": url}} for url in urls))])
+            assert [data for *_, data in shown(world)] == [RED, WIDE]
+            served[0] = picture("blue")
+        for url, message in (
+            (f"http://{host}/away", "answers 302"),
+            (f"http://{host}/none", "answers 404"),
+            (f"http://me@{host}/it.png", "fetches nothing from there"),
+            ("http://127.0.0.1:1/it.png", "fetches nothing from there"),
+            (f"{folder.as_uri()}/../{images.path.name}", "fetches nothing from there"),
+            (f"{folder.as_uri()}/none.png", "cannot be read"),
+            (f"{folder.as_uri()}/%00", "cannot be read"),
+            ("http://[", "cannot be read"),
+        ):
+            status, answer = await session.post_chat(messages=[user({"type": "image_url", "image_url": {"url": url}})])
+            assert (status, answer["error"]["param"]) == (400, "messages[0].content[0]"), url
+            assert message in answer["error"]["message"], answer
 
 
 def png(width: int, height: int) -> bytes:
