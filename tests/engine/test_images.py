@@ -45,7 +45,7 @@ def test_they_arrive_as_they_were_sent():
 def test_a_file_that_is_no_base64(data):
     body = generate.encode_request(ask((2, 4)))
     body["images"][0]["data"] = data
-    with pytest.raises(WireError, match=r"images\.0\.data is .*; it must be a file in base64"):
+    with pytest.raises(WireError, match=r"images\.0\.data is"):
         generate.GenerateCall.read(orjson.dumps(body))
 
 

@@ -5,7 +5,8 @@
     scheduler_extension.py  runs in SGLang's schedulers, in the same environment
     image_files.py          runs in SGLang's front end, in the same environment
 
-Everything that vLLM shares is in `foreign/`; the JSON is that of `wire/`. Only launcher.py and scheduler_extension.py import torch.
+Everything that vLLM shares is in `foreign/`; the JSON is that of `wire/`. Only launcher.py and scheduler_extension.py
+import torch.
 """
 
 from pathlib import Path
