@@ -56,7 +56,7 @@ def test_a_file_that_is_no_base64(data):
         ([(2, 4), (3, 4)], "a place from 3 to 4; it must be after .* ends at 4"),
         ([(5, 8)], "from 5 to 8; .* inside of the 7 tokens"),
         ([(4, 4)], "a place from 4 to 4"),
-        ([(2, 5)], "several ids from 2 to 5"),
+        ([(2, 5)], "from 2 to 5; .* on tokens of one id"),
     ],
 )
 async def test_wrong_places_are_refused(places, message):
