@@ -45,7 +45,7 @@ def test_they_arrive_as_they_were_sent():
 def test_a_file_that_is_no_base64(data):
     body = generate.encode_request(ask((2, 4)))
     body["images"][0]["data"] = data
-    with pytest.raises(WireError, match=r"images\.0\.data is .*; it must be a file in base64"):
+    with pytest.raises(WireError, match=r"images\.0\.data is"):
         generate.GenerateCall.read(orjson.dumps(body))
 
 
@@ -56,7 +56,7 @@ def test_a_file_that_is_no_base64(data):
         ([(2, 4), (3, 4)], "a place from 3 to 4; it must be after .* ends at 4"),
         ([(5, 8)], "from 5 to 8; .* inside of the 7 tokens"),
         ([(4, 4)], "a place from 4 to 4"),
-        ([(2, 5)], "several ids from 2 to 5"),
+        ([(2, 5)], "from 2 to 5; .* on tokens of one id"),
     ],
 )
 async def test_wrong_places_are_refused(places, message):

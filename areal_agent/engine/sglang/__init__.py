@@ -3,8 +3,10 @@
     server.py               `SglangServer`, the `foreign.server.ForeignServer` of one server
     launcher.py             starts SGLang's server, in SGLang's own environment
     scheduler_extension.py  runs in SGLang's schedulers, in the same environment
+    image_files.py          runs in SGLang's front end, in the same environment
 
-Everything that vLLM shares is in `foreign/`; the JSON is that of `wire/`. Only the last two files import torch.
+Everything that vLLM shares is in `foreign/`; the JSON is that of `wire/`. Only launcher.py and scheduler_extension.py
+import torch.
 """
 
 from pathlib import Path

@@ -11,7 +11,7 @@ import asyncio
 import importlib
 import io
 from base64 import b64decode
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from PIL import Image
@@ -41,23 +41,16 @@ def around_get(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     async def process_mm_data_async(*, image_data: Any, input_text: Any, **others: Any) -> Any:
         if not image_data or not all(isinstance(one, str) and one.startswith(f"{IMAGE}:") for one in image_data):
             return await process(image_data=image_data, input_text=input_text, **others)
-        places = [(int(start), int(end)) for _, start, end, _ in (one.split(":") for one in image_data)]
-        return await place(processor, process, list(input_text), places, image_data, others)
+        return await place(processor, process, list(input_text), [one.split(":") for one in image_data], others)
 
     processor.process_mm_data_async = process_mm_data_async
     return processor
 
 
-async def place(
-    processor: Any,
-    process: Callable[..., Awaitable[Any]],
-    ids: list[int],
-    places: Sequence[tuple[int, int]],
-    files: Sequence[str],
-    others: Any,
-) -> Any:
+async def place(processor: Any, process: Any, ids: list[int], parts: Sequence[Sequence[str]], others: Any) -> Any:
     """Return the processed prompt. Raises ValueError unless each image has as many tokens as its place."""
-    images = await asyncio.to_thread(open_all, files)
+    images = await asyncio.to_thread(open_all, [file for *_, file in parts])
+    places = [(int(start), int(end)) for _, start, end, _ in parts]
     alone = [id_ for start, end in places for id_ in ids[max(0, start - 1) : start + 1] + ids[end:][:1]]
     made = await process(image_data=images, input_text=alone, **others)
     theirs = [sum(end + 1 - start for start, end in item.offsets) for item in made.mm_items]
@@ -79,6 +72,6 @@ async def place(
 def open_all(files: Sequence[str]) -> Sequence[Image.Image]:
     """Decode the files as the trainer does, where SGLang may decode on a GPU, with other pixels."""
     try:
-        return [Image.open(io.BytesIO(b64decode(file.rpartition(":")[2]))).convert("RGB") for file in files]
+        return [Image.open(io.BytesIO(b64decode(file))).convert("RGB") for file in files]
     except OSError as error:
         raise ValueError(f"an image of this request cannot be read: {error}") from error

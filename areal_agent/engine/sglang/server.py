@@ -13,6 +13,8 @@ How SGLang deviates from the common wire, and what is done about it:
     no pause lets requests end first (`wait`)            foreign/engine.py waits for their end and holds others back
     `ignore_eos` ignores `stop_token_ids`, too           `SglangAnswer` ends the answer at them and leaves the stream
     `min_new_tokens` counts anew after a retraction      nothing: such an answer's probabilities are altered anyway
+    images are looked for by the id of their pads        image_files.py puts them at the places of the request
+    what was seen in images outlasts the weights         scheduler_extension.py forgets it with every load
 
 Seeds of requests work if the server was started with `--enable-deterministic-inference`.
 """

@@ -3,6 +3,7 @@
     server.py            `VllmServer`, the `foreign.server.ForeignServer` of one server
     launcher.py          starts vLLM's server, in vLLM's own environment
     worker_extension.py  runs in vLLM's workers, in the same environment
+    image_files.py       runs in vLLM's front end, in the same environment
 
 Everything that SGLang shares is in `foreign/`.
 """

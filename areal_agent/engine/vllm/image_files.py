@@ -21,6 +21,14 @@ from PIL import Image
 SERVING = "vllm.entrypoints.scale_out.token_in_token_out.serving"
 
 
+class ImageFilesTaken:
+    """ASGI middleware, which vLLM makes in each process that serves. It leaves the application as it is."""
+
+    def __new__(cls, app: Any) -> Any:
+        take_image_files()
+        return app
+
+
 def take_image_files() -> None:
     """Make the server of this process take them."""
     serving: Any = importlib.import_module(SERVING)

@@ -21,6 +21,7 @@ FLAGS = (
     "--enable-scale-out",  # token ids in and out
     *("--logprobs-mode", "processed_logprobs"),  # after temperature
     *("--worker-extension-cls", "worker_extension.WeightLoading"),
+    *("--middleware", "image_files.ImageFilesTaken"),
 )
 ONE_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 """If this variable is 0, a model on one CPU runs in the process that schedules it: one process fewer to start.
@@ -42,7 +43,6 @@ if __name__ == "__main__":  # vLLM's own processes import this file, too
     is_cpu = importlib.import_module("vllm.platforms").current_platform.is_cpu()
     if is_cpu:
         os.environ.setdefault(ONE_PROCESS, "0")
-    runpy.run_path(str(Path(__file__).with_name("image_files.py")))["take_image_files"]()
     protected = ("--middleware", "launcher.KeyDemanded") if os.environ.get(key.KEY_VARIABLE) else ()
     # in front, so that arguments given take precedence
     sys.argv[1:1] = (*FLAGS, *protected, *(CPU_FLAGS if is_cpu else ()))

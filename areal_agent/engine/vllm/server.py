@@ -8,6 +8,8 @@ How vLLM deviates from what this project needs, and what is done about it:
     a load does not change the label                     it is set afterwards, and read back
     a flush may be refused with a success status         the answer is read; running requests are reset first
     the prefix cache is keyed by tokens alone            requests are salted with the label of the weights
+    images are looked for by the id of their pads        image_files.py puts them at the places of the request
+    what was seen in images outlasts the weights         a flush resets it, and hashes have the label of the weights
     the folder that serves is not reported after a load  foreign/server.py remembers it
     `/health` answers while the scheduler hangs          `/is_paused` goes through the scheduler
     the likeliest tokens start with the sampled one      one more is requested, and they are ranked

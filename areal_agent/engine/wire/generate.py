@@ -11,14 +11,14 @@ import math
 import re
 import uuid
 from array import array
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Self, cast
 
 import numpy as np
 import orjson
-from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import AfterValidator, Base64Bytes, Field, model_validator
 
 from areal_agent.engine.wire.fields import (
     Message,
@@ -212,14 +212,6 @@ def _columns(entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         ) from None
 
 
-def _decoded(value: Any) -> bytes:
-    """Read a file's bytes, or their base64."""
-    try:
-        return value if isinstance(value, bytes) else b64decode(value, validate=True)
-    except (TypeError, ValueError):
-        raise ValueError("it must be a file in base64") from None
-
-
 GENERATE = "/generate"
 
 
@@ -229,12 +221,7 @@ class WireImage(Message):
     digest: str
     start: int
     end: int
-    data: Annotated[bytes, PlainValidator(_decoded), PlainSerializer(lambda data: b64encode(data).decode())]
-
-    @classmethod
-    def of(cls, image: PromptImage) -> Self:
-        span = image.span
-        return cls(digest=span.digest, start=span.start, end=span.end, data=image.data)
+    data: Base64Bytes
 
     def image(self) -> PromptImage:
         return PromptImage(span=ImageSpan(digest=self.digest, start=self.start, end=self.end), data=self.data)
@@ -289,7 +276,7 @@ def encode_request(request: GenerateRequest, *, is_streamed: bool = False) -> di
     if request.num_top_logprobs:
         body["top_logprobs_num"] = request.num_top_logprobs
     if request.images:
-        body["images"] = [WireImage.of(image).encode() for image in request.images]
+        body["images"] = [asdict(one.span) | {"data": b64encode(one.data).decode()} for one in request.images]
     return body
 
 
@@ -398,15 +385,11 @@ def _check_images(request: GenerateRequest) -> None:
     """Raise EngineRejected unless images stand in their order inside the prompt, each on tokens of one id."""
     before = 0
     for span in (image.span for image in request.images):
-        if not before <= span.start < span.end <= len(request.input_ids):
+        ids = set(request.input_ids[span.start : span.end])
+        if not before <= span.start < span.end <= len(request.input_ids) or len(ids) > 1:
             raise EngineRejected(
                 f"images has a place from {span.start} to {span.end}; it must be after the image before it, which ends "
-                f"at {before}, and inside of the {len(request.input_ids)} tokens of input_ids"
-            )
-        if len(set(request.input_ids[span.start : span.end])) > 1:
-            raise EngineRejected(
-                f"input_ids has several ids from {span.start} to {span.end}, where images has an image; all must be "
-                "the model's token for images"
+                f"at {before}, inside of the {len(request.input_ids)} tokens of input_ids, and on tokens of one id"
             )
         before = span.end
 
