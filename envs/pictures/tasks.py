@@ -6,7 +6,7 @@ from random import Random
 
 from PIL import Image
 
-SIDE, SQUARE = 56, 28
+SIDE, SQUARE = 56, 42
 COLOURS = {
     "red": (220, 30, 30),
     "green": (30, 180, 60),
