@@ -168,7 +168,8 @@ def _chat(line: bytes, origin: str, folder: Path, intake: ImageIntake | None) ->
         raise ConfigError(f"{origin}: 'messages' is {messages!r:.40}; give a list of messages")
     try:
         if intake is not None and b'"image' in line:
-            messages = asyncio.run(intake.taken(_with_files({"messages": messages}, folder)))["messages"]
+            shown = [_with_files(one, folder) for one in cast("list[object]", messages)]
+            messages = asyncio.run(intake.taken({"messages": shown}))["messages"]
         return Chat(
             origin=origin,
             messages=[_message(one, index) for index, one in enumerate(cast("list[object]", messages))],
@@ -178,16 +179,19 @@ def _chat(line: bytes, origin: str, folder: Path, intake: ImageIntake | None) ->
         raise ConfigError(f"{origin}: {error}") from None
 
 
-def _with_files(value: Any, folder: Path) -> Any:
-    """Return JSON in which `{"type": "image", "path": ...}`, a file within `folder`, is an image by its data."""
-    if isinstance(value, list):
-        return [_with_files(one, folder) for one in cast("list[Any]", value)]
-    if not isinstance(value, dict):
-        return value
-    fields = cast("JsonObject", value)
-    if fields.get("type") != "image" or not isinstance(fields.get("path"), str):
-        return {name: _with_files(one, folder) for name, one in fields.items()}
-    file = folder / fields["path"]
+def _with_files(message: Any, folder: Path) -> Any:
+    """Return a message in which a part `{"type": "image", "path": ...}`, a file beside the rows, has its data."""
+    if not isinstance(message, dict) or not isinstance(parts := message.get("content"), list):
+        return message
+    return {**message, "content": [_with_data(one, folder) for one in cast("list[Any]", parts)]}
+
+
+def _with_data(part: Any, folder: Path) -> Any:
+    match part:
+        case {"type": "image", "path": str(path)}:
+            file = folder / path
+        case _:
+            return part
     try:
         data = file.read_bytes()
     except OSError as error:

@@ -10,7 +10,6 @@ Which tokens stand for images is told by spans alone: a sampled token that has a
 import io
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -23,8 +22,8 @@ from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedModel
 from areal_agent.algorithms.batching import MicroBatch
 from areal_agent.types import ImageSpan, PromptImage
 
-NUM_KEPT = 64
-"""Images whose pixels are kept: sequences of one rollout are near each other, and have the same."""
+KEPT_BYTES = 2**31
+"""The pixels that are kept, of the newest images: sequences of one rollout are near each other, and have the same."""
 SIZES = ((64, 96), (160, 64))
 """Width and height of the images of the proof."""
 
@@ -38,7 +37,7 @@ class Vision:
         self._token_id = int(config.image_token_id)
         self._merged = int(config.vision_config.spatial_merge_size) ** 2  # patches that are one token
         self._special = [getattr(config, name) for name in vars(config) if name.endswith("_token_id")]
-        self._of = lru_cache(maxsize=NUM_KEPT)(self._processed)
+        self._kept: dict[bytes, tuple[Tensor, Tensor]] = {}  # by file, the newest last
 
     @classmethod
     def load(cls, folder: Path, config: PreTrainedConfig) -> Self:
@@ -50,12 +49,12 @@ class Vision:
         """Within the context, call `decoder` with these arguments besides the tokens of `batch`, which has images."""
         device = batch.inputs.device
         shown = [one for row in batch.images for one in row]
-        for one in shown:
-            self._require_size(one)
         each = {one.span.digest: one.data for one in shown}
         numbers = {digest: number for number, digest in enumerate(each)}
         places = [numbers[one.span.digest] for one in shown]
         pixels, grids = zip(*map(self._of, each.values()), strict=True)
+        for one, place in zip(shown, places, strict=True):
+            self._require_size(one.span, grids[place])
         is_trained = any(one.requires_grad for part in tower_of(decoder) for one in part.parameters())
         with torch.set_grad_enabled(torch.is_grad_enabled() and is_trained):
             found: Any = cast(Any, decoder).get_image_features(
@@ -98,26 +97,29 @@ class Vision:
         images: list[PromptImage] = []
         for text, size in zip(texts, SIZES, strict=False):
             data = _pattern(*size)
-            pads = row.new_full((self._num_tokens(data),), self._token_id)
+            pads = row.new_full((int(self._of(data)[1].prod()) // self._merged,), self._token_id)
             span = ImageSpan(digest=f"{size}", start=len(first), end=len(first) + len(pads))
             images.append(PromptImage(span=span, data=data))
             first = torch.cat([first, pads, text])
         return first, tuple(images)
 
-    def _processed(self, data: bytes) -> tuple[Tensor, Tensor]:
+    def _of(self, data: bytes) -> tuple[Tensor, Tensor]:
         """Return the patches of an image, and its grid [1, 3]."""
-        image = Image.open(io.BytesIO(data)).convert("RGB")
-        made = self._processor(images=[image], return_tensors="pt")
-        return made["pixel_values"], made["image_grid_thw"]
+        made = self._kept.pop(data, None)
+        if made is None:
+            image = Image.open(io.BytesIO(data)).convert("RGB")
+            done = self._processor(images=[image], return_tensors="pt")
+            made = done["pixel_values"], done["image_grid_thw"]
+        self._kept[data] = made
+        while sum(pixels.nbytes for pixels, _ in self._kept.values()) > KEPT_BYTES:
+            del self._kept[next(iter(self._kept))]
+        return made
 
-    def _num_tokens(self, data: bytes) -> int:
-        return int(self._of(data)[1].prod()) // self._merged
-
-    def _require_size(self, image: PromptImage) -> None:
-        needed, found = self._num_tokens(image.data), image.span.end - image.span.start
+    def _require_size(self, span: ImageSpan, grid: Tensor) -> None:
+        needed, found = int(grid.prod()) // self._merged, span.end - span.start
         if needed != found:
             raise ValueError(
-                f"image {image.span.digest} stands for {found} tokens, and is {needed} for this model: another "
+                f"image {span.digest} stands for {found} tokens, and is {needed} for this model: another "
                 "preprocessor_config.json made the prompt; use that of the model"
             )
 

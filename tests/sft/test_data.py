@@ -241,7 +241,8 @@ def test_images_of_rows_are_learnt_as_the_gateway_shows_them(tmp_path: Path) -> 
     inline = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{b64encode(red).decode()}"}}
     texts = [{"type": "text", "text": one} for one in ("red", "blue")]
     asked = {"role": "user", "content": [texts[0], inline, texts[1], {"type": "image", "path": "blue.png"}]}
-    values = config(folder, data=str(written(tmp_path / "chats.jsonl", {"messages": [asked, SAID]})))
+    drawing = calling({"type": "image", "path": "no.png"}, name="draw")  # a call's arguments, and no part
+    values = config(folder, data=str(written(tmp_path / "chats.jsonl", {"messages": [asked, SAID]}, drawing)))
     (example,) = load_data(values, folder, None, images).rows[0].examples
     assert [one.end - one.start for one in example.images] == [4, 10]
     assert [images.read(one.digest) for one in example.images] == [red, blue]
