@@ -105,6 +105,11 @@ def parser() -> Parser:
         metavar="NAME",
     )
     add(
+        "--images",
+        "take images, and keep them beside the ledger; a trainer that leases from here cannot train them",
+        action="store_true",
+    )
+    add(
         "--image-source",
         "a host or a folder (file:///...) from which images are fetched that agents name by URL; repeatable",
         action="append",
@@ -257,7 +262,7 @@ async def open_standalone(options: Namespace, admin_key: str) -> AsyncGenerator[
             allowed_hosts=options.allowed_host or (),
             archive=ledger,
             consumer=consumer,
-            images=ImageFolder(ledger_file(options).parent / IMAGES),
+            images=ImageFolder(ledger_file(options).parent / IMAGES) if options.images else None,
         )
         served = await gateway.serve(options.host, options.port)
         stack.push_async_callback(served.aclose)
