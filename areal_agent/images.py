@@ -6,7 +6,7 @@ Turns and requests name an image by its digest. Its bytes are on the disk before
 import hashlib
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -81,15 +81,15 @@ class ImageFolder:
         file = self.file(digest)
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=file.parent, prefix=".")
+            scratch = file.with_name(f".{secrets.token_hex(16)}")
             try:
-                with os.fdopen(handle, "wb") as written:
+                with scratch.open("xb") as written:  # as readable as the run's other files
                     written.write(data)
                     written.flush()
                     os.fsync(written.fileno())
-                Path(name).rename(file)
+                scratch.rename(file)
             except BaseException:
-                Path(name).unlink(missing_ok=True)
+                scratch.unlink(missing_ok=True)
                 raise
             sync(file.parent)
         return digest
