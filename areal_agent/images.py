@@ -19,6 +19,8 @@ IMAGES = "images"
 DIGEST = re.compile("[0-9a-f]{64}")
 REFERENCE = re.compile("sha256:([0-9a-f]{64})")
 """The url of an image in a recorded message."""
+SOURCE = re.compile(r"file:///.*|([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
+"""From where images are fetched: a folder, or a host as URLs have it (`gateway.bodies.Limits`)."""
 
 
 def digest_of(part: object) -> str | None:
