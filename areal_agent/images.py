@@ -6,7 +6,7 @@ Turns and requests name an image by its digest. Its bytes are on the disk before
 import hashlib
 import os
 import re
-import tempfile
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +19,8 @@ IMAGES = "images"
 DIGEST = re.compile("[0-9a-f]{64}")
 REFERENCE = re.compile("sha256:([0-9a-f]{64})")
 """The url of an image in a recorded message."""
+SOURCE = re.compile(r"file:///.*|([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
+"""From where images are fetched: a folder, or a host as URLs have it (`gateway.bodies.Limits`)."""
 
 
 def digest_of(part: object) -> str | None:
@@ -81,15 +83,15 @@ class ImageFolder:
         file = self.file(digest)
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=file.parent, prefix=".")
+            scratch = file.with_name(f".{secrets.token_hex(16)}")
             try:
-                with os.fdopen(handle, "wb") as written:
+                with scratch.open("xb") as written:  # as readable as the run's other files
                     written.write(data)
                     written.flush()
                     os.fsync(written.fileno())
-                Path(name).rename(file)
+                scratch.rename(file)
             except BaseException:
-                Path(name).unlink(missing_ok=True)
+                scratch.unlink(missing_ok=True)
                 raise
             sync(file.parent)
         return digest

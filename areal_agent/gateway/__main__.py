@@ -29,7 +29,7 @@ from areal_agent.gateway.auth import KEY_VARIABLE, AdminKey
 from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.online.consumer import DEFAULT_GROUP_WAIT_S, Consumer
 from areal_agent.gateway.online.groups import Bound
-from areal_agent.images import IMAGES, ImageFolder
+from areal_agent.images import IMAGES, SOURCE, ImageFolder
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.ledger.questions import STATUS_NOTE
 from areal_agent.process import collect_garbage_rarely, exit_with_parent
@@ -177,6 +177,10 @@ def _check(options: Namespace) -> None:
         raise ConfigError(f"--engine is {options.engine!r}; give a URL, for example http://127.0.0.1:30000")
     if not 0 <= options.port <= 65535:
         raise ConfigError(f"--port is {options.port}; give a port from 1 to 65535, or 0 for any free one")
+    if strange := [one for one in options.image_source if not SOURCE.fullmatch(one)]:
+        raise ConfigError(
+            f"--image-source is {strange[0]!r}; give a host as example.org or 10.0.0.7:80, or a folder as file:///srv/x"
+        )
     if (options.max_staleness is None) != (options.batch_answers is None):
         raise ConfigError("--max-staleness and --batch-answers are one bound: give both, or leave both to the trainer")
     bounds = {"max_staleness": 0, "batch_answers": 1, "group_wait": 0, "session_timeout": 0, "drain_timeout": 0}

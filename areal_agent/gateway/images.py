@@ -8,8 +8,8 @@ the image's size. So what is compared and journaled of a conversation is small, 
     {"type": "image_url", "image_url": {"url": "sha256:9f86d0..."}, "width": 56, "height": 56}
 
 A client may send such a reference itself, for an image that the run has. A URL is fetched, once, where the operator
-allows its host or folder (`Limits.image_sources`). What engines and trainers would not all see
-alike is refused: a transparent image, a turned one, an animation.
+allows its host or folder (`Limits.image_sources`). What engines and trainers would not all see alike is refused: a
+transparent image, a turned one, an animation.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ import hashlib
 import io
 import re
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from operator import is_not
 from pathlib import Path
 from typing import Any, cast
@@ -54,6 +54,10 @@ FORMATS: Mapping[str, tuple[re.Pattern[bytes], Callable[[io.BytesIO], ImageFile]
 """How files begin, and what reads them; the readers alone, because `Image.open` warns of sizes in its own way."""
 
 FETCH_TIMEOUT_S = 30.0
+MAX_URL = 8192
+"""A longer one is most likely the image itself, with a wrong beginning."""
+MAX_HEAD = 256
+"""The longest beginning of a data URL, up to its data."""
 
 OPAQUE = 255
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
@@ -84,40 +88,25 @@ class ImageIntake:
 
         Raises RequestError that names the part for an image that is not taken, DiskFull if it cannot be kept.
         """
-        num_images = sum(1 for _ in _image_parts(body))
-        if not num_images:
+        parts = list(_image_parts(body))
+        if not parts:
             return body
-        if num_images > self._limits.max_images:
+        if len(parts) > self._limits.max_images:
             raise RequestError(
-                f"the request has {num_images} images, and this gateway takes {self._limits.max_images} at most; leave "
+                f"the request has {len(parts)} images, and this gateway takes {self._limits.max_images} at most; leave "
                 "out older ones",
                 code="too_many_images",
             )
-        return await asyncio.to_thread(self._over, body, "")
+        return _with(body, {id(part): await self._reference(part, where, role) for where, part, role in parts})
 
     async def of(self, spans: Sequence[ImageSpan]) -> tuple[PromptImage, ...]:
         """Return the images of a prompt with their bytes."""
         read = [self._recent.get(span.digest) or await asyncio.to_thread(self._read, span.digest) for span in spans]
         return tuple(PromptImage(span=span, data=data) for span, data in zip(spans, read, strict=True))
 
-    # ------------------------------------------------------------------------------------------- parts of a body
+    # ------------------------------------------------------------------------------------------ parts of a body
 
-    def _over(self, value: Any, where: str, role: Any = None) -> Any:
-        """Return a body, or anything in it, with references to the images in it; itself if it has none."""
-        if not isinstance(value, dict):
-            return value
-        value = cast("JsonObject", value)
-        if _is_image(value):
-            return self._reference(value, where, role)
-        role, over = value.get("role", role), dict[str, Any]()
-        for name in LISTS:
-            if isinstance(old := value.get(name), list):
-                old = cast("list[Any]", old)
-                new = [self._over(one, f"{where}.{name}[{index}]".lstrip("."), role) for index, one in enumerate(old)]
-                over |= {name: new} if any(map(is_not, new, old)) else {}
-        return {**value, **over} if over else value
-
-    def _reference(self, part: JsonObject, where: str, role: Any) -> JsonObject:
+    async def _reference(self, part: JsonObject, where: str, role: Any) -> JsonObject:
         """Keep the image of a part, and return the part with a reference to it."""
         if role not in (None, "user", "tool"):
             raise _refusal(where, f"is an image of the {role!r:.80}; send images of users and in results of calls")
@@ -126,19 +115,21 @@ class ImageIntake:
             raise _refusal(where, f"is no image part that this gateway knows; send {IMAGE_FORMS[part['type']]}")
         if url.startswith(REFERENCE):
             digest = url.removeprefix(REFERENCE)
-            width, height = self._size_of_kept(digest, where)
+            if digest not in self._sizes:
+                await asyncio.to_thread(self._measure_kept, digest, where)
         elif url.startswith("data:"):
-            digest, (width, height) = self._keep(*self._decoded(url, where), where)
-        else:
-            if url not in self._fetched:
-                self._fetched[url] = self._keep(None, self._fetch(url, where), where)[0]
+            digest = await asyncio.to_thread(self._keep, lambda: self._decoded(url, where), where)
+        elif url in self._fetched:
             digest = self._fetched[url]
-            width, height = self._sizes[digest]
+        else:
+            read = await self._fetch(url, where)
+            digest = self._fetched.setdefault(url, await asyncio.to_thread(self._keep, read, where))
+        width, height = self._sizes[digest]
         return {**_with_url(part, REFERENCE + digest), "width": width, "height": height}
 
     def _decoded(self, url: str, where: str) -> tuple[str | None, bytes]:
         """Return the type that a data URL says, if it says one, and its bytes."""
-        head = _DATA_URL.match(url)
+        head = _DATA_URL.match(url, 0, MAX_HEAD)
         if head is None:
             raise _refusal(where, f"has the URL {url!r:.80}; send data:image/png;base64,...")
         num_bytes, most = (len(url) - head.end()) * 3 // 4, self._limits.max_image_bytes
@@ -149,44 +140,55 @@ class ImageIntake:
         except ValueError as error:
             raise _refusal(where, f"has data that is not base64 ({error}); encode the file's bytes again") from None
 
-    def _fetch(self, url: str, where: str) -> bytes:
-        """Return what is at a URL that the operator allows. It runs in a thread."""
+    async def _fetch(self, url: str, where: str) -> Callable[[], tuple[None, bytes]]:
+        """Return what reads the image at a URL that the operator allows. Of a host, it is read when this returns."""
         sources, most = self._limits.image_sources, self._limits.max_image_bytes
         try:
+            if len(url) > MAX_URL:
+                raise ValueError(f"it has more than {MAX_URL} characters")
             parts = urlsplit(url)
             if parts.scheme == "file" and not parts.netloc:
-                file = Path(unquote(parts.path)).resolve()
-                folders = [Path(unquote(urlsplit(one).path)).resolve() for one in sources if one.startswith("file:")]
-                if any(map(file.is_relative_to, folders)):
-                    with file.open("rb") as opened:
-                        return _within(opened.read(most + 1), most, where)
-            elif parts.scheme in ("http", "https") and parts.netloc.lower() in sources:
-                end_s, data = time.monotonic() + FETCH_TIMEOUT_S, bytearray()
-                plain = {"Accept-Encoding": "identity"}  # nothing that grows when it is unpacked
-                with httpx.stream("GET", url, headers=plain, timeout=FETCH_TIMEOUT_S) as response:  # no redirects
+                return lambda: (None, self._of_folder(url, Path(unquote(parts.path)), where))
+            if parts.scheme in ("http", "https") and parts.netloc.lower() in sources:
+                data = bytearray()
+                async with asyncio.timeout(FETCH_TIMEOUT_S), self._client.stream("GET", url) as response:
                     if response.status_code != 200:
-                        raise _refusal(
-                            where, f"is at {url!r:.80}, which answers {response.status_code}; send the image"
-                        )
-                    for piece in response.iter_raw():
+                        raise _unreadable(url, where, f"it answers {response.status_code}")
+                    async for piece in response.aiter_raw():
                         data += _within(piece, most - len(data), where)
-                        if time.monotonic() > end_s:
-                            raise TimeoutError(f"it took more than {FETCH_TIMEOUT_S:g} s")
-                return bytes(data)
-        except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
-            raise _refusal(where, f"is at {url!r:.80}, which cannot be read ({error}); send the image itself") from None
-        raise _refusal(
-            where,
-            f"is at {url!r:.80}, and this gateway fetches nothing from there: send the image itself, as "
-            "data:image/png;base64,..., or let the operator add it to image_sources",
-        )
+                return lambda: (None, bytes(data))
+        except TimeoutError:
+            raise _unreadable(url, where, f"it took more than {FETCH_TIMEOUT_S:g} s") from None
+        except (ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
+            raise _unreadable(url, where, error) from None
+        raise _foreign(url, where)
+
+    def _of_folder(self, url: str, path: Path, where: str) -> bytes:
+        """Return a file of a folder that the operator allows."""
+        most = self._limits.max_image_bytes
+        folders = (urlsplit(one).path for one in self._limits.image_sources if one.startswith("file:"))
+        try:
+            file = path.resolve()
+            if any(file.is_relative_to(Path(unquote(folder)).resolve()) for folder in folders):
+                with file.open("rb") as opened:
+                    return _within(opened.read(most + 1), most, where)
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that lead in a circle
+            raise _unreadable(url, where, error) from None
+        raise _foreign(url, where)
+
+    @cached_property
+    def _client(self) -> httpx.AsyncClient:
+        """Follows no redirects, and takes nothing that grows when it is unpacked. Making one takes 50 ms."""
+        headers = {"Accept-Encoding": "identity", "Connection": "close"}
+        return httpx.AsyncClient(headers=headers, timeout=FETCH_TIMEOUT_S)
 
     # ----------------------------------------------------------------------------------------- keeping and reading
 
-    def _keep(self, said: str | None, data: bytes, where: str) -> tuple[str, tuple[int, int]]:
-        """Check an image unless it is known, bring it to disk, and return its digest and size."""
+    def _keep(self, read: Callable[[], tuple[str | None, bytes]], where: str) -> str:
+        """Check an image unless it is known, bring it to disk, and return its digest. `read` gives its type and it."""
         if self._folder is None:
             raise _refusal(where, "is an image, and this gateway has no folder to keep images in; send text alone")
+        said, data = read()
         kind = _kind_of(data, where)
         if said is not None and said.replace("/jpg", "/jpeg") != kind:
             raise _refusal(where, f"says that it is {said!r:.80}, and its content is {kind}; correct its type")
@@ -199,18 +201,14 @@ class ImageIntake:
                 raise unwritable(self._folder.file(digest), error) from error
             self._sizes[digest] = size
         self._remember(digest, data)
-        return digest, self._sizes[digest]
+        return digest
 
-    def _size_of_kept(self, digest: str, where: str) -> tuple[int, int]:
-        if digest not in self._sizes:
-            try:
-                data = self._read(digest)
-            except LedgerError:
-                raise _refusal(
-                    where, f"names the image {digest!r:.80}, which this run does not have; send it"
-                ) from None
-            self._sizes[digest] = self._checked(_kind_of(data, where), data, where)
-        return self._sizes[digest]
+    def _measure_kept(self, digest: str, where: str) -> None:
+        try:
+            data = self._read(digest)
+        except LedgerError:
+            raise _refusal(where, f"names the image {digest!r:.80}, which this run does not have; send it") from None
+        self._sizes[digest] = self._checked(_kind_of(data, where), data, where)
 
     def _read(self, digest: str) -> bytes:
         if self._folder is None:
@@ -262,6 +260,18 @@ class ImageIntake:
         return width, height
 
 
+def _unreadable(url: str, where: str, why: object) -> RequestError:
+    return _refusal(where, f"is at {url!r:.80}, which cannot be read ({why}); send the image itself")
+
+
+def _foreign(url: str, where: str) -> RequestError:
+    return _refusal(
+        where,
+        f"is at {url!r:.80}, and this gateway fetches nothing from there: send the image itself, as "
+        "data:image/png;base64,..., or let the operator add it to image_sources",
+    )
+
+
 def _within(data: bytes, most: int, where: str) -> bytes:
     if len(data) > most:
         raise _refusal(where, "is an image of more bytes than this gateway takes; make it smaller")
@@ -280,18 +290,34 @@ def _is_image(part: JsonObject) -> bool:
     return isinstance(kind, str) and kind in IMAGE_FORMS
 
 
-def _image_parts(item: Any) -> Iterator[JsonObject]:
-    """Yield the parts for images in a body, a message, an item or a part."""
+def _image_parts(item: Any, where: str = "", role: Any = None) -> Iterator[tuple[str, JsonObject, Any]]:
+    """Yield the parts for images in a body, a message, an item or a part: the place of each, it, and whose it is."""
     if not isinstance(item, dict):
         return
     item = cast("JsonObject", item)
     if _is_image(item):
-        yield item
-    else:
-        for name in LISTS:
-            if isinstance(parts := item.get(name), list):
-                for part in cast("list[Any]", parts):
-                    yield from _image_parts(part)
+        yield where, item, role
+        return
+    role = item.get("role", role)
+    for name in LISTS:
+        if isinstance(parts := item.get(name), list):
+            for index, part in enumerate(cast("list[Any]", parts)):
+                yield from _image_parts(part, f"{where}.{name}[{index}]".lstrip("."), role)
+
+
+def _with(item: Any, references: Mapping[int, JsonObject]) -> Any:
+    """Return a body, or anything in it, with references for its images, which are known by `id`; else itself."""
+    if not isinstance(item, dict):
+        return item
+    item = cast("JsonObject", item)
+    if id(item) in references:
+        return references[id(item)]
+    over: dict[str, Any] = {}
+    for name in LISTS:
+        if isinstance(old := item.get(name), list):
+            new = [_with(one, references) for one in cast("list[Any]", old)]
+            over |= {name: new} if any(map(is_not, new, cast("list[Any]", old))) else {}
+    return {**item, **over} if over else item
 
 
 def _url_of(part: JsonObject) -> str | None:

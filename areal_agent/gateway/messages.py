@@ -115,10 +115,10 @@ class ImageData(Open):
 
 
 class ImageReference(Open):
-    """An image of this run that was sent before, or one elsewhere."""
+    """Where an image is."""
 
     type: Literal["url"]
-    url: str = Field(description="`sha256:DIGEST`, by the SHA-256 of its bytes, or a URL that the operator allows.")
+    url: str = Field(description="`sha256:DIGEST` of one that the run has, or a URL that the operator allows.")
 
 
 class ImageBlock(AnyImage):

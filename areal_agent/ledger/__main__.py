@@ -107,6 +107,8 @@ def _export(ledger: Path, target: Path | None, images: Path | None, tokenizer: P
         raise ConfigError(f"--parquet {str(target)!r} must be a file in an existing folder; name one")
     if target.exists() and not is_forced:
         raise ConfigError(f"--parquet {str(target)!r} exists; name another file, or replace it with --force")
+    if images is not None and images.exists() and not images.is_dir():
+        raise ConfigError(f"--images {str(images)!r} is a file; name a folder")
     try:
         from areal_agent.ledger import export  # imported here because `verify` works without the extra
     except ImportError as error:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from areal_agent.errors import ConfigError
+from areal_agent.images import SOURCE
 from areal_agent.section import IMPORT_PATH, Section, is_import_path
 from areal_agent.tokens.formats.answer_format import ToolFormat
 from areal_agent.tokens.formats.thinking import ReasoningFormat
@@ -206,7 +207,7 @@ class RolloutConfig(Section):
     """
     model_aliases: tuple[str, ...] = ()
     """More names by which agents may call the model, such as those that CLI agents insist on; `*`: every name."""
-    image_sources: tuple[str, ...] = ()
+    image_sources: tuple[Annotated[str, Field(pattern=rf"^({SOURCE.pattern})$")], ...] = ()
     """From where the gateway fetches images that agents name by URL: hosts (`example.org`, `10.0.0.7:80`), and folders
     of its machine (`file:///srv/pictures`). Images that agents send themselves need none.
     """

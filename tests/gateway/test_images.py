@@ -4,12 +4,14 @@
 - the engine, the turn and the folder have each image where its tokens stand; what is kept of a request has no data
 - a conversation with images continues: with results of calls, with an edited history, with a sampled pad in an answer
 - every request of n answers has the images; they count as tokens of the prompt
-- a reference stands for an image that the run has; a URL, for what is there, where the operator allows that
+- a reference stands for an image that the run has; a URL, for what is there, where the operator allows that, and a host
+  that does not answer holds up nobody else
 - what cannot be taken is refused with a 400 that names the part; nothing of it reaches the disk or the engine
 - any part for an image, however malformed, is answered with 200 or 400
 - without a folder, and for a model that takes text only, images are refused with the reason
 """
 
+import asyncio
 import base64
 import io
 import json
@@ -245,6 +247,11 @@ async def test_a_reference_stands_for_an_image(open_seeing: Any, images: ImageFo
     assert [(end - start, data) for start, end, data in shown(world)] == [(4, RED)]
 
 
+def test_images_are_as_readable_as_other_files(images: ImageFolder, tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    assert images.file(images.keep(RED)).stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
 async def test_urls_are_fetched_from_where_the_operator_allows(
     open_seeing: Any, tmp_path: Path, images: ImageFolder
 ) -> None:
@@ -264,6 +271,8 @@ async def test_urls_are_fetched_from_where_the_operator_allows(
         host, folder = f"127.0.0.1:{server.port}", tmp_path / "pictures"
         folder.mkdir()
         (folder / "a wide one.jpg").write_bytes(WIDE)
+        (folder / "out").symlink_to(images.path)
+        (folder / "circle").symlink_to("circle")
         limits = Limits(image_sources=(host, folder.as_uri()), max_image_bytes=4000)
         world: World = await open_seeing("red<|im_end|>", "red<|im_end|>", limits=limits)
         session = await world.start()
@@ -280,11 +289,32 @@ async def test_urls_are_fetched_from_where_the_operator_allows(
             (f"{folder.as_uri()}/../{images.path.name}", "fetches nothing from there"),
             (f"{folder.as_uri()}/none.png", "cannot be read"),
             (f"{folder.as_uri()}/%00", "cannot be read"),
+            (f"{folder.as_uri()}/out", "fetches nothing from there"),
+            (f"{folder.as_uri()}/circle", "cannot be read"),
             ("http://[", "cannot be read"),
         ):
             status, answer = await session.post_chat(messages=[user({"type": "image_url", "image_url": {"url": url}})])
             assert (status, answer["error"]["param"]) == (400, "messages[0].content[0]"), url
             assert message in answer["error"]["message"], answer
+
+
+async def test_a_host_that_does_not_answer_holds_nobody_up(open_seeing: Any) -> None:
+    """However many wait for it: no other call waits for a thread."""
+    may_answer, app = asyncio.Event(), web.Application()
+
+    async def slow(_: web.Request) -> web.Response:
+        await may_answer.wait()
+        return web.Response(body=RED)
+
+    app.router.add_get("/slow", slow)
+    async with TestServer(app) as server:
+        host = f"127.0.0.1:{server.port}"
+        world: World = await open_seeing(*["red<|im_end|>"] * 41, limits=Limits(image_sources=(host,)))
+        url = {"type": "image_url", "image_url": {"url": f"http://{host}/slow"}}
+        waiting = [asyncio.create_task((await world.start()).post_chat(messages=[user(url)])) for _ in range(40)]
+        await (await world.start()).ask([user(part(RED))])
+        may_answer.set()
+        assert {status for status, _ in await asyncio.gather(*waiting)} == {200}
 
 
 def png(width: int, height: int) -> bytes:
@@ -328,6 +358,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "too many bytes": (part(bytes(5000)), "bytes, and this gateway takes 4000"),
     "no base64": ({"type": "image_url", "image_url": {"url": "data:image/png;base64,@@@"}}, "not base64"),
     "a URL": ({"type": "image_url", "image_url": {"url": "https://a.example/x.png"}}, "fetches nothing"),
+    "a bare file": ({"type": "image_url", "image_url": {"url": "iVBOR" * 2000}}, "more than 8192 characters"),
     "a file": ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "fetches nothing"),
     "a path": ({"type": "image_url", "image_url": {"url": "sha256:../../x"}}, "this run does not have"),
     "another run's": ({"type": "image_url", "image_url": {"url": "sha256:" + "a" * 64}}, "this run does not have"),

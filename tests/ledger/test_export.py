@@ -124,6 +124,7 @@ def test_a_failure_leaves_nothing_behind(recorded: Path, tmp_path: Path) -> None
     [
         ([], "export needs a file to write: --parquet FILE"),
         (["--parquet", "."], "must be a file in an existing folder"),
+        (["--parquet", "out.parquet", "--images", __file__], "is a file; name a folder"),
         (["--parquet", "missing/out.parquet"], "must be a file in an existing folder"),
     ],
 )

@@ -128,8 +128,11 @@ def test_a_processor_that_is_not_there(folder: Path, tmp_path: Path, caplog: pyt
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert Renderer.load(tmp_path).vision is None
-    assert "image processor" in caplog.text
+    assert "preprocessor_config.json" in caplog.text
     (tmp_path / "config.json").write_text("{}")
     caplog.clear()
     assert Renderer.load(tmp_path).vision is None
     assert caplog.text == ""
+    (tmp_path / "config.json").write_text("[]")
+    assert Renderer.load(tmp_path).vision is None
+    assert "no JSON object" in caplog.text
