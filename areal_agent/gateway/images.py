@@ -34,7 +34,7 @@ from PIL.WebPImagePlugin import WebPImageFile
 
 from areal_agent.errors import LedgerError, RequestError, unwritable
 from areal_agent.gateway.bodies import GROWING, IMAGE_FORMS, Limits
-from areal_agent.images import ImageFolder
+from areal_agent.images import ImageFolder, content_type
 from areal_agent.tokens.vision import Vision
 from areal_agent.types import ImageSpan, JsonObject, PromptImage
 
@@ -46,12 +46,12 @@ LISTS = (*GROWING, "content", "output")
 MAX_CACHED_BYTES = 64 * 2**20
 """The bytes of recent images in memory; others are read from the disk."""
 
-FORMATS: Mapping[str, tuple[re.Pattern[bytes], Callable[[io.BytesIO], ImageFile]]] = {
-    "image/png": (re.compile(rb"\x89PNG\r\n\x1a\n"), PngImageFile),
-    "image/jpeg": (re.compile(rb"\xff\xd8\xff"), JpegImageFile),
-    "image/webp": (re.compile(rb"RIFF....WEBP", re.DOTALL), WebPImageFile),
+READERS: Mapping[str, Callable[[io.BytesIO], ImageFile]] = {
+    "image/png": PngImageFile,
+    "image/jpeg": JpegImageFile,
+    "image/webp": WebPImageFile,
 }
-"""How files begin, and what reads them; the readers alone, because `Image.open` warns of sizes in its own way."""
+"""What reads files; not `Image.open`, which warns of sizes in its own way."""
 
 FETCH_TIMEOUT_S = 30.0
 MAX_URL = 8192
@@ -233,7 +233,7 @@ class ImageIntake:
         most = self._limits.max_image_pixels
         with self._decoding:
             try:
-                with FORMATS[kind][1](io.BytesIO(data)) as image:
+                with READERS[kind](io.BytesIO(data)) as image:
                     width, height = image.size
                     if width * height > most:
                         size = f"{width} x {height} pixels"
@@ -279,7 +279,7 @@ def _within(data: bytes, most: int, where: str) -> bytes:
 
 
 def _kind_of(data: bytes, where: str) -> str:
-    kind = next((kind for kind, (beginning, _) in FORMATS.items() if beginning.match(data)), None)
+    kind = content_type(data)
     if kind is None:
         raise _refusal(where, f"is no PNG, JPEG or WebP file: it begins with {data[:12]!r}; convert it to one")
     return kind

@@ -17,6 +17,7 @@ from areal_agent.cluster.engines import RunningEngine, open_engine
 from areal_agent.cluster.hosts import Hosts
 from areal_agent.cluster.workers import open_workers, shard_name
 from areal_agent.config import Config
+from areal_agent.images import IMAGES
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.process import beside
@@ -198,7 +199,7 @@ async def open_serving(
     async with AsyncExitStack() as stack:
         engine = await stack.enter_async_context(open_engine(config.engine, weights, version, logs, hosts))
         gateways = _settings_of_gateways(
-            config, tokenizer, ledger.path.parent / "images", {one.name: one.settings for one in benchmarks}
+            config, tokenizer, ledger.path.parent / IMAGES, {one.name: one.settings for one in benchmarks}
         )
         rollouts = await stack.enter_async_context(
             _open_workers(config, gateways, workflow_path, ledger, engine, logs, hosts)
