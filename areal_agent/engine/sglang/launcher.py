@@ -117,6 +117,7 @@ if __name__ == "__main__":
     runpy.run_path(str(FOREIGN / "lifeline.py"))["end_with_parent"]()
     sys.argv[1:1] = IMAGE_FLAGS
     look_often_for_the_end()
-    importlib.import_module("image_files").register()
+    with contextlib.suppress(ImportError):  # of hooks, in a version without them, which then refuses our images
+        importlib.import_module("image_files").register()
     demand_key()
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)
