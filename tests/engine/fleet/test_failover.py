@@ -31,6 +31,8 @@ from areal_agent.types import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    ImageSpan,
+    PromptImage,
     SamplingParams,
     TokenChunk,
     VersionSpan,
@@ -89,11 +91,13 @@ async def test_each_token_bears_the_version_that_sampled_it(stage):
 
 
 async def test_what_is_left_is_asked_for(stage):
-    request = ask(5, stop_token_ids=(7,), temperature=0.5)
+    image = PromptImage(span=ImageSpan(digest="ab" * 32, start=0, end=1), data=b"a picture")
+    request = replace(ask(5, stop_token_ids=(7,), temperature=0.5), images=(image,))
     answer, second = await broken_off(stage, request)
     (left,) = second.fake.requests
     assert tuple(left.input_ids) == (*request.input_ids, *tokens(request, 3))
     assert left.sampling == replace(request.sampling, max_tokens=5)
+    assert left.images == (image,)
     assert left.request_id != request.request_id
     second.fake.step(100)
     await answer
