@@ -44,7 +44,7 @@ def test_a_model_that_sees_learns_by_its_rewards(vllm_python: str, tmp_path: Pat
     resumed = run("areal_agent.train", "--resume", str(folder))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     rows = step_rows(read_metrics(folder / "metrics.jsonl"))
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert {row["step"] for row in rows} == set(range(1, STEPS + 1))  # after the kill some come again
     assert all(row["trainer/logp_diff_fresh_max"] < 1e-4 for row in rows)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["success_after"] >= summary["success_before"] + 0.15  # from a quarter; 50 steps reach 0.6, 150 0.8
