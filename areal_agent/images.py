@@ -16,6 +16,8 @@ from areal_agent.types import TokenRecord
 
 IMAGES = "images"
 """The folder's name in that of a run."""
+FORMATS = ("PNG", "JPEG", "WEBP")
+"""What PIL may take an image for, and nothing else."""
 DIGEST = re.compile("[0-9a-f]{64}")
 REFERENCE = re.compile("sha256:([0-9a-f]{64})")
 """The url of an image in a recorded message."""

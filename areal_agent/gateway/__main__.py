@@ -181,6 +181,8 @@ def _check(options: Namespace) -> None:
         raise ConfigError(
             f"--image-source is {strange[0]!r}; give a host as example.org or 10.0.0.7:80, or a folder as file:///srv/x"
         )
+    if options.image_source and not options.images:
+        raise ConfigError("--image-source has no effect without --images; add that, or leave it out")
     if (options.max_staleness is None) != (options.batch_answers is None):
         raise ConfigError("--max-staleness and --batch-answers are one bound: give both, or leave both to the trainer")
     bounds = {"max_staleness": 0, "batch_answers": 1, "group_wait": 0, "session_timeout": 0, "drain_timeout": 0}

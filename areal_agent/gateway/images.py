@@ -187,7 +187,9 @@ class ImageIntake:
     def _keep(self, read: Callable[[], tuple[str | None, bytes]], where: str) -> str:
         """Check an image unless it is known, bring it to disk, and return its digest. `read` gives its type and it."""
         if self._folder is None:
-            raise _refusal(where, "is an image, and this gateway has no folder to keep images in; send text alone")
+            raise _refusal(
+                where, "is an image, and this gateway has no folder for them (alone it needs --images); send text"
+            )
         said, data = read()
         kind = _kind_of(data, where)
         if said is not None and said.replace("/jpg", "/jpeg") != kind:

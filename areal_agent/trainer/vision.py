@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedModel
 
 from areal_agent.algorithms.batching import MicroBatch
+from areal_agent.images import FORMATS
 from areal_agent.types import ImageSpan, PromptImage
 
 KEPT_BYTES = 2**31
@@ -107,7 +108,7 @@ class Vision:
         """Return the patches of an image, and its grid [1, 3]."""
         made = self._kept.pop(data, None)
         if made is None:
-            image = Image.open(io.BytesIO(data)).convert("RGB")
+            image = Image.open(io.BytesIO(data), formats=FORMATS).convert("RGB")
             done = self._processor(images=[image], return_tensors="pt")
             made = done["pixel_values"], done["image_grid_thw"]
         self._kept[data] = made

@@ -152,6 +152,7 @@ def test_a_key_is_a_word(tmp_path: Path, key: str) -> None:
         ({"--engine": "http://127.0.0.1:9"}, r"--engine http://127\.0\.0\.1:9: no answer .* is the engine running\?"),
         ({"--tokenizer": "nowhere"}, r"nowhere has no tokenizer\.json"),
         ({"--port": "70000"}, "--port is 70000"),
+        ({"--image-source": "example.org"}, "--image-source has no effect without --images"),
         ({"--image-source": "https://example.org"}, "--image-source is 'https://example.org'; give a host"),
         ({"--max-staleness": "2"}, "--max-staleness and --batch-answers are one bound"),
         ({"--session-timeout": "-1"}, "--session-timeout is -1"),

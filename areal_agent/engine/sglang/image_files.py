@@ -16,6 +16,7 @@ from typing import Any
 
 from PIL import Image
 
+FORMATS = ("PNG", "JPEG", "WEBP")
 IMAGE = "areal-agent-image"  # as server.py has it
 MANAGER = "sglang.srt.managers.tokenizer_manager"
 
@@ -72,6 +73,6 @@ async def place(processor: Any, process: Any, ids: list[int], parts: Sequence[Se
 def open_all(files: Sequence[str]) -> Sequence[Image.Image]:
     """Decode the files as the trainer does, where SGLang may decode on a GPU, with other pixels."""
     try:
-        return [Image.open(io.BytesIO(b64decode(file))).convert("RGB") for file in files]
+        return [Image.open(io.BytesIO(b64decode(file)), formats=FORMATS).convert("RGB") for file in files]
     except OSError as error:
         raise ValueError(f"an image of this request cannot be read: {error}") from error

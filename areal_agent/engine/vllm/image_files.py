@@ -18,6 +18,7 @@ from typing import Any
 
 from PIL import Image
 
+FORMATS = ("PNG", "JPEG", "WEBP")
 SERVING = "vllm.entrypoints.scale_out.token_in_token_out.serving"
 
 
@@ -72,4 +73,4 @@ def open_all(renderer: Any, files: Sequence[str]) -> Sequence[Image.Image]:
     if "Pil" not in type(processor.image_processor).__name__:
         by_pil = importlib.import_module("transformers").AutoImageProcessor.from_pretrained
         processor.image_processor = by_pil(renderer.model_config.model, backend="pil")
-    return [Image.open(io.BytesIO(b64decode(file))).convert("RGB") for file in files]
+    return [Image.open(io.BytesIO(b64decode(file)), formats=FORMATS).convert("RGB") for file in files]
