@@ -95,7 +95,8 @@ class ImageFolder:
             except BaseException:
                 scratch.unlink(missing_ok=True)
                 raise
-            sync(file.parent)
+            for folder in (file.parent, self.path, self.path.parent):  # which may have new names, too
+                sync(folder)
         return digest
 
     def read(self, digest: str) -> bytes:
