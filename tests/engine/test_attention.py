@@ -52,7 +52,7 @@ def test_two_parts_and_a_mask_are_the_whole(num_tokens, num_past, num_kv_heads, 
 def test_a_prefill_under_masks_or_in_one_call_is_that_in_parts():
     """Prefill pieces without a past, with one, and of a single token."""
     shape, generator = KVShape(num_layers=1, num_kv_heads=2, head_dim=8), torch.Generator().manual_seed(0)
-    queries, keys, values = (torch.randn(33, heads, 8, generator=generator) for heads in (6, 2, 2))
+    queries, kv = (torch.randn(33, *heads, 8, generator=generator) for heads in ((6,), (2, 2)))
     past = torch.randn(2, 3, 2, 64, 8, generator=generator)
     pieces = [
         Piece(slot=slot, begin=begin, ids=np.zeros(num_tokens, dtype=np.int32))
@@ -67,7 +67,7 @@ def test_a_prefill_under_masks_or_in_one_call_is_that_in_parts():
             step = PackedPrefillStep.of(cache, fake_gpu.kernel, pieces)
         else:
             step = prefill_step(cache, pieces, in_parts=way == "in parts")
-        found.append(step.attend(0, queries, keys, values))
+        found.append(step.attend(0, queries, kv))
     for other in found[1:]:
         torch.testing.assert_close(found[0], other, atol=1e-5, rtol=1e-4)
     assert found[0].shape == (33, 6 * 8)

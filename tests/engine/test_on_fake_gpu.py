@@ -3,14 +3,17 @@
 - Answers are those of the CPU, token by token: prefills in chunks and over a prefix, one by one and in one call, every
   kind of sampling, a grammar, a swap of weights, memory that is released and taken again. All tensors of an operation
   are on one device.
-- A decode step crosses between host and GPU as often for six rows as for two.
+- A decode step crosses between host and GPU as often for six rows as for two, and launches so few kernels a layer.
 """
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.packed import Kernel
@@ -116,3 +119,33 @@ def test_a_step_crosses_as_often_for_many_rows_as_for_few(kind, tiny):
         "engine/embedded/sampler.py _likeliest",
     }
     assert not any(kind == "waits" for kind, _ in many)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that are no views, each of which is one kernel on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        one = found[0] if isinstance(found, (list, tuple)) else found
+        is_view = args and isinstance(args[0], Tensor) and one.untyped_storage() is args[0].untyped_storage()
+        self.number += func._schema.is_mutable or not is_view
+        return found
+
+
+@pytest.mark.parametrize(("family", "of_layer"), [("llama", 13), ("qwen3", 15)])
+def test_a_decode_step_launches_few_kernels(family, of_layer, make_model):
+    numbers: list[int] = []
+    for num_layers in (1, 3):
+        folder = make_model(family, num_hidden_layers=num_layers)
+        with FakeGpu():
+            runner = work_on(folder, "cuda")._runner
+            with Launches() as launches:
+                runner.decode([1, 2, 3], [4, 5, 6])
+        numbers.append(launches.number)
+    few, many = numbers
+    assert (many - few) / 2 == of_layer  # on a GPU one more, which copies what attention returns
+    assert few - of_layer <= 11  # of the step: inputs, mask, embedding, rotations, head norms, last norm, logits

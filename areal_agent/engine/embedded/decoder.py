@@ -71,24 +71,22 @@ class _Norm:
         return cls(weight=norm.weight, eps=norm.variance_epsilon)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return normalised(x, self.eps).mul_(self.weight)
+        return normalised(x, self.weight, self.eps)
 
 
-def normalised(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis, as a new tensor, rounded before the weight as in transformers."""
+def normalised(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis, as a new tensor, in float32 and rounded once."""
     if x.is_cuda:  # one kernel
-        return rms_norm(x, x.shape[-1:], eps=eps)
+        return rms_norm(x, x.shape[-1:], weight, eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (x * scale).to(x.dtype)
+    scaled = x * norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (scaled if weight is None else scaled.mul_(weight)).to(x.dtype)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layer:
     input_norm: _Norm
     qkv: _Linear
-    query_norm: _Norm | None
-    key_norm: _Norm | None
     output: _Linear
     mlp_norm: _Norm
     gate_up: _Linear
@@ -98,17 +96,29 @@ class _Layer:
     def of(cls, module: nn.Module) -> "_Layer":
         layer = cast(Any, module)
         attention, mlp = layer.self_attn, layer.mlp
-        has_head_norms = hasattr(attention, "q_norm")
         return cls(
             input_norm=_Norm.of(layer.input_layernorm),
             qkv=_Linear.of(attention.q_proj, attention.k_proj, attention.v_proj),
-            query_norm=_Norm.of(attention.q_norm) if has_head_norms else None,
-            key_norm=_Norm.of(attention.k_norm) if has_head_norms else None,
             output=_Linear.of(attention.o_proj),
             mlp_norm=_Norm.of(layer.post_attention_layernorm),
             gate_up=_Linear.of(mlp.gate_proj, mlp.up_proj),
             down=_Linear.of(mlp.down_proj),
         )
+
+
+class _HeadNorms:
+    """The norms of queries and keys of all layers. A value is in no norm."""
+
+    def __init__(self, attentions: Sequence[Any], num_heads: int, num_kv_heads: int) -> None:
+        norms = [norm for attention in attentions for norm in (attention.q_norm, attention.k_norm)]
+        self.eps: float = norms[0].variance_epsilon
+        self._weights = _side_by_side([norm.weight for norm in norms]).view(len(attentions), 2, -1)  # [L, 2, D]
+        of_heads = torch.arange(num_heads + num_kv_heads, device=self._weights.device)
+        self._kinds = (of_heads >= num_heads).long()  # [Q + H], 0 for a query
+
+    def weights(self) -> Sequence[Tensor]:
+        """The weight of each rotated head, `[Q + H, D]` for each layer, as they are now."""
+        return self._weights[:, self._kinds].unbind()
 
 
 class Decoder:
@@ -127,7 +137,11 @@ class Decoder:
         self.dtype = self._layers[0].qkv.weight.dtype  # of the layers, of keys and of values
         self._norm = _Norm.of(inner.norm)
         self._head: Tensor = cast(Any, model).lm_head.weight
-        self._cos, self._sin = _rotations(inner.rotary_emb, max_positions, like=self._layers[0].qkv.weight)
+        attentions = [layer.self_attn for layer in inner.layers]
+        self._head_norms = None
+        if hasattr(attentions[0], "q_norm"):
+            self._head_norms = _HeadNorms(attentions, self.num_heads, self.kv_shape.num_kv_heads)
+        self._rotations = _rotations(inner.rotary_emb, max_positions, like=self._layers[0].qkv.weight)
 
     def hidden(
         self,
@@ -142,12 +156,14 @@ class Decoder:
         Raises StepGivenUp, between two layers, once `unneeded` is set.
         """
         hidden = embedding(ids, self._embedding).to(self.dtype)
-        cos, sin = self._cos[positions], self._sin[positions]
+        cos, sin = self._rotations[positions].unbind(1)  # [N, 1, D] each
+        norms = self._head_norms
+        head_weights = [None] * len(self._layers) if norms is None else norms.weights()
         for number, layer in enumerate(self._layers):
             if unneeded.is_set():
                 raise StepGivenUp
-            queries, keys, values = self._project(layer, layer.input_norm(hidden), cos, sin)
-            layer.output.add_to(hidden, step.attend(number, queries, keys, values))
+            queries, kv = self._project(layer.qkv(layer.input_norm(hidden)), head_weights[number], cos, sin)
+            layer.output.add_to(hidden, step.attend(number, queries, kv))
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
             layer.down.add_to(hidden, silu(gate).mul_(up))
         return self._norm(hidden.to(self._head.dtype))
@@ -157,22 +173,21 @@ class Decoder:
         computed = linear(hidden, self._head)
         return computed.float() if out is None else out.copy_(computed)
 
-    def _project(self, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, normalised and rotated together, and values: `[N, Q, D]`, `[N, H, D]`, `[N, H, D]`."""
+    def _project(self, x: Tensor, head_weight: Tensor | None, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Normalise and rotate queries and keys, side by side in `x` `[N, (Q + 2H) * D]` with the values, in place.
+
+        Returns views of them: queries `[N, Q, D]`, and keys and values `[N, 2, H, D]`.
+        """
         num_heads, num_kv_heads, head_dim = self.num_heads, self.kv_shape.num_kv_heads, self.kv_shape.head_dim
         num_rotated = num_heads + num_kv_heads
-        heads = layer.qkv(x).view(len(x), num_rotated + num_kv_heads, head_dim)
-        rotated, values = heads[:, :num_rotated], heads[:, num_rotated:]
-        half = head_dim // 2
-        if layer.query_norm is None or layer.key_norm is None:
-            turned = heads.roll(half, -1)[:, :num_rotated]  # a part alone would be copied before
-        else:
-            rotated = normalised(rotated, layer.query_norm.eps)
-            rotated[:, :num_heads].mul_(layer.query_norm.weight)
-            rotated[:, num_heads:].mul_(layer.key_norm.weight)
-            turned = rotated.roll(half, -1)
-        rotated = torch.addcmul(rotated * cos, turned, sin)
-        return rotated[:, :num_heads], rotated[:, num_heads:], values
+        heads = x.view(len(x), num_rotated + num_kv_heads, head_dim)
+        plain = heads
+        if self._head_norms is not None and head_weight is not None:
+            plain = normalised(heads, None, self._head_norms.eps)  # values too: a part would be copied before
+            plain[:, :num_rotated].mul_(head_weight)
+        turned = plain.roll(head_dim // 2, -1)[:, :num_rotated]  # of all, for the same reason
+        torch.addcmul(plain[:, :num_rotated] * cos, turned, sin, out=heads[:, :num_rotated])
+        return heads[:, :num_heads], heads[:, num_heads:].unflatten(1, (2, num_kv_heads))
 
 
 def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
@@ -185,8 +200,8 @@ def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:
     return whole
 
 
-def _rotations(rotary: nn.Module, max_positions: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, `[P, 1, D]`.
+def _rotations(rotary: nn.Module, max_positions: int, *, like: Tensor) -> Tensor:
+    """Cosines and sines of every position, `[P, 2, 1, D]`.
 
     rotate_half(x) is roll(x) with its first half negated; that sign is folded into the sines.
     """
@@ -194,7 +209,7 @@ def _rotations(rotary: nn.Module, max_positions: int, *, like: Tensor) -> tuple[
     with torch.inference_mode():
         cos, sin = rotary(like, positions)
         sin[..., : sin.shape[-1] // 2].neg_()
-    return cos[0][:, None], sin[0][:, None]
+        return torch.stack([cos[0], sin[0]], dim=1)[:, :, None]
 
 
 _BUCKET_ROWS = 16
@@ -218,9 +233,10 @@ class PrefillStep:
     pieces: Sequence[Piece]
     masks: Sequence[Tensor | None]  # which positions each token of a piece sees, [T, begin + T]; None: needs none
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Store keys and values of the new tokens and attend, with `[N, heads, D]`; the result is `[N, Q * D]`."""
+    def attend(self, layer: int, queries: Tensor, kv: Tensor) -> Tensor:
+        """Store keys and values of the new tokens, `[N, 2, H, D]`, and attend: queries `[N, Q, D]` -> `[N, Q * D]`."""
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        keys, values = kv.unbind(1)
         stop = 0
         for piece, mask in zip(self.pieces, self.masks, strict=True):
             start, stop = stop, stop + len(piece.ids)
@@ -321,19 +337,19 @@ class PackedPrefillStep:
         (own, of_own), (every, of_every) = tokens(begins), tokens([0] * len(pieces))
         return cls(cache=cache, kernel=kernel, own=own, every=every, spans=(of_own, of_every))
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Store keys and values of the new tokens and attend, with `[N, heads, D]`; the result is `[N, Q * D]`."""
-        self.cache.put(layer, *self.own, keys, values)
-        every = self.cache.get(layer, *self.every)
-        return self.kernel(queries, *every, *self.spans, queries.shape[-1] ** -0.5).flatten(1)
+    def attend(self, layer: int, queries: Tensor, kv: Tensor) -> Tensor:
+        """Store keys and values of the new tokens, `[N, 2, H, D]`, and attend: queries `[N, Q, D]` -> `[N, Q * D]`."""
+        self.cache.put(layer, *self.own, kv)
+        keys, values = self.cache.get(layer, *self.every).unbind(1)
+        return self.kernel(queries, keys, values, *self.spans, queries.shape[-1] ** -0.5).flatten(1)
 
 
 class ScoringStep:
     """One whole sequence, whose keys and values nobody needs afterwards: none are stored."""
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Attend causally, with `[T, heads, D]`; the result is `[T, Q * D]`."""
-        q, k, v = (one.transpose(0, 1)[None] for one in (queries, keys, values))  # [1, heads, T, D]
+    def attend(self, layer: int, queries: Tensor, kv: Tensor) -> Tensor:
+        """Attend causally: queries `[T, Q, D]`, keys and values `[T, 2, H, D]` -> `[T, Q * D]`."""
+        q, k, v = (one.transpose(0, 1)[None] for one in (queries, *kv.unbind(1)))  # [1, heads, T, D]
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1).flatten(1)
 
 
@@ -364,10 +380,10 @@ class DecodeStep:
         """Return the step of the first rows."""
         return cls(cache=cache, slots=cache.slots[: len(positions)], positions=positions, buckets=buckets)
 
-    def attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """Store keys and values of the new tokens and attend, with `[n, heads, D]`; the result is `[n, Q * D]`."""
-        self.cache.put(layer, self.slots, self.positions, keys, values)
-        num_rows, num_kv_heads, head_dim = keys.shape
+    def attend(self, layer: int, queries: Tensor, kv: Tensor) -> Tensor:
+        """Store keys and values of the new tokens, `[n, 2, H, D]`, and attend: queries `[n, Q, D]` -> `[n, Q * D]`."""
+        self.cache.put(layer, self.slots, self.positions, kv)
+        num_rows, _, num_kv_heads, head_dim = kv.shape
         grouped = queries.view(num_rows, num_kv_heads, -1, head_dim)  # [n, H, G, D]
         outputs = [self._attend_bucket(layer, grouped, bucket) for bucket in self.buckets]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

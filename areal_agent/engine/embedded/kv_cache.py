@@ -12,9 +12,9 @@ until `release` gives it back. On a GPU every slot has all of its memory from th
 A node holds what its parent does not, copied out of a slot; the least recently used leaf goes first. All nodes belong
 to one set of weights: clear the cache when the weights change.
 
-`SlotStore` divides the room, counted in tokens: the rows come first, and the prefix cache has the rest. The `lengths`
-that it is given are the tokens of the rows in slots 0..n-1, prompt and sampled, computed or not. `plan_room` decides
-how much room there is; on a GPU, where each slot takes a whole context, it allows fewer slots when memory is short.
+`SlotStore` divides the room, counted in tokens: the rows come first, and the prefix cache has the rest. It is told
+how many are `used`: those of the rows in all slots, prompt and sampled, computed or not. `plan_room` decides how much
+room there is; on a GPU, where each slot takes a whole context, it allows fewer slots when memory is short.
 
 Shapes: L layers, S slots, H key-value heads, P positions, D head dimension, T tokens.
 """
@@ -106,27 +106,25 @@ class KVCache:
             if self._memory is None
             else self._memory.tensor(size, self.dtype)
         )
-        parts = self._tensor.unbind(0)
-        self._keys, self._values = parts[0::2], parts[1::2]
+        self._layers = self._tensor.unflatten(0, (-1, 2)).unbind()  # [2, S, H, P, D] each
 
-    def put(self, layer: int, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write n tokens, each at its position of its slot; slots and positions `[n]`, keys and values `[n, H, D]`."""
-        self._keys[layer][slots, :, positions] = keys
-        self._values[layer][slots, :, positions] = values
+    def put(self, layer: int, slots: Tensor, positions: Tensor, kv: Tensor) -> None:
+        """Write n tokens, each at its position of its slot; slots and positions `[n]`, `kv` `[n, 2, H, D]`."""
+        self._layers[layer][:, slots, :, positions] = kv
 
-    def get(self, layer: int, slots: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of the keys and values of n tokens, each `[n, H, D]`."""
-        return self._keys[layer][slots, :, positions], self._values[layer][slots, :, positions]
+    def get(self, layer: int, slots: Tensor, positions: Tensor) -> Tensor:
+        """A copy of the keys and values of n tokens, `[n, 2, H, D]`."""
+        return self._layers[layer][:, slots, :, positions]
 
     def write(self, layer: int, slot: int, begin: int, keys: Tensor, values: Tensor) -> None:
         """Write positions `[begin, begin + T)` of one slot; keys and values `[H, T, D]`."""
-        positions = slice(begin, begin + keys.shape[1])
-        self._keys[layer][slot, :, positions] = keys
-        self._values[layer][slot, :, positions] = values
+        held = self._layers[layer][:, slot, :, begin : begin + keys.shape[1]]
+        held[0], held[1] = keys, values
 
     def read(self, layer: int, start: int, stop: int, width: int) -> tuple[Tensor, Tensor]:
         """Views of slots `[start, stop)`, positions `[0, width)`: keys and values `[stop - start, H, width, D]`."""
-        return self._keys[layer][start:stop, :, :width], self._values[layer][start:stop, :, :width]
+        keys, values = self._layers[layer][:, start:stop, :, :width]
+        return keys, values
 
     def copy_out(self, slot: int, start: int, stop: int) -> Tensor:
         """A copy of positions `[start, stop)` of one slot in all layers, `[2L, H, T, D]`."""
@@ -355,41 +353,41 @@ class SlotStore:
         # With room for whole contexts in all slots, the prefix cache keeps what rows compute while they run.
         self.always_keeps = room.kv_tokens - room.reserved_tokens >= room.num_slots * max_context_tokens
 
-    def can_begin(self, ids: Ids, lengths: Sequence[int]) -> bool:
+    def can_begin(self, ids: Ids, used: int, num_rows: int) -> bool:
         """Return whether another row fits beside the running ones, with headroom for each to grow."""
-        return sum(lengths) + len(ids) + HEADROOM_TOKENS * (len(lengths) + 1) <= self.num_tokens
+        return used + len(ids) + HEADROOM_TOKENS * (num_rows + 1) <= self.num_tokens
 
-    def begin(self, ids: Ids, lengths: Sequence[int]) -> int:
-        """Fill the next slot with the longest known beginning of a row, and return its number of tokens.
+    def begin(self, slot: int, ids: Ids, used: int) -> int:
+        """Fill a slot with the longest known beginning of a row, and return its number of tokens.
 
         It never includes the row's last token.
         """
-        self._make_room([*lengths, len(ids)])
+        self._make_room(used + len(ids))
         prefix = self.prefixes.match(ids[:-1])
-        self.cache.copy_in(len(lengths), prefix.parts)
+        self.cache.copy_in(slot, prefix.parts)
         return prefix.num_tokens
 
-    def fit(self, lengths: Sequence[int]) -> bool:
-        """Make room for rows of these lengths by shrinking the prefix cache. False when they need more than all."""
-        if sum(lengths) > self.num_tokens:
+    def fit(self, used: int) -> bool:
+        """Make room for the rows by shrinking the prefix cache. False when they need more than all."""
+        if used > self.num_tokens:
             return False
-        self._make_room(lengths)
+        self._make_room(used)
         return True
 
-    def keep(self, slot: int, ids: Ids, lengths: Sequence[int]) -> None:
+    def keep(self, slot: int, ids: Ids, used: int) -> None:
         """Copy the first tokens of a slot, whose ids are `ids`, into the prefix cache if there is room."""
-        if len(ids) <= self._num_left(lengths):
+        if len(ids) <= self._num_left(used):
             self.prefixes.hold(ids, partial(self.cache.copy_out, slot))
-            self._make_room(lengths)
+            self._make_room(used)
 
     def drop(self, slot: int) -> None:
         """Give back the memory of a slot whose row is gone, where room is short."""
         if not self.always_keeps:
             self.cache.release(slot)
 
-    def _make_room(self, lengths: Sequence[int]) -> None:
-        self.prefixes.shrink(self._num_left(lengths))
+    def _make_room(self, used: int) -> None:
+        self.prefixes.shrink(self._num_left(used))
 
-    def _num_left(self, lengths: Sequence[int]) -> int:
-        """The number of tokens that the prefix cache may hold beside rows of these lengths."""
-        return self.num_tokens - max(sum(lengths), self._reserved_tokens)
+    def _num_left(self, used: int) -> int:
+        """The number of tokens that the prefix cache may hold beside the rows."""
+        return self.num_tokens - max(used, self._reserved_tokens)

@@ -37,6 +37,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from areal_agent.errors import EngineRejected
 from areal_agent.types import GenerateRequest, SamplingParams, TopLogprobs
@@ -112,7 +113,7 @@ def sample(logits: Tensor, rows: SamplingRows, positions: Sequence[int]) -> Draw
     if rows.is_greedy is not None:
         tokens = torch.where(rows.is_greedy, logits.argmax(dim=-1), tokens)
     logprobs = probabilities.gather(1, tokens[:, None])[:, 0].log()
-    numbers: list[list[float]] = torch.stack([tokens.double(), logprobs.double()]).tolist()  # one wait for a GPU
+    numbers: list[list[float]] = torch.stack([tokens, logprobs]).tolist()  # one wait for a GPU; float32 holds all ids
     return Draws(
         token_ids=[int(token) for token in numbers[0]],
         logprobs=numbers[1],
@@ -165,28 +166,21 @@ def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
 
     It finds the block of tokens first and the token second, since sums cost a tenth of a running sum over all. Running
     sums are float64: a GPU adds in trees, so over a token of weight 0 they may differ in the last digit, and no uniform
-    number falls into a gap of that size.
+    number falls into a gap of that size. With NaN it is any token.
     """
     num_beyond = -weights.shape[-1] % _BLOCK_TOKENS
-    padded = torch.nn.functional.pad(weights, (0, num_beyond)) if num_beyond else weights
+    padded = pad(weights, (0, num_beyond)) if num_beyond else weights
     blocks = padded.view(len(weights), -1, _BLOCK_TOKENS)  # [n, V / K, K]
-    running = blocks.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
-    targets = uniforms[:, None] * running[:, -1:]
-    block = _first_beyond(running, targets)
-    before = torch.where(block > 0, running.gather(1, (block - 1).clamp_(min=0)), 0.0)
-    rows = torch.arange(len(weights), device=weights.device)
-    token = _first_beyond(blocks[rows, block[:, 0]].cumsum(dim=-1, dtype=torch.float64), targets - before)
-    return (block * _BLOCK_TOKENS + token)[:, 0].clamp_(max=weights.shape[-1] - 1)
-
-
-def _first_beyond(running: Tensor, targets: Tensor) -> Tensor:
-    """The index at which a running sum first exceeds its target, `[n, 1]`.
-
-    If rounding puts the target on the total, it is the last entry with any weight. With NaN it is any entry.
-    """
-    found = torch.searchsorted(running, targets, right=True)
+    before = pad(blocks.sum(dim=-1), (1, 0)).cumsum(dim=-1, dtype=torch.float64)  # each block, [n, V / K + 1]
+    targets = uniforms[:, None] * before[:, -1:]  # below it, as no uniform is 1
+    block = torch.searchsorted(before, targets, right=True).clamp_(1, blocks.shape[1]).sub_(1)  # [n, 1]
+    inside = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK_TOKENS))[:, 0]  # [n, K]
+    running = inside.cumsum(dim=-1, dtype=torch.float64)
+    token = torch.searchsorted(running, targets - before.gather(1, block), right=True)
+    # the sum of a block is rounded otherwise, so a target may be beyond its last token of any weight
     last = torch.searchsorted(running, running[:, -1:].contiguous())
-    return torch.minimum(found, last).clamp_(max=running.shape[-1] - 1)
+    token = torch.minimum(token, last).add_(block, alpha=_BLOCK_TOKENS)
+    return token[:, 0].clamp_(max=weights.shape[-1] - 1)
 
 
 # --------------------------------------------------------------------------------------------- adjustments

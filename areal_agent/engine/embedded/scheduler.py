@@ -370,7 +370,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         work, counts = self._work, self._work.counts
-        used = sum(work.lengths())
+        used = work.num_tokens
         hit_rate = counts.cached_tokens / max(1, counts.prompt_tokens)
         rate = self._throughput.rate(counts.generated_tokens)
         for name, what, value in (

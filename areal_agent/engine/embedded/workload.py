@@ -239,6 +239,7 @@ class Workload:
         self.kv = runner.kv
         self.waiting: deque[Row] = deque()
         self.slots: list[Row] = []  # row i holds slot i
+        self.num_tokens = 0  # prompt and sampled tokens of these rows
         self.admits_new = True  # False: rows that have sampled nothing keep waiting
         self.has_memory = True  # for keys and values; without it no row gets a slot
         self._runner = runner
@@ -340,7 +341,7 @@ class Workload:
     def _may_admit(self) -> bool:
         if not self._has_candidate() or len(self.slots) >= self._runner.num_slots:
             return False
-        return not self.slots or self.kv.can_begin(self.waiting[0].all_ids(), self.lengths())
+        return not self.slots or self.kv.can_begin(self.waiting[0].all_ids(), self.num_tokens, len(self.slots))
 
     def _has_candidate(self) -> bool:
         """True when a row may begin. Rows that have begun stand before those that have not."""
@@ -361,8 +362,9 @@ class Workload:
 
     def _admit(self, row: Row) -> None:
         """Give a row the next slot. Its last token is always computed."""
-        num_known = self.kv.begin(row.all_ids(), self.lengths())
+        num_known = self.kv.begin(len(self.slots), row.all_ids(), self.num_tokens)
         self.slots.append(row)
+        self.num_tokens += row.num_tokens
         row.num_computed = num_known
         row.is_mixed = False
         if row.num_cached is None:
@@ -396,7 +398,7 @@ class Workload:
 
     def _decode(self) -> None:
         self._prefilled_tokens = 0
-        while not self.kv.fit(self.lengths()):
+        while not self.kv.fit(self.num_tokens):
             self._retract_last()
             self.counts.retracted_requests += 1
         rows = self.slots[: self._num_decoding]
@@ -409,6 +411,7 @@ class Workload:
         draws = sampling.sample(logits)
         self.counts.generated_tokens += len(rows)
         eos_token_ids, version = self._runner.eos_token_ids, self.version
+        ended: list[tuple[Row, FinishReason]] = []
         for row, token, logprob, top in zip(rows, draws.token_ids, draws.logprobs, draws.top_logprobs, strict=True):
             failure = self._failure(row, logprob)
             if failure is not None:
@@ -417,9 +420,12 @@ class Workload:
             if not row.token_ids:
                 self.counts.to_first_token.add(time.perf_counter() - row.arrived_s)
             row.append(token, logprob, top, version)
+            self.num_tokens += 1
             reason = row.finish_reason(eos_token_ids)
             if reason is not None:
-                self._end(row, reason)
+                ended.append((row, reason))
+        for row, reason in reversed(ended):  # the last slot first: it leaves no gap that another row has to fill
+            self._end(row, reason)
         if any(map(math.isnan, draws.logprobs)):
             self._start_over()
 
@@ -469,6 +475,7 @@ class Workload:
         is_decoding = slot < self._num_decoding
         # the last sampled token has not been through the model
         self._keep(row, slot, row.num_tokens - 1 if is_decoding else row.num_computed)
+        self.num_tokens -= row.num_tokens
         if is_decoding:
             self._num_decoding -= 1
             self._sampling = None
@@ -486,6 +493,7 @@ class Workload:
         """Send the row in the last slot back to wait before all others; what it computed is lost."""
         slot = len(self.slots) - 1
         row = self.slots[slot]
+        self.num_tokens -= row.num_tokens
         if self._num_decoding > slot:
             self._num_decoding = slot
             self._sampling = None
@@ -499,8 +507,4 @@ class Workload:
     def _keep(self, row: Row, slot: int, num_tokens: int) -> None:
         """Keep a row's first tokens for others, unless several sets of weights computed them."""
         if not row.is_mixed:
-            self.kv.keep(slot, row.all_ids()[:num_tokens], self.lengths())
-
-    def lengths(self) -> list[int]:
-        """Prompt and sampled tokens of the rows that hold a slot."""
-        return [row.num_tokens for row in self.slots]
+            self.kv.keep(slot, row.all_ids()[:num_tokens], self.num_tokens)
