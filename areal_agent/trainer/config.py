@@ -77,9 +77,11 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     """Keep only each layer's input and recompute the rest in the backward pass: up to a third more time, for a fraction
     of the memory that long sequences take. Gradients do not change."""
-    compile: bool = False
-    """Compile each layer but its attention (torch.compile): fewer passes over its activations. The first micro-batches
-    take up to minutes, and a C compiler is needed. Gradients differ by rounding. Not measured on a GPU yet."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each layer but its attention (torch.compile): fewer passes over its activations, of which fewer are
+    kept. The first step takes up to a minute longer. Gradients differ by rounding. `auto`: where one rank without FSDP2
+    trains on a GPU. Without FSDP2 the first step tries whether it works, which takes a C compiler; if not, layers run
+    as they are, and the log says so. Not measured on a GPU yet."""
     packing: Literal["tree", "balanced", "first_fit", "padded"] = "tree"
     """How sequences share a micro-batch; none sees another. `tree`: one row in which prefixes that several have are
     there once (docs/trees.md); where that saves little, or the model or `context_parallel` does not permit it, as
@@ -140,6 +142,14 @@ class TrainerConfig(Section):
     """Checkpoints that are kept, besides the one that the run was resumed from."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 120.0
     """How long the process may take to load the model."""
+
+    def compiles(self, *, is_gpu: bool, has_fsdp: bool) -> bool:
+        """Return whether layers are to run compiled. With FSDP2 there is no trial, so only where it is asked for.
+
+        >>> [TrainerConfig().compiles(is_gpu=True, has_fsdp=one) for one in (False, True)]
+        [True, False]
+        """
+        return is_gpu and not has_fsdp if self.compile == "auto" else self.compile
 
     def saves_beside(self, num_bytes: int, free_bytes: int | None, *, is_gpu: bool) -> bool:
         """Return whether training goes on while a checkpoint is written, whose copies take `num_bytes` of a machine.

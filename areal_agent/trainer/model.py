@@ -38,6 +38,7 @@ from areal_agent.engine.foreign.weight_folders import TIED_HEAD, read_file_shape
 from areal_agent.engine.pushes import weight_files
 from areal_agent.errors import ConfigError
 from areal_agent.models.causal import PROCESSOR, fault_of, takes_images
+from areal_agent.trainer.compiled import Compiled
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.context import Context
 from areal_agent.trainer.forward import (
@@ -105,6 +106,7 @@ class Policy:
         if vision is not None:
             self.train_vision(False)
         self.adapter: Adapter | None = None
+        self._compiled: Compiled | None = None
         self._group = group
         saved = model.state_dict().keys()
         self._buffers = {name: one for name, one in model.named_buffers() if name in saved}  # never trained
@@ -180,9 +182,21 @@ class Policy:
         rows = {name: self._rows[outer].clone() for name, outer in inner.items() if outer in self._rows}
         return copy.deepcopy(self._decoder), rows
 
-    def compile_layers(self) -> None:
+    def compile_layers(self, compiled: Compiled) -> None:
         """Have torch compile the layers. Make copies before, and `recompute_layers` after."""
-        compile_each(decoder_layers(self._decoder))
+        compiled.take(decoder_layers(self._decoder))
+        self._compiled = compiled
+
+    @property
+    def is_untried(self) -> bool:
+        """Whether layers run compiled, and `try_compiled` has not been called; never where FSDP2 has the parameters."""
+        return self._compiled is not None and not self._compiled.is_tried and self._group.mesh is None
+
+    def try_compiled(self, batch: MicroBatch) -> None:
+        """Leave compiled layers where they do not give the gradient of plain ones. Call it within `computing`."""
+        assert self._compiled is not None, "`is_untried` says whether there is anything to try"
+        parameters = [one for one in self._loss_tokens.parameters() if one.requires_grad]
+        self._compiled.try_out(lambda: self._loss_tokens(batch)[0], parameters)
 
     def recompute_layers(self) -> None:
         """Recompute activations in the backward pass instead of keeping them. Make copies (`backbone`) before."""
@@ -424,14 +438,15 @@ class Critic:
         schedule: Schedule | None = None,
         group: Group = ALONE,
         precision: Precision = FLOAT32,
+        compiled: Compiled | None = None,
     ) -> None:
         self._clip = algorithm.value_clip
         decoder, rows = policy.backbone()
         head = nn.Linear(policy.hidden_size, 1, bias=False, device=policy.device)
         nn.init.zeros_(head.weight)
         self.model = ValueForward(decoder, head, policy.kernel, group.context, policy.vision).eval()
-        if config.compile:
-            compile_each(decoder_layers(decoder))
+        if compiled is not None:
+            compiled.take(decoder_layers(decoder))
         if config.gradient_checkpointing:
             recompute(decoder_layers(decoder))
         group.shard(decoder_layers(decoder), self.model, precision)
@@ -570,12 +585,6 @@ def halve(model: nn.Module, inside: Iterable[nn.Module], apart: dict[str, Tensor
                 apart[f"{name}.weight"] = half
                 half = torch.empty(half.shape, dtype=half.dtype, device="meta")
             layer.weight = nn.Parameter(half, requires_grad=False)
-
-
-def compile_each(layers: Sequence[nn.Module]) -> None:
-    """Make layers run compiled, but for attention. The first micro-batches compile, for all lengths that follow."""
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def recompute(layers: Sequence[nn.Module]) -> None:

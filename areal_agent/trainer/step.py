@@ -167,6 +167,9 @@ class Stepper:
     def _do(self, work: Work) -> Any:
         do = {"update": self._update, "fit": self._fit}.get(work.what, self._measure)
         measured = work.arguments.get("by")
+        if self._policy.is_untried and work.share:
+            with self._policy.computing():
+                self._policy.try_compiled(self._collate(work.share[0][1]))
         with ExitStack() as computing:
             if measured in (None, "policy"):
                 computing.enter_context(self._policy.computing())

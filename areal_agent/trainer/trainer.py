@@ -20,6 +20,7 @@ from areal_agent.dtype import slowness
 from areal_agent.errors import ConfigError
 from areal_agent.observe.token_records import TokenRecorder
 from areal_agent.trainer.checkpoint import TRAINING, Checkpoint, hidden_folder, publish_checkpoint, read_checkpoint
+from areal_agent.trainer.compiled import Compiled
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.digests import digest_of_ranks, numerics, weights_digest
 from areal_agent.trainer.forward import vocab_size
@@ -87,14 +88,18 @@ class Trainer:
             group = Group.of_one(device)
         self._group = group
         schedule = Schedule.of(config, setup.num_steps * algorithm.minibatches)
+        is_compiled = config.compiles(is_gpu=device.type == "cuda", has_fsdp=group.mesh is not None)
+        compiled = Compiled() if is_compiled else None
         # a critic copies the policy, which has to be done before that is adapted or sharded
         critic = None
         if algorithm.critic:
-            critic = Critic(policy, config, algorithm, schedule=schedule, group=group, precision=precision)
+            critic = Critic(
+                policy, config, algorithm, schedule=schedule, group=group, precision=precision, compiled=compiled
+            )
         if lora is not None:
             policy.adapt(lora, setup.seed, precision)
-        if config.compile:
-            policy.compile_layers()
+        if compiled is not None:
+            policy.compile_layers(compiled)
         if config.gradient_checkpointing:
             policy.recompute_layers()
         policy.shard(group, precision)

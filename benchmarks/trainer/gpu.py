@@ -11,7 +11,8 @@ sequences whose second halves are in the loss: forward, backward, then AdamW. Si
     autocast        bfloat16 products by torch.autocast, attention sequence by sequence: the trainer before
     FSDP2           bfloat16 by FSDP2, one attention call for a row: the trainer of several ranks
     loop            bfloat16 by copies of the weights, attention sequence by sequence
-    one call        the same with one attention call for a row: the trainer's default on a GPU
+    one call        the same with one attention call for a row
+    compiled        the same with compiled layers, on a GPU alone: the trainer's default there
     float32 head    the trainer with trainer.fp32_lm_head, by FSDP2
     tree            one call (FlexAttention), but the sequences of a row share their first halves, computed once
 
@@ -33,6 +34,7 @@ from areal_agent.algorithms.batching import MicroBatch, Sample, collate
 from areal_agent.config import Config
 from areal_agent.doctor.memory import TrainerMemory
 from areal_agent.doctor.model import ModelShape
+from areal_agent.trainer.compiled import Compiled
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.forward import LossTokenForward, decoder_layers, decoder_of
 from areal_agent.trainer.metrics import PEAK_TFLOPS, peak_rate
@@ -46,6 +48,7 @@ SIDES: dict[str, Precision | None] = {
     "FSDP2": Precision(layers=HALF, rest=HALF),
     "loop": Precision(layers=HALF, rest=HALF),
     "one call": Precision(layers=HALF, rest=HALF),
+    "compiled": Precision(layers=HALF, rest=HALF),
     "float32 head": Precision(layers=HALF, rest=FULL),
     "tree": Precision(layers=HALF, rest=HALF),
 }
@@ -109,11 +112,13 @@ def step_s(
     """Return a step's median seconds, peak of allocated bytes, and operations; None without a kernel for one call."""
     gc.collect()  # the model of the side before
     policy = Policy(build(shape, device), device)
-    if side in ("FSDP2", "one call") and policy.kernel is None:
+    if side in ("FSDP2", "one call", "compiled") and policy.kernel is None:
         return None
     precision = SIDES[side]
     forward = LossTokenForward(policy.model, None if side in ("autocast", "loop") else policy.kernel)
     layers = decoder_layers(decoder_of(policy.model))
+    if side == "compiled":
+        Compiled().take(layers)
     casting = torch.autocast(device.type, dtype=HALF) if precision is None else contextlib.nullcontext()
     computing: Computing = contextlib.nullcontext
     if precision is not None:

@@ -5,7 +5,8 @@
   float32; that holds for each family, with adapters, critic, reference and recomputed layers, and over a resume.
 - One rank without FSDP2 gives what FSDP2 gives, over two micro-batches, with experts, adapters and recomputed layers;
   its weights are float32, also after an error, and no copy of them stays.
-- Compiled layers give the same, and are compiled for the first two micro-batches alone, whatever follows.
+- Compiled layers give the same, and are compiled for the first two micro-batches alone, whatever follows. Layers run as
+  they are where a compiler fails or gives another gradient, and the log says so.
 - With `fp32_lm_head` the logits are products in float32. Temperatures are never rounded.
 - One call gives what the loop over sequences gives, values and gradients; windows, soft caps, sinks, float32 and odd
   sizes are left to the loop. A kernel that fails or sees other sequences is not used. No verdict rests on how a mean
@@ -36,6 +37,7 @@ from areal_agent.algorithms.trees import QUERIES_PER_BLOCK
 from areal_agent.engine.embedded.packed import Spans, flash_attn_varlen_func, packed_kernel
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.attention import ATTENTION_NAME, OneCall, Row, Rule, segment_attention
+from areal_agent.trainer.compiled import Compiled
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.forward import choose_attention
 from areal_agent.trainer.halves import Halves
@@ -170,12 +172,43 @@ def test_copies_are_gone_when_training_fails() -> None:
     assert [one.untyped_storage().nbytes() for one in copies] == [0, 0]
 
 
+def altered(by: float):
+    """A compiler whose layers take their input as so many times what it is."""
+    return lambda plain: lambda hidden, *args, **more: plain(by * hidden, *args, **more)
+
+
+WAYS = {
+    "the same": (altered(1.0), None),
+    "another gradient": (altered(1.5), "their gradient differs by "),
+    "not finite": (altered(float("nan")), "their gradient differs by nan"),
+    "no compiler": (lambda _: refusing, "RuntimeError: no kernel image is available"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_run_compiled_if_that_gives_their_gradient(way, caplog) -> None:
+    fuse, fault = WAYS[way]
+    policy = Policy(make("qwen3", {**DENSE, "head_dim": 8}), CPU)
+    compiled = Compiled(fuse)
+    policy.compile_layers(compiled)
+    policy.recompute_layers()
+    policy.shard(ALONE, BOTH)
+    assert policy.is_untried
+    with policy.computing():
+        policy.try_compiled(collate(SAMPLES, CPU))
+    assert (compiled.is_on, policy.is_untried) == (fault is None, False)
+    told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert [str(fault) in one for one in told] == ([] if fault is None else [True])
+    assert all(one.grad is None for one in policy.model.parameters())
+    assert bool(policy.logprobs_and_entropy(collate(SAMPLES, CPU))[0].isfinite().all())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_recomputed", [False, True])
 def test_compiled_layers_compute_the_same_and_are_compiled_once(is_recomputed) -> None:
     torch._dynamo.reset()
     plain, compiled = (Policy(make("qwen3", {**DENSE, "head_dim": 8}), CPU) for _ in range(2))
-    compiled.compile_layers()
+    compiled.compile_layers(Compiled())
     if is_recomputed:
         compiled.recompute_layers()
     samples = [SAMPLES[0], *SAMPLES]
@@ -190,6 +223,19 @@ def test_compiled_layers_compute_the_same_and_are_compiled_once(is_recomputed) -
     assert 0 < counted[0] <= counted[1] == counted[2] == counted[3]
     for ours, theirs in zip(compiled.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_step_with_compiled_layers_is_the_step(model_folder, make_batch, as_input, open_trainer, caplog) -> None:
+    torch._dynamo.reset()
+    caplog.set_level("INFO")
+    found: list[dict[str, float]] = []
+    for is_compiled in (True, False):
+        trainer = open_trainer(model_folder, TrainerConfig(learning_rate=1e-3, compile=is_compiled), ALL)
+        found.append([trainer.train_step(as_input(make_batch(step))).metrics for step in (1, 2)][1])
+    assert [one.getMessage()[:19] for one in caplog.records if "compile" in one.getMessage()] == ["layers run compiled"]
+    for name in ("loss", "entropy", "grad_norm", "critic_grad_norm", "kl_policy_reference"):
+        assert found[0][name] == pytest.approx(found[1][name], rel=1e-2, abs=1e-3), name
 
 
 def test_a_resumed_run_goes_on_exactly(model_folder, make_batch, as_input, open_trainer, tmp_path) -> None:
@@ -245,7 +291,7 @@ def leaking(query: Tensor, key: Tensor, value: Tensor, _: Spans, of_keys: Spans,
     return by_mask(query, key, value, whole, whole, scaling)
 
 
-def refusing(*_: object) -> Tensor:
+def refusing(*_: object, **__: object) -> Tensor:
     raise RuntimeError("no kernel image is available for execution on the device")
 
 
