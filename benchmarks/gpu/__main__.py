@@ -142,11 +142,11 @@ def parts_of(python: str, device: str, is_tiny: bool, model: Path) -> list[Part]
     told = [
         (0, "setup", 60, wheels),
         engines[0],
-        (1, "trainer", 75, [*trainer, *rates, "--shapes", *trainer_shapes]),
+        (1, "trainer", 110, [*trainer, *rates, "--shapes", *trainer_shapes]),
         (1, "tests", 75, [*pytest, *cuda]),
         *engines[1:],
         (2, "model", 50, of_model),
-        (2, "real-8x8", 75, [*real, *of_64]),
+        (2, "real-8x8", 100, [*real, *of_64]),
         (2, "trl-8x8", 50, [*trl, *of_64, steps_of_trl]),
         (2, "real-64x8", 60, [*real, *of_512]),
         (2, "trl-64x8", 50, [*trl, *of_512, steps_of_trl]),

@@ -9,10 +9,10 @@ Models have random weights of Qwen3's shapes. A step is two micro-batches, each 
 sequences whose second halves are in the loss: forward, backward, then AdamW. Sides:
 
     autocast        bfloat16 products by torch.autocast, attention sequence by sequence: the trainer before
-    FSDP2           bfloat16 by FSDP2, one attention call for a row: the trainer of several ranks
-    loop            bfloat16 by copies of the weights, attention sequence by sequence
-    one call        the same with one attention call for a row
+    one call        bfloat16 by copies of the weights, one attention call for a row
     compiled        the same with compiled layers, on a GPU alone: the trainer's default there
+    loop            by copies, attention sequence by sequence
+    FSDP2           bfloat16 by FSDP2, one attention call for a row: the trainer of several ranks
     float32 head    the trainer with trainer.fp32_lm_head, by FSDP2
     tree            one call (FlexAttention), but the sequences of a row share their first halves, computed once
 
@@ -45,10 +45,10 @@ from areal_agent.trainer.ranks import ALONE, Group, Precision
 HALF, FULL = torch.bfloat16, torch.float32
 SIDES: dict[str, Precision | None] = {
     "autocast": None,
-    "FSDP2": Precision(layers=HALF, rest=HALF),
-    "loop": Precision(layers=HALF, rest=HALF),
     "one call": Precision(layers=HALF, rest=HALF),
     "compiled": Precision(layers=HALF, rest=HALF),
+    "loop": Precision(layers=HALF, rest=HALF),
+    "FSDP2": Precision(layers=HALF, rest=HALF),
     "float32 head": Precision(layers=HALF, rest=FULL),
     "tree": Precision(layers=HALF, rest=HALF),
 }
