@@ -146,7 +146,7 @@ async def served_rates(
     rates: dict[str, list[float]] = {}
     num_tokens = plan.num_tokens
     try:
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)  # an idle connection ends while its server is frozen
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)  # vLLM ends idle connections, and aiohttp races it
         async with aiohttp.ClientSession(connector=connector) as client:
             for side, (start, python) in plan.servers.items():
                 log = logs / f"{side}.log"

@@ -30,7 +30,6 @@ from areal_agent.dtype import LARGE
 from areal_agent.engine.embedded.kv_cache import Ids, KVCache, KVShape
 from areal_agent.engine.embedded.packed import Kernel, Spans
 
-
 PACKED_ROWS = 64
 """Rows for which packed weights lie best. With 1 to 512 rows of SmolLM2's shapes, no other layout was faster."""
 
