@@ -39,11 +39,13 @@ trainer's model at once: the budget of a micro-batch, or the longest context whe
 
     an engine                           e P             weights, e bytes each (`engine.dtype`)
                                                         on a CPU 4 bytes each outside the layers, and of a large model
-                                                        (H of 512 or more) those of all products twice
+                                                        (H of 512 or more) those of all products twice, and of the
+                                                        output layer a third time while it is copied anew
                                         2 e L K D       keys and values of one token, times the tokens kept
                                         8 V R           logits of R running requests
       with SGLang                       what `--mem-fraction-static` gives, or `kv_tokens` where that is less
-    new weights on their way            2 e P           in shared memory (two slots), and e P once more in the engine;
+    new weights on their way            2 e P           in shared memory (two slots; e is 4 from a CPU), and once more in
+                                                        the engine: 4 P on a CPU, else e P;
                                         2 e P           on a GPU of an embedded engine and the trainer instead, and e P
                                                         once more in the engine, if the 2 e P are at most 2^30
                                           e P           with `distributed`: in all ranks together, in the engine, and
@@ -112,7 +114,7 @@ class EngineMemory:
         in_layers = shape.num_layers * shape.num_layer_parameters
         self._weight_bytes = self._item_bytes * in_layers + of_rest * (shape.num_parameters - in_layers)
         is_packed = self._is_embedded and not self._is_gpu and shape.hidden_size >= LARGE
-        in_products = self._item_bytes * in_layers + FLOAT32_BYTES * shape.vocab_size * shape.hidden_size
+        in_products = self._item_bytes * in_layers + 2 * FLOAT32_BYTES * shape.vocab_size * shape.hidden_size
         self._packed_bytes = in_products if is_packed else 0
         self._overhead_bytes = CUDA_CONTEXT_BYTES if self._is_embedded else SERVER_BYTES
         logits = 2 * FLOAT32_BYTES * shape.vocab_size * config.engine.max_running_requests
@@ -141,10 +143,11 @@ class EngineMemory:
             return Parts()
         # a server of SGLang or vLLM that gets weights by `distributed` holds two sets in each of its processes
         copies = 2 * self._plan.num_gpus if self._is_distributed and not self._is_embedded else 1
+        taken = self._weight_bytes if self._is_gpu else FLOAT32_BYTES * self._shape.num_parameters
         one = Parts(
             {
                 "engine: processes": TORCH_PROCESS_BYTES if self._is_embedded else SERVER_PROCESS_BYTES,
-                NEW_WEIGHTS: 0 if self._stages_on_gpu else copies * self._weight_bytes,
+                NEW_WEIGHTS: 0 if self._stages_on_gpu else copies * taken,
             }
         )
         if not self._is_gpu:
