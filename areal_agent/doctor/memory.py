@@ -38,11 +38,14 @@ trainer's model at once: the budget of a micro-batch, or the longest context whe
                                         T L c R          a target: between the matrices of each adapter
 
     an engine                           e P             weights, e bytes each (`engine.dtype`)
-                                                        on a CPU 4 bytes each outside the layers
+                                                        on a CPU 4 bytes each outside the layers, and of a large model
+                                                        (H of 512 or more) those of all products twice, and of the
+                                                        output layer a third time while it is copied anew
                                         2 e L K D       keys and values of one token, times the tokens kept
                                         8 V R           logits of R running requests
       with SGLang                       what `--mem-fraction-static` gives, or `kv_tokens` where that is less
-    new weights on their way            2 e P           in shared memory (two slots), and e P once more in the engine;
+    new weights on their way            2 e P           in shared memory (two slots; e is 4 from a CPU), and once more in
+                                                        the engine: 4 P on a CPU, else e P;
                                         2 e P           on a GPU of an embedded engine and the trainer instead, and e P
                                                         once more in the engine, if the 2 e P are at most 2^30
                                           e P           with `distributed`: in all ranks together, in the engine, and
@@ -62,7 +65,7 @@ from areal_agent.config import Config
 from areal_agent.doctor.findings import GIB, Finding, State, gib
 from areal_agent.doctor.machines import Machine, Share, placement_findings, shares_of, told, uses_gpu, without_room
 from areal_agent.doctor.model import BFLOAT16_BYTES, FLOAT32_BYTES, ModelShape
-from areal_agent.dtype import computed_in
+from areal_agent.dtype import LARGE, computed_in
 from areal_agent.engine.config import EnginePlan, default_kv_tokens, may_open_memory
 from areal_agent.errors import ConfigError
 from areal_agent.trainer.config import LoraConfig
@@ -110,6 +113,9 @@ class EngineMemory:
         of_rest = self._item_bytes if self._is_gpu or not self._is_embedded else FLOAT32_BYTES
         in_layers = shape.num_layers * shape.num_layer_parameters
         self._weight_bytes = self._item_bytes * in_layers + of_rest * (shape.num_parameters - in_layers)
+        is_packed = self._is_embedded and not self._is_gpu and shape.hidden_size >= LARGE
+        in_products = self._item_bytes * in_layers + 2 * FLOAT32_BYTES * shape.vocab_size * shape.hidden_size
+        self._packed_bytes = in_products if is_packed else 0
         self._overhead_bytes = CUDA_CONTEXT_BYTES if self._is_embedded else SERVER_BYTES
         logits = 2 * FLOAT32_BYTES * shape.vocab_size * config.engine.max_running_requests
         self._logit_bytes = logits if self._is_embedded else 0  # a foreign server's are in its workspaces
@@ -137,15 +143,17 @@ class EngineMemory:
             return Parts()
         # a server of SGLang or vLLM that gets weights by `distributed` holds two sets in each of its processes
         copies = 2 * self._plan.num_gpus if self._is_distributed and not self._is_embedded else 1
+        taken = self._weight_bytes if self._is_gpu else FLOAT32_BYTES * self._shape.num_parameters
         one = Parts(
             {
                 "engine: processes": TORCH_PROCESS_BYTES if self._is_embedded else SERVER_PROCESS_BYTES,
-                NEW_WEIGHTS: 0 if self._stages_on_gpu else copies * self._weight_bytes,
+                NEW_WEIGHTS: 0 if self._stages_on_gpu else copies * taken,
             }
         )
         if not self._is_gpu:
-            kv_bytes = self._kv_bytes(self._weight_bytes, num_shards=1)
-            one |= Parts({"engine: weights": self._weight_bytes, KEYS: kv_bytes, "engine: logits": self._logit_bytes})
+            weights = self._weight_bytes + self._packed_bytes
+            kv_bytes = self._kv_bytes(weights, num_shards=1)
+            one |= Parts({"engine: weights": weights, KEYS: kv_bytes, "engine: logits": self._logit_bytes})
         return +Parts({what: num_servers * num_bytes for what, num_bytes in one.items()})
 
     def _kv_bytes(self, weights: int, *, num_shards: int) -> int:

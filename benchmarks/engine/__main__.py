@@ -146,7 +146,8 @@ async def served_rates(
     rates: dict[str, list[float]] = {}
     num_tokens = plan.num_tokens
     try:
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as client:
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)  # vLLM ends idle connections, and aiohttp races it
+        async with aiohttp.ClientSession(connector=connector) as client:
             for side, (start, python) in plan.servers.items():
                 log = logs / f"{side}.log"
                 servers[side] = start(folder, python, log, dtype)

@@ -28,7 +28,8 @@ async def serving(
     model: Path, *, num_slots: int = 8, max_context_tokens: int = 128, **options: Any
 ) -> AsyncGenerator[EngineServer]:
     """Open an embedded engine's server in this process."""
-    runner = ModelRunner(str(model), device="cpu", num_slots=num_slots, max_context_tokens=max_context_tokens)
+    sizes = {"num_slots": num_slots, "max_context_tokens": max_context_tokens}
+    runner = ModelRunner(str(model), device="cpu", dtype="float32", **sizes)
     server = await EngineServer.start(runner, **options)
     try:
         yield server

@@ -285,6 +285,11 @@ class ModelRunner:
             scores += rows.gather(1, targets[:, None])[:, 0].tolist()
         return scores
 
+    def take(self, proved: Mapping[str, Tensor]) -> None:
+        """Copy new weights, which `layout` has proved, into the model."""
+        self.layout.copy(proved)
+        self._decoder.pack()
+
     def release_memory(self) -> None:
         """Free the memory of all keys and values. Nothing can be computed until `resume_memory`."""
         if self.fixed is not None:
