@@ -5,7 +5,7 @@
 
 Elementwise work between products is then one pass over activations, and only what products and attention return is kept
 for the backward pass: all else is computed again from it.
-The trial is on the first micro-batch that is trained, while engines already sample: its gradient has to be that of the
+The trial is on a sequence of the first micro-batch, while engines already sample: its gradient has to be that of the
 layers as they are. Where a compiler is missing or fails, or the gradient differs, one line of the log says so, and the
 layers run as they are. torch itself bounds how often it compiles one function again; beyond, it runs that as it is.
 """

@@ -168,8 +168,9 @@ class Stepper:
         do = {"update": self._update, "fit": self._fit}.get(work.what, self._measure)
         measured = work.arguments.get("by")
         if self._policy.is_untried and work.share:
-            with self._policy.computing():
-                self._policy.try_compiled(self._collate(work.share[0][1]))
+            shortest = min(work.share[0][1], key=lambda one: (not one.num_loss_tokens, one.num_tokens))
+            with self._policy.computing():  # a whole micro-batch may be too much for layers as they are
+                self._policy.try_compiled(self._collate([shortest]))
         with ExitStack() as computing:
             if measured in (None, "policy"):
                 computing.enter_context(self._policy.computing())
