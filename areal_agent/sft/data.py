@@ -10,8 +10,9 @@ import math
 import random
 from base64 import b64encode
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, cast
@@ -105,7 +106,12 @@ def load_data(config: SftConfig, folder: Path, context: int | None, images: Imag
     if context and longest > context:
         raise ConfigError(f"data.max_tokens is {longest:,}, and the model was made for {context:,} tokens; lower it")
     chats = ChatRenderer(renderer)
-    intake = None if renderer.vision is None or images is None else ImageIntake(renderer.vision, images, Limits())
+
+    @cache
+    def intake() -> ImageIntake | None:
+        vision = renderer.vision() if images else None
+        return ImageIntake(vision, images, Limits()) if vision else None
+
     rows = [row_of(chat, chats) for file in data.files for chat in read_chats(Path(file), intake)]
     if data.from_run is not None:
         assert data.min_reward is not None  # checked by DataConfig
@@ -136,10 +142,10 @@ def split(rows: Sequence[Row], share: float, seed: int) -> tuple[list[Row], list
     return [row for n, row in enumerate(rows) if n not in held_out], [rows[n] for n in sorted(held_out)]
 
 
-def read_chats(path: Path, intake: ImageIntake | None = None) -> list[Chat]:
+def read_chats(path: Path, intake: Callable[[], ImageIntake | None] = lambda: None) -> list[Chat]:
     """Read a JSONL file; empty lines are skipped. Raises ConfigError that names the line.
 
-    `intake` keeps the images of rows; without it a row that has one is refused.
+    `intake` is called for a row with images and returns what keeps them; None where such a row is refused.
     """
     try:
         lines = path.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
@@ -152,7 +158,7 @@ def read_chats(path: Path, intake: ImageIntake | None = None) -> list[Chat]:
     return chats
 
 
-def _chat(line: bytes, origin: str, folder: Path, intake: ImageIntake | None) -> Chat:
+def _chat(line: bytes, origin: str, folder: Path, intake: Callable[[], ImageIntake | None]) -> Chat:
     try:
         orjson.loads(line)  # which is strict, but makes floats of large integers
         row: Any = json.loads(line)
@@ -167,9 +173,9 @@ def _chat(line: bytes, origin: str, folder: Path, intake: ImageIntake | None) ->
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{origin}: 'messages' is {messages!r:.40}; give a list of messages")
     try:
-        if intake is not None and b'"image' in line:
+        if b'"image' in line and (taking := intake()) is not None:
             shown = [_with_files(one, folder) for one in cast("list[object]", messages)]
-            messages = asyncio.run(intake.taken({"messages": shown}))["messages"]
+            messages = asyncio.run(taking.taken({"messages": shown}))["messages"]
         return Chat(
             origin=origin,
             messages=[_message(one, index) for index, one in enumerate(cast("list[object]", messages))],

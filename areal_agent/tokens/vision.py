@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import transformers  # its image processors load torch, so they are imported only for a model that has one
+import transformers  # its image processors load torch, so they are imported when an image is asked about
 from PIL import Image
 
 from areal_agent.errors import ConfigError, RequestError
