@@ -12,36 +12,36 @@ from pathlib import Path
 
 from areal_agent.errors import LedgerError
 from areal_agent.files import sync
-from areal_agent.types import TokenRecord
+from areal_agent.types import JsonObject, TokenRecord
 
 IMAGES = "images"
 """The folder's name in that of a run."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 """What PIL may take an image for, and nothing else."""
 DIGEST = re.compile("[0-9a-f]{64}")
-REFERENCE = re.compile("sha256:([0-9a-f]{64})")
-"""The url of an image in a recorded message."""
+PREFIX = "sha256:"
+"""Before the digest, in the URL of an image in a recorded message."""
 SOURCE = re.compile(r"file:///.*|([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
 """From where images are fetched: a folder, or a host as URLs have it (`gateway.bodies.Limits`)."""
 
 
-def digest_of(part: object) -> str | None:
-    """Return the digest of the image that a part of a recorded message refers to; None for any other part.
+def reference_to(digest: str) -> JsonObject:
+    """Return the part of a recorded message that refers to an image: chat completions', whatever protocol it came by.
 
-    >>> digest_of({"type": "image_url", "image_url": {"url": f"sha256:{'ab' * 32}"}}) == "ab" * 32
+    >>> digest_of(reference_to("ab" * 32)) == "ab" * 32
     True
     """
+    return {"type": "image_url", "image_url": {"url": PREFIX + digest}}
+
+
+def digest_of(part: object) -> str | None:
+    """Return the digest of the image that a part of a recorded message refers to; None for any other part."""
     match part:
-        case {"type": "image_url" | "input_image", "image_url": {"url": str(url)} | str(url)}:
-            pass
-        case {"type": "image", "source": {"url": str(url)}}:
-            pass
-        case {"type": "image", "digest": str(digest)}:
-            url = f"sha256:{digest}"
+        case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith(PREFIX):
+            digest = url.removeprefix(PREFIX)
+            return digest if DIGEST.fullmatch(digest) else None
         case _:
             return None
-    found = REFERENCE.fullmatch(url)
-    return found and found[1]
 
 
 def content_type(data: bytes) -> str | None:

@@ -51,13 +51,6 @@ MAX_KEPT_BYTES = 2**20
 GROWING = ("messages", "input")
 """The lists that grow from one body to the next, by protocol."""
 
-IMAGE_FORMS: Mapping[str, str] = {
-    "image_url": '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}',
-    "image": '{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ...}}',
-    "input_image": '{"type": "input_image", "image_url": "data:image/png;base64,..."}',
-}
-"""A part with an image in each protocol, by its type."""
-
 _MARK = secrets.token_hex(16).encode()  # no body contains it
 
 JSON_KINDS: Mapping[type, str] = {str: "a string", list: "a list", dict: "an object"}

@@ -32,12 +32,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.bodies import (
-    IMAGE_FORMS,
     Body,
     ShallowObject,
     json_kind,
@@ -47,6 +45,8 @@ from areal_agent.gateway.bodies import (
     wrong,
 )
 from areal_agent.gateway.draft import ChatReading
+from areal_agent.gateway.images import schema_of
+from areal_agent.images import PREFIX
 from areal_agent.tokens.canonical import parse_json_object
 from areal_agent.tokens.forest import Forest, Prompt
 from areal_agent.tokens.formats.base import ToolCall
@@ -146,51 +146,32 @@ class TextPart(Open):
         return value
 
 
-class AnyImage(Open):
-    """An image, as `ImageIntake` has left it: with the reference for a URL, and the size in pixels.
-
-    Clients send no size; a part that still has none is of a gateway whose model takes text only.
-    """
-
-    width: SkipJsonSchema[int]
-    height: SkipJsonSchema[int]
-
-    @property
-    def reference(self) -> str:
-        """The URL `sha256:DIGEST`."""
-        raise NotImplementedError
-
-    def as_chat(self) -> JsonObject:
-        url = {"url": self.reference}
-        return {"type": "image_url", "image_url": url, "width": self.width, "height": self.height}
-
-    def as_template(self) -> JsonObject:
-        """Return it as chat templates take it."""
-        digest = self.reference.partition(":")[2]
-        return {"type": "image", "digest": digest, "width": self.width, "height": self.height}
-
-
 class ImageUrl(Open):
-    """Where an image is."""
+    """The reference to an image."""
 
-    url: str = Field(description="The image itself, as `data:image/png;base64,...`; PNG, JPEG or WebP.")
-    detail: Any = Field(default=None, description="Ignored: the model's image processor sets the resolution.")
+    url: str
 
 
-class ImagePart(AnyImage):
-    """An image. Only a model that sees takes it, in users' messages and in the results of calls."""
+class ImagePart(Open):
+    """An image in any protocol, as `ImageIntake` has left it; what clients send has no size.
+
+    A part that still has none is of a gateway whose model takes text only.
+    """
 
     type: Literal["image_url"]
     image_url: ImageUrl
+    width: int  # in pixels
+    height: int
 
-    @property
-    def reference(self) -> str:
-        return self.image_url.url
+    def as_template(self) -> JsonObject:
+        """Return it as chat templates take it."""
+        digest = self.image_url.url.removeprefix(PREFIX)
+        return {"type": "image", "digest": digest, "width": self.width, "height": self.height}
 
 
 def kind_of_part(value: object) -> str:
     """Select the member of a union of parts: "an image" that `ImageIntake` has left, or "a text" or what else it is."""
-    is_image = isinstance(value, dict) and "width" in value and value.get("type") in tuple(IMAGE_FORMS)
+    is_image = isinstance(value, dict) and value.get("type") == "image_url" and "width" in value
     return "an image" if is_image else "a text"
 
 
@@ -223,7 +204,8 @@ Content = Annotated[
 ]
 
 SeenPart = Annotated[
-    Annotated[ImagePart, Tag("an image")] | Annotated[TextPart, Tag("a text")], Discriminator(kind_of_part)
+    Annotated[ImagePart, schema_of("image_url"), Tag("an image")] | Annotated[TextPart, Tag("a text")],
+    Discriminator(kind_of_part),
 ]
 
 SeenContent = Annotated[
@@ -251,14 +233,16 @@ def text_of(content: str | Sequence[HasText], between: str = "\n") -> str:
     return content if isinstance(content, str) else between.join(part.text for part in content)
 
 
-def content_of(content: str | Sequence[HasText | AnyImage], between: str = "\n") -> str | list[JsonObject]:
+def content_of(content: str | Sequence[HasText | ImagePart], between: str = "\n") -> str | list[JsonObject]:
     """Return a message's content as chat completions write it: one text, or its parts if it has images."""
     if isinstance(content, str):
         return content
-    texts = [part for part in content if not isinstance(part, AnyImage)]
+    texts = [part for part in content if not isinstance(part, ImagePart)]
     if len(texts) == len(content):
         return text_of(texts, between)
-    return [part.as_chat() if isinstance(part, AnyImage) else {"type": "text", "text": part.text} for part in content]
+    return [
+        part.model_dump() if isinstance(part, ImagePart) else {"type": "text", "text": part.text} for part in content
+    ]
 
 
 def read_arguments(value: object) -> dict[str, Any]:

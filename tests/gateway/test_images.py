@@ -4,8 +4,8 @@
 - the engine, the turn and the folder have each image where its tokens stand; what is kept of a request has no data
 - a conversation with images continues: with results of calls, with an edited history, with a sampled pad in an answer
 - every request of n answers has the images; they count as tokens of the prompt
-- a reference stands for an image that the run has; a URL, for what is there, where the operator allows that, and a host
-  that does not answer holds up nobody else
+- a reference stands for an image that the run has; a URL, for what is there, where the operator allows that; only the
+  newest are remembered, and a host that does not answer holds up nobody else
 - what cannot be taken is refused with a 400 that names the part; nothing of it reaches the disk or the engine
 - any part for an image, however malformed, is answered with 200 or 400
 - without a folder, and for a model that takes text only, images are refused with the reason
@@ -32,7 +32,8 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from areal_agent.gateway.bodies import Limits
-from areal_agent.images import ImageFolder
+from areal_agent.gateway.images import ImageIntake
+from areal_agent.images import ImageFolder, digest_of
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import ImageSpan
 from tests.vision import make_vision_model, picture
@@ -298,6 +299,22 @@ async def test_urls_are_fetched_from_where_the_operator_allows(
             assert message in answer["error"]["message"], answer
 
 
+async def test_what_is_remembered_is_bounded(seeing: Renderer, images: ImageFolder, tmp_path: Path) -> None:
+    """What stands at the oldest URL is read again."""
+    limits, vision = Limits(image_sources=(tmp_path.as_uri(),)), seeing.vision()
+    first, second = tmp_path / "1.png", tmp_path / "2.png"
+    for num_known, expected in ((2, [RED, WIDE, RED]), (1, [RED, WIDE, picture("blue")])):
+        intake, seen = ImageIntake(vision, images, limits, num_known=num_known), []
+        first.write_bytes(RED)
+        second.write_bytes(WIDE)
+        for file in (first, second, first):
+            url = {"type": "image_url", "image_url": {"url": file.as_uri()}}
+            (taken,) = (await intake.taken({"messages": [user(url)]}))["messages"][0]["content"]
+            seen.append(images.read(digest_of(taken)))
+            first.write_bytes(picture("blue"))
+        assert seen == expected
+
+
 async def test_a_host_that_does_not_answer_holds_nobody_up(open_seeing: Any) -> None:
     """However many wait for it: no other call waits for a thread."""
     may_answer, app = asyncio.Event(), web.Application()
@@ -355,7 +372,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a turned one": (part(turned(), "image/jpeg"), "turned by its EXIF"),
     "an animation": (part(animated()), "animation"),
     "a transparent one": (part(made(Image.new("RGBA", (56, 56), (1, 2, 3, 4)), "PNG")), "transparent"),
-    "too many bytes": (part(bytes(5000)), "bytes, and this gateway takes 4000"),
+    "too many bytes": (part(bytes(5000)), "bytes, and 4000 are taken at most"),
     "no base64": ({"type": "image_url", "image_url": {"url": "data:image/png;base64,@@@"}}, "not base64"),
     "a URL": ({"type": "image_url", "image_url": {"url": "https://a.example/x.png"}}, "fetches nothing"),
     "a bare file": ({"type": "image_url", "image_url": {"url": "iVBOR" * 2000}}, "more than 8192 characters"),
