@@ -7,7 +7,7 @@ import hashlib
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from areal_agent.errors import LedgerError
@@ -42,6 +42,16 @@ def digest_of(part: object) -> str | None:
             return digest if DIGEST.fullmatch(digest) else None
         case _:
             return None
+
+
+def digests_in(messages: Iterable[object]) -> Iterator[str]:
+    """Yield the digests of the images that recorded messages refer to, in their order."""
+    for message in messages:
+        match message:
+            case {"content": [*parts]}:
+                yield from filter(None, map(digest_of, parts))
+            case _:
+                pass
 
 
 def content_type(data: bytes) -> str | None:

@@ -34,6 +34,7 @@ from transformers import AutoImageProcessor, AutoTokenizer
 from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.images import ImageIntake
 from areal_agent.images import ImageFolder, digest_of
+from areal_agent.ledger.verify import ImageCheck
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import ImageSpan
 from tests.vision import make_vision_model, picture
@@ -169,6 +170,7 @@ async def test_protocols_agree_with_the_models_own_processor(
         assert {model.pad} == {id_ for start, end, _ in shown(world) for id_ in expected[start:end]}
         assert sum(end - start for start, end, _ in shown(world)) == expected.count(model.pad) == 12
         assert "base64" not in json.dumps(turn.request_delta)
+        assert [*ImageCheck(images).check([turn])] == []
         assert [images.read(one.digest) for one in turn.images] == [RED, WIDE]
     assert len(stored(images)) == 2
 
@@ -189,7 +191,7 @@ async def test_images_are_counted(path: str, body: Any, open_seeing: Any) -> Non
     assert min(counted.get("tokens", [0])) >= 0
 
 
-async def test_a_conversation_goes_on(open_seeing: Any, model: Model) -> None:
+async def test_a_conversation_goes_on(open_seeing: Any, model: Model, images: ImageFolder) -> None:
     """A result with an image, and an answer with a pad that the model sampled by itself."""
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>'
     seeing: Renderer = (await open_seeing("")).renderer
@@ -197,11 +199,11 @@ async def test_a_conversation_goes_on(open_seeing: Any, model: Model) -> None:
     world: World = await open_seeing(script=[seeing.ids_of(call), pads, seeing.ids_of("blue<|im_end|>")])
     agent = await world.start()
     messages: list[Any] = [QUESTION]
-    for images in ([RED], []):
+    for seen in ([RED], []):
         message = (await agent.ask(messages, tools=[LOOK])).choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         calls = message.tool_calls or []
-        messages += [{"role": "tool", "tool_call_id": one.id, "content": [*map(part, images)]} for one in calls]
+        messages += [{"role": "tool", "tool_call_id": one.id, "content": [*map(part, seen)]} for one in calls]
         messages += [] if calls else [user(part(RED), text("again"))]
     await agent.ask(messages, tools=[LOOK])
     turns, path = agent.turns, list[int]()
@@ -220,9 +222,10 @@ async def test_a_conversation_goes_on(open_seeing: Any, model: Model) -> None:
     assert list(world.engine.requests[1].input_ids) == model.ids(own, [RED, WIDE, RED], [LOOK])
     await agent.end()
     assert world.gateway.stats().history_mismatches == 0
+    assert [*ImageCheck(images).check(turns)] == []
 
 
-async def test_an_edited_history_forks(open_seeing: Any) -> None:
+async def test_an_edited_history_forks(open_seeing: Any, images: ImageFolder) -> None:
     world: World = await open_seeing(*["red<|im_end|>"] * 3)
     agent = await world.start()
     for first in (part(RED), part(WIDE, "image/jpeg")):
@@ -231,6 +234,7 @@ async def test_an_edited_history_forks(open_seeing: Any) -> None:
     await agent.ask([user(part(RED), text("?")), said, user(text("sure?"))])
     assert [turn.parent for turn in agent.turns] == [None, None, agent.turns[0].completions[0].id]
     assert [len(turn.images) for turn in agent.turns] == [1, 1, 0]
+    assert [*ImageCheck(images).check(agent.turns)] == []
     assert [data for *_, data in shown(world)] == [RED]
 
 

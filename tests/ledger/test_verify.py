@@ -4,7 +4,8 @@
 each planted corruption is found under the invariant that it violates, also in a shard, or between files; 3. a file too
 damaged to read on is a violation, not a traceback; 4. it works beside the live writer, and sees one state; 5. an ending
 that was changed takes no reward; 6. the command prints a report and exits with 0, or with 1 and the violation; a
-missing folder or ledger is refused; 7. the places of images are proved, and that their files are whole.
+missing folder or ledger is refused; 7. the places of images are proved, that their files are whole, and that messages
+refer to them.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import ConfigError, LedgerError
-from areal_agent.images import IMAGES, ImageFolder
+from areal_agent.images import IMAGES, ImageFolder, reference_to
 from areal_agent.ledger.__main__ import main
 from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.files import shard_path
@@ -178,11 +179,37 @@ def test_images_in_the_wrong_place_are_found(recorded: Path, spans: list[tuple[i
     assert detail in violation.detail
 
 
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ([], [(PICTURE, 0, 1)]),
+        ([PICTURE, PICTURE], [(PICTURE, 2, 1)]),
+        (["a" * 64], [(PICTURE, 0, 1), ("a" * 64, 1, 0)]),
+    ],
+)
+async def test_references_to_other_images_than_the_prompts_are_found(
+    recorded: Path, make: Make, asked: list[str], found: list[tuple[str, int, int]]
+) -> None:
+    """In the turn that has them, and not in the one that goes on from it."""
+    image, delta = ImageSpan(digest=PICTURE, start=0, end=3), {"role": "user", "content": [*map(reference_to, asked)]}
+    ledger = await Ledger.open(recorded, create=False)
+    await ledger.own.open_session(make.session("s"))
+    first = make.turn("s", new_prompt_ids=(2, 2, 2), images=(image,), request_delta=(delta,))
+    for one in (first, make.turn("s", 1)):
+        await ledger.own.append_turn("s", one)
+    await ledger.aclose()
+    assert [str(one) for one in verify(recorded).violations] == [
+        f"turn 's-t0': its messages refer to sha256:{digest} {said} times, and its prompt has it {shown} times"
+        for digest, said, shown in found
+    ]
+
+
 async def test_a_fork_that_cuts_an_image_is_found(recorded: Path, make: Make) -> None:
     image = ImageSpan(digest=PICTURE, start=0, end=3)
     ledger = await Ledger.open(recorded, create=False)
     await ledger.own.open_session(make.session("s"))
-    await ledger.own.append_turn("s", make.turn("s", new_prompt_ids=(2, 2, 2), images=(image,)))
+    asked = {"role": "user", "content": [reference_to(PICTURE)]}
+    await ledger.own.append_turn("s", make.turn("s", new_prompt_ids=(2, 2, 2), images=(image,), request_delta=(asked,)))
     await ledger.own.append_turn("s", make.turn("s", 1, fork_at=2))
     await ledger.aclose()
     report = verify(recorded)
