@@ -4,6 +4,7 @@ Turns and requests name an image by its digest. Its bytes are on the disk before
 """
 
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -18,6 +19,8 @@ IMAGES = "images"
 """The folder's name in that of a run."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 """What PIL may take an image for, and nothing else."""
+PROCESSOR = "preprocessor_config.json"
+"""What a model's folder says about images; newer transformers write it into processor_config.json."""
 DIGEST = re.compile("[0-9a-f]{64}")
 PREFIX = "sha256:"
 """Before the digest, in the URL of an image in a recorded message."""
@@ -65,6 +68,15 @@ def content_type(data: bytes) -> str | None:
     if data.startswith(b"\xff\xd8\xff"):
         return "image/jpeg"
     return "image/webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
+
+
+def has_processor(model: Path) -> bool:
+    """Return whether a model's folder says what becomes of an image, in either of its files."""
+    try:
+        whole: object = json.loads((model / "processor_config.json").read_bytes())
+    except (OSError, ValueError):
+        whole = None
+    return (model / PROCESSOR).is_file() or (isinstance(whole, dict) and "image_processor" in whole)
 
 
 class ImageFolder:

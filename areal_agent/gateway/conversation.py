@@ -139,7 +139,7 @@ class TextPart(Open):
         if isinstance(value, dict) and value.get("type") not in kinds:
             raise PydanticCustomError(
                 "unsupported_content",
-                "has type {type}: this gateway takes text, no images (unless its model sees), no audio and no files; "
+                "has type {type}: the model takes text, no images (unless it sees), no audio and no files; "
                 "send {'type': '{kind}', 'text': ...}",
                 {"type": f"{value.get('type')!r:.80}", "kind": kinds[0]},
             )

@@ -69,6 +69,7 @@ MAX_HEAD = 256
 """The longest beginning of a data URL, up to its data."""
 
 NUM_KNOWN = 2**14
+ELSEWHERE = f"send the image itself, as {_DATA}, or let the operator add it to image_sources"
 OPAQUE = 255
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 
@@ -87,12 +88,22 @@ class ImageIntake:
     """
 
     def __init__(
-        self, vision: Vision, folder: ImageFolder | None, limits: Limits, *, num_known: int = NUM_KNOWN
+        self,
+        vision: Vision,
+        folder: ImageFolder | None,
+        limits: Limits,
+        *,
+        elsewhere: str = ELSEWHERE,
+        num_known: int = NUM_KNOWN,
     ) -> None:
-        """Remember the sizes of the newest images, and what was at the newest URLs: `num_known` of each."""
+        """Remember the sizes of the newest images, and what was at the newest URLs: `num_known` of each.
+
+        `elsewhere` is the remedy for an image at a URL that the limits do not allow.
+        """
         self._vision = vision
         self._folder = folder
         self._limits = limits
+        self._elsewhere = elsewhere
         self._num_known = num_known
         self._sizes: dict[str, Size] = {}  # by digest, of images that were checked
         self._fetched: dict[str, str] = {}  # digests by URL: what is there may change, and a conversation may not
@@ -129,12 +140,12 @@ class ImageIntake:
     async def _reference(self, part: JsonObject, role: Any) -> JsonObject:
         """Keep the image of a part, and return the part that refers to it."""
         if role not in (None, "user", "tool"):
-            raise _Refused(f"is an image of the {role!r:.80}; send images of users and in results of calls")
+            raise _Refused(f"is an image of the {role!r:.80}; images are of users, and in results of calls")
         if self._folder is None:
             raise _Refused("is an image, and this gateway has no folder for them (alone it needs --images); send text")
         url = _url_of(part)
         if url is None:
-            raise _Refused(f"is no image part that is known; send {json.dumps(FORMS[part['type']][0])}")
+            raise _Refused(f"is no image part that is known; give {json.dumps(FORMS[part['type']][0])}")
         digest = url.removeprefix(PREFIX) if url.startswith(PREFIX) else self._fetched.get(url)
         if digest is not None:
             size = self._sizes.get(digest) or await asyncio.to_thread(self._measured, self._folder, digest)
@@ -159,7 +170,7 @@ class ImageIntake:
         """Return the image in a data URL."""
         head = _DATA_URL.match(url, 0, MAX_HEAD)
         if head is None:
-            raise _Refused(f"has the URL {url!r:.80}; send {_DATA}")
+            raise _Refused(f"has the URL {url!r:.80}; give {_DATA}")
         num_bytes, most = (len(url) - head.end()) * 3 // 4, self._limits.max_image_bytes
         if num_bytes > most + 2:  # padding counts as bytes
             raise _Refused(f"is an image of {num_bytes} bytes, and {most} are taken at most; make it smaller")
@@ -180,7 +191,7 @@ class ImageIntake:
                 raise ValueError(f"it has more than {MAX_URL} characters")
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or parts.netloc.lower() not in self._limits.image_sources:
-                raise _foreign(url)
+                raise self._foreign(url)
             async with asyncio.timeout(FETCH_TIMEOUT_S), self._client.stream("GET", url) as response:
                 if response.status_code != 200:
                     raise ValueError(f"it answers {response.status_code}")
@@ -200,13 +211,16 @@ class ImageIntake:
             parts = urlsplit(url)
             file = Path(unquote(parts.path)).resolve()
             if parts.netloc or not any(file.is_relative_to(Path(unquote(folder)).resolve()) for folder in folders):
-                raise _foreign(url)
+                raise self._foreign(url)
             with file.open("rb") as opened:
                 data = opened.read(self._limits.max_image_bytes + 1)
         except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that lead in a circle
             raise _unreadable(url, error) from None
         self._require_small(data)
         return data
+
+    def _foreign(self, url: str) -> _Refused:
+        return _Refused(f"is at {url!r:.200}, from where nothing is fetched; {self._elsewhere}")
 
     def _require_small(self, data: bytes | bytearray) -> None:
         if len(data) > (most := self._limits.max_image_bytes):
@@ -239,7 +253,7 @@ class ImageIntake:
         try:
             return self._checked(folder.read(digest))
         except LedgerError:
-            raise _Refused(f"names the image {digest!r:.80}, which this run does not have; send it") from None
+            raise _Refused(f"names the image {digest!r:.80}, which this run does not have; give it itself") from None
 
     def _checked(self, data: bytes) -> Size:
         """Decode an image once and return its size."""
@@ -258,10 +272,10 @@ class ImageIntake:
             except _Refused:
                 raise
             except Exception as error:  # foreign code on foreign data
-                raise _Refused(f"is a damaged {kind} file ({error}); send a whole one") from error
+                raise _Refused(f"is a damaged {kind} file ({error}); give a whole one") from error
         for is_so, what, remedy in (
             (is_turned, "is turned by its EXIF data", "save it upright, without them"),
-            (is_animated, "is an animation", "send one picture of it"),
+            (is_animated, "is an animation", "give one picture of it"),
             (is_transparent, "is transparent in places", "put it on a background"),
         ):
             if is_so:
@@ -342,11 +356,4 @@ def _least_alpha(image: ImageFile) -> int:
 
 
 def _unreadable(url: str, why: object) -> _Refused:
-    return _Refused(f"is at {url!r:.80}, which cannot be read ({why}); send the image itself")
-
-
-def _foreign(url: str) -> _Refused:
-    return _Refused(
-        f"is at {url!r:.80}, and this gateway fetches nothing from there: send the image itself, as {_DATA}, or let "
-        "the operator add it to image_sources"
-    )
+    return _Refused(f"is at {url!r:.200}, which cannot be read ({why}); correct that, or give the image itself")

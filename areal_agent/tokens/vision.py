@@ -30,6 +30,7 @@ import transformers  # its image processors load torch, so they are imported whe
 from PIL import Image
 
 from areal_agent.errors import ConfigError, RequestError
+from areal_agent.images import PROCESSOR, has_processor
 from areal_agent.tokens.template import ChatTemplate
 from areal_agent.types import ImageSpan, JsonObject
 
@@ -66,15 +67,15 @@ class Vision:
         `text_of` has the texts of the tokenizer's added tokens. Raises ConfigError for a model whose images are not
         understood here.
         """
-        config, processing = path / "config.json", path / "preprocessor_config.json"
+        config = path / "config.json"
         try:
             pad_id = json.loads(config.read_bytes()).get("image_token_id") if config.is_file() else None
         except (AttributeError, ValueError) as error:
             raise ConfigError(f"{config} is no JSON object: {error}") from error
         if pad_id is None:
             return None
-        if not processing.is_file():  # asked before the processor, which takes seconds and loads torch
-            raise ConfigError(f"there is no {processing}")
+        if not has_processor(path):  # asked before the processor, which takes seconds and loads torch
+            raise ConfigError(f"there is no {path / PROCESSOR}")
         if pad_id not in text_of:
             raise ConfigError(f"{config} has the image_token_id {pad_id!r}, which the tokenizer does not add")
         try:

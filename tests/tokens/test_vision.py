@@ -18,7 +18,7 @@ from areal_agent.errors import RequestError
 from areal_agent.tokens.forest import Forest, Reply
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import JsonObject
-from tests.vision import TEMPLATE, make_vision_model
+from tests.vision import PROCESSOR, TEMPLATE, make_vision_model
 
 from .conftest import as_it_is
 
@@ -129,6 +129,9 @@ def test_a_processor_that_is_not_there(folder: Path, tmp_path: Path, caplog: pyt
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert Renderer.load(tmp_path).vision() is None
     assert "preprocessor_config.json" in caplog.text
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": PROCESSOR}))
+    seeing = Renderer.load(tmp_path).vision()
+    assert seeing is not None and seeing.num_pads(56, 56) == 4
     (tmp_path / "config.json").write_text("{}")
     caplog.clear()
     assert Renderer.load(tmp_path).vision() is None
