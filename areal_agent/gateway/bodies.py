@@ -258,6 +258,7 @@ class Limits:
     max_images: int = 100  # in one request
     max_image_bytes: int = 20 * 2**20
     max_image_pixels: int = 50_000_000
+    max_known_images: int = 2**14  # the newest, of which the size is remembered, and as many URLs
     image_sources: tuple[str, ...] = ()  # from where images are fetched: "example.org", "10.0.0.7:80", "file:///srv/x"
     max_sessions: int = 8192  # open at once
     max_calls_per_session: int = 128  # in flight

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar, cast, get_args
 
 import jsonschema_rs
@@ -163,6 +163,10 @@ class ImagePart(Open):
     width: int  # in pixels
     height: int
 
+    @property
+    def text(self) -> str:
+        return ""
+
     def as_template(self) -> JsonObject:
         """Return it as chat templates take it."""
         digest = self.image_url.url.removeprefix(PREFIX)
@@ -233,13 +237,10 @@ def text_of(content: str | Sequence[HasText], between: str = "\n") -> str:
     return content if isinstance(content, str) else between.join(part.text for part in content)
 
 
-def content_of(content: str | Sequence[HasText | ImagePart], between: str = "\n") -> str | list[JsonObject]:
+def content_of(content: str | Sequence[HasText], between: str = "\n") -> str | list[JsonObject]:
     """Return a message's content as chat completions write it: one text, or its parts if it has images."""
-    if isinstance(content, str):
-        return content
-    texts = [part for part in content if not isinstance(part, ImagePart)]
-    if len(texts) == len(content):
-        return text_of(texts, between)
+    if isinstance(content, str) or not any(isinstance(part, ImagePart) for part in content):
+        return text_of(content, between)
     return [
         part.model_dump() if isinstance(part, ImagePart) else {"type": "text", "text": part.text} for part in content
     ]
@@ -309,21 +310,14 @@ class AnyMessage(Body):
 
 def _normalised_content(content: str | Sequence[TextPart | ImagePart]) -> str | list[JsonObject]:
     """Return one text or, if there are images, a list of them and of the texts between them."""
-    if isinstance(content, str):
-        return content
+    if isinstance(content, str) or not any(isinstance(part, ImagePart) for part in content):
+        return text_of(content)
     parts: list[JsonObject] = []
-    texts: list[TextPart] = []  # since the last image
-    for part in (*content, None):
-        if isinstance(part, TextPart):
-            texts.append(part)
-            continue
-        if texts:
-            parts.append({"type": "text", "text": text_of(texts)})
-            texts = []
-        if part is not None:
-            parts.append(part.as_template())
-    is_text = all(part["type"] == "text" for part in parts)
-    return "".join(part["text"] for part in parts) if is_text else parts
+    for _, group in groupby(content, lambda part: isinstance(part, ImagePart)):
+        run = list(group)
+        images = [part.as_template() for part in run if isinstance(part, ImagePart)]
+        parts += images or [{"type": "text", "text": text_of(run)}]
+    return parts
 
 
 class InstructionMessage(AnyMessage):

@@ -68,9 +68,7 @@ MAX_URL = 8192
 MAX_HEAD = 256
 """The longest beginning of a data URL, up to its data."""
 
-NUM_KNOWN = 2**14
 ELSEWHERE = f"send the image itself, as {_DATA}, or let the operator add it to image_sources"
-OPAQUE = 255
 ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 
 _DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[^,;]*)*;base64,", re.ASCII)
@@ -88,23 +86,13 @@ class ImageIntake:
     """
 
     def __init__(
-        self,
-        vision: Vision,
-        folder: ImageFolder | None,
-        limits: Limits,
-        *,
-        elsewhere: str = ELSEWHERE,
-        num_known: int = NUM_KNOWN,
+        self, vision: Vision, folder: ImageFolder | None, limits: Limits, *, elsewhere: str = ELSEWHERE
     ) -> None:
-        """Remember the sizes of the newest images, and what was at the newest URLs: `num_known` of each.
-
-        `elsewhere` is the remedy for an image at a URL that the limits do not allow.
-        """
+        """`elsewhere` is the remedy for an image at a URL that the limits do not allow."""
         self._vision = vision
         self._folder = folder
         self._limits = limits
         self._elsewhere = elsewhere
-        self._num_known = num_known
         self._sizes: dict[str, Size] = {}  # by digest, of images that were checked
         self._fetched: dict[str, str] = {}  # digests by URL: what is there may change, and a conversation may not
         self._decoding = threading.Lock()  # a large image takes hundreds of megabytes: one at a time
@@ -153,6 +141,8 @@ class ImageIntake:
             fetched = None if url.startswith(("data:", "file:")) else await self._of_host(url)
             digest, size = await asyncio.to_thread(self._kept, self._folder, url, fetched)
         if not url.startswith((PREFIX, "data:")):
+            digest = self._fetched.get(url, digest)  # another request may have been faster
+            size = self._sizes.get(digest, size)
             self._renew(self._fetched, url, digest)
         self._renew(self._sizes, digest, size)
         return {**reference_to(digest), "width": size[0], "height": size[1]}
@@ -161,7 +151,7 @@ class ImageIntake:
         """Make an entry the newest, and forget the oldest if there are too many."""
         known.pop(key, None)
         known[key] = value
-        if len(known) > self._num_known:
+        if len(known) > self._limits.max_known_images:
             del known[next(iter(known))]
 
     # ------------------------------------------------------------------------------------------------- reading
@@ -173,7 +163,7 @@ class ImageIntake:
             raise _Refused(f"has the URL {url!r:.80}; give {_DATA}")
         num_bytes, most = (len(url) - head.end()) * 3 // 4, self._limits.max_image_bytes
         if num_bytes > most + 2:  # padding counts as bytes
-            raise _Refused(f"is an image of {num_bytes} bytes, and {most} are taken at most; make it smaller")
+            raise _Refused(f"has {num_bytes} bytes, and {most} are taken at most; make it smaller")
         try:
             data = binascii.a2b_base64(url[head.end() :], strict_mode=True)
         except ValueError as error:
@@ -224,7 +214,7 @@ class ImageIntake:
 
     def _require_small(self, data: bytes | bytearray) -> None:
         if len(data) > (most := self._limits.max_image_bytes):
-            raise _Refused(f"is an image of more bytes than {most}, which are taken at most; make it smaller")
+            raise _Refused(f"has more than {most} bytes, which are taken at most; make it smaller")
 
     @cached_property
     def _client(self) -> httpx.AsyncClient:
@@ -263,12 +253,12 @@ class ImageIntake:
                 with READERS[kind](io.BytesIO(data)) as image:
                     width, height = image.size
                     if width * height > most:
-                        size = f"{width} x {height} pixels"
-                        raise _Refused(f"is an image of {size}, and {most} are taken at most; make it smaller")
+                        raise _Refused(f"has {width} x {height} pixels, and {most} are taken at most; make it smaller")
                     image.load()
                     is_turned = image.getexif().get(ORIENTATION, 1) != 1
                     is_animated = getattr(image, "is_animated", False)
-                    is_transparent = image.has_transparency_data and _least_alpha(image) < OPAQUE
+                    alpha = image.convert("RGBA").getchannel("A") if image.has_transparency_data else None
+                    is_opaque = alpha is None or alpha.getextrema() == (255, 255)
             except _Refused:
                 raise
             except Exception as error:  # foreign code on foreign data
@@ -276,7 +266,7 @@ class ImageIntake:
         for is_so, what, remedy in (
             (is_turned, "is turned by its EXIF data", "save it upright, without them"),
             (is_animated, "is an animation", "give one picture of it"),
-            (is_transparent, "is transparent in places", "put it on a background"),
+            (not is_opaque, "is transparent in places", "put it on a background"),
         ):
             if is_so:
                 raise _Refused(f"{what}, which engines would not see alike; {remedy}")
@@ -348,11 +338,6 @@ def _kind_of(data: bytes) -> str:
     if kind is None:
         raise _Refused(f"is no PNG, JPEG or WebP file: it begins with {data[:12]!r}; convert it to one")
     return kind
-
-
-def _least_alpha(image: ImageFile) -> int:
-    least, _ = cast("tuple[int, int]", image.convert("RGBA").getchannel("A").getextrema())
-    return least
 
 
 def _unreadable(url: str, why: object) -> _Refused:

@@ -305,10 +305,10 @@ async def test_urls_are_fetched_from_where_the_operator_allows(
 
 async def test_what_is_remembered_is_bounded(seeing: Renderer, images: ImageFolder, tmp_path: Path) -> None:
     """What stands at the oldest URL is read again."""
-    limits, vision = Limits(image_sources=(tmp_path.as_uri(),)), seeing.vision()
     first, second = tmp_path / "1.png", tmp_path / "2.png"
     for num_known, expected in ((2, [RED, WIDE, RED]), (1, [RED, WIDE, picture("blue")])):
-        intake, seen = ImageIntake(vision, images, limits, num_known=num_known), []
+        limits = Limits(image_sources=(tmp_path.as_uri(),), max_known_images=num_known)
+        intake, seen = ImageIntake(seeing.vision(), images, limits), []
         first.write_bytes(RED)
         second.write_bytes(WIDE)
         for file in (first, second, first):
