@@ -5,7 +5,6 @@ Turns and requests name an image by its digest. Its bytes are on the disk before
 
 import hashlib
 import json
-import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
@@ -109,14 +108,11 @@ class ImageFolder:
             file.parent.mkdir(parents=True, exist_ok=True)
             scratch = file.with_name(f".{secrets.token_hex(16)}")
             try:
-                with scratch.open("xb") as written:  # as readable as the run's other files
-                    written.write(data)
-                    written.flush()
-                    os.fsync(written.fileno())
+                scratch.write_bytes(data)  # as readable as the run's other files
+                sync(scratch)
                 scratch.rename(file)
-            except BaseException:
+            finally:
                 scratch.unlink(missing_ok=True)
-                raise
             for folder in (file.parent, self.path, self.path.parent):  # which may have new names, too
                 sync(folder)
         return digest

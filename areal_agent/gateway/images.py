@@ -63,6 +63,7 @@ READERS: Mapping[str, Callable[[io.BytesIO], ImageFile]] = {
 """What reads files; not `Image.open`, which warns of sizes in its own way."""
 
 FETCH_TIMEOUT_S = 30.0
+UNREADABLE = (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL, RuntimeError)  # the last: links in a circle
 MAX_URL = 8192
 """A longer one is most likely the image itself, with a wrong beginning."""
 MAX_HEAD = 256
@@ -105,8 +106,7 @@ class ImageIntake:
         parts = list(_image_parts(body))
         if len(parts) > self._limits.max_images:
             raise RequestError(
-                f"the request has {len(parts)} images, and {self._limits.max_images} are taken at most; leave out "
-                "older ones",
+                f"there are {len(parts)} images, and {self._limits.max_images} are taken at most; leave out older ones",
                 code="too_many_images",
             )
         for place, part, role in parts:
@@ -138,7 +138,7 @@ class ImageIntake:
         if digest is not None:
             size = self._sizes.get(digest) or await asyncio.to_thread(self._measured, self._folder, digest)
         else:
-            fetched = None if url.startswith(("data:", "file:")) else await self._of_host(url)
+            fetched = None if url.startswith("data:") else await self._fetch(url)
             digest, size = await asyncio.to_thread(self._kept, self._folder, url, fetched)
         if not url.startswith((PREFIX, "data:")):
             digest = self._fetched.get(url, digest)  # another request may have been faster
@@ -173,48 +173,46 @@ class ImageIntake:
             raise _Refused(f"says that it is {said!r:.80}, and its content is {kind}; correct its type")
         return data
 
-    async def _of_host(self, url: str) -> bytes:
-        """Fetch an image from a host that the operator allows."""
-        data = bytearray()
+    async def _fetch(self, url: str) -> bytes:
+        """Return what is at a URL that the operator allows."""
+        sources, most, data = self._limits.image_sources, self._limits.max_image_bytes, None
         try:
             if len(url) > MAX_URL:
                 raise ValueError(f"it has more than {MAX_URL} characters")
             parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or parts.netloc.lower() not in self._limits.image_sources:
-                raise self._foreign(url)
-            async with asyncio.timeout(FETCH_TIMEOUT_S), self._client.stream("GET", url) as response:
-                if response.status_code != 200:
-                    raise ValueError(f"it answers {response.status_code}")
-                async for piece in response.aiter_raw():
-                    data += piece
-                    self._require_small(data)
-        except TimeoutError:
-            raise _unreadable(url, f"it took more than {FETCH_TIMEOUT_S:g} s") from None
-        except (ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
-            raise _unreadable(url, error) from None
-        return bytes(data)
-
-    def _of_folder(self, url: str) -> bytes:
-        """Read a file of a folder that the operator allows."""
-        folders = (urlsplit(one).path for one in self._limits.image_sources if one.startswith("file:"))
-        try:
-            parts = urlsplit(url)
-            file = Path(unquote(parts.path)).resolve()
-            if parts.netloc or not any(file.is_relative_to(Path(unquote(folder)).resolve()) for folder in folders):
-                raise self._foreign(url)
-            with file.open("rb") as opened:
-                data = opened.read(self._limits.max_image_bytes + 1)
-        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links that lead in a circle
-            raise _unreadable(url, error) from None
-        self._require_small(data)
+            if parts.scheme == "file" and not parts.netloc:
+                data = await asyncio.to_thread(self._of_folder, Path(unquote(parts.path)))
+            elif parts.scheme in ("http", "https") and parts.netloc.lower() in sources:
+                async with asyncio.timeout(FETCH_TIMEOUT_S):
+                    data = await self._of_host(url)
+        except UNREADABLE as error:
+            why = f"it took more than {FETCH_TIMEOUT_S:g} s" if isinstance(error, TimeoutError) else error
+            raise _Refused(f"is at {url!r:.200}, which cannot be read ({why}); correct it, or give the image") from None
+        if data is None:
+            raise _Refused(f"is at {url!r:.200}, from where nothing is fetched; {self._elsewhere}")
+        if len(data) > most:
+            raise _Refused(f"has more than {most} bytes, which are taken at most; make it smaller")
         return data
 
-    def _foreign(self, url: str) -> _Refused:
-        return _Refused(f"is at {url!r:.200}, from where nothing is fetched; {self._elsewhere}")
+    async def _of_host(self, url: str) -> bytes:
+        data = bytearray()
+        async with self._client.stream("GET", url) as response:
+            if response.status_code != 200:
+                raise ValueError(f"it answers {response.status_code}")
+            async for piece in response.aiter_raw():
+                data += piece
+                if len(data) > self._limits.max_image_bytes:
+                    break
+        return bytes(data)
 
-    def _require_small(self, data: bytes | bytearray) -> None:
-        if len(data) > (most := self._limits.max_image_bytes):
-            raise _Refused(f"has more than {most} bytes, which are taken at most; make it smaller")
+    def _of_folder(self, path: Path) -> bytes | None:
+        """Read a file; None if no folder that the operator allows has it."""
+        folders = (urlsplit(one).path for one in self._limits.image_sources if one.startswith("file:"))
+        file = path.resolve()
+        if not any(file.is_relative_to(Path(unquote(folder)).resolve()) for folder in folders):
+            return None
+        with file.open("rb") as opened:
+            return opened.read(self._limits.max_image_bytes + 1)
 
     @cached_property
     def _client(self) -> httpx.AsyncClient:
@@ -225,9 +223,8 @@ class ImageIntake:
     # ------------------------------------------------------------------------------------ checking and keeping
 
     def _kept(self, folder: ImageFolder, url: str, data: bytes | None) -> tuple[str, Size]:
-        """Check an image unless it is known, bring it to disk, and return its digest and size. `data` is a host's."""
-        if data is None:
-            data = self._decoded(url) if url.startswith("data:") else self._of_folder(url)
+        """Check an image unless it is known, bring it to disk, and return its digest and size."""
+        data = self._decoded(url) if data is None else data
         digest = hashlib.sha256(data).hexdigest()
         size = self._sizes.get(digest)
         if size is None:
@@ -338,7 +335,3 @@ def _kind_of(data: bytes) -> str:
     if kind is None:
         raise _Refused(f"is no PNG, JPEG or WebP file: it begins with {data[:12]!r}; convert it to one")
     return kind
-
-
-def _unreadable(url: str, why: object) -> _Refused:
-    return _Refused(f"is at {url!r:.200}, which cannot be read ({why}); correct that, or give the image itself")

@@ -62,22 +62,16 @@ def user(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}
 
 
+def block(data: bytes, kind: str = "image/png", **others: Any) -> dict[str, Any]:
+    source = {"type": "base64", "media_type": kind, "data": base64.b64encode(data).decode()}
+    return {"type": "image", "source": source, **others}
+
+
 QUESTION = user(text("what"), text("is it?"), part(RED), part(WIDE, "image/jpeg"), text("look"))
 """As chat completions write it."""
 
-BLOCKS = [
-    *QUESTION["content"][:2],
-    {
-        "type": "image",
-        "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(RED).decode()},
-        "cache_control": {"type": "ephemeral"},
-    },
-    {
-        "type": "image",
-        "source": {"type": "base64", "media_type": "image/jpeg", "data": base64.b64encode(WIDE).decode()},
-    },
-    text("look"),
-]
+MARKED = block(RED, cache_control={"type": "ephemeral"})
+BLOCKS = [text("what"), text("is it?"), MARKED, block(WIDE, "image/jpeg"), text("look")]
 ITEMS = [
     {"type": "input_text", "text": "what"},
     {"type": "input_text", "text": "is it?"},
@@ -244,16 +238,13 @@ async def test_every_answer_is_given_the_images(open_seeing: Any) -> None:
     assert [[data for *_, data in shown(world, index)] for index in (0, 1)] == [[RED, WIDE]] * 2
 
 
-async def test_a_reference_stands_for_an_image(open_seeing: Any, images: ImageFolder) -> None:
+async def test_a_reference_stands_for_an_image(open_seeing: Any, images: ImageFolder, tmp_path: Path) -> None:
     world: World = await open_seeing("red<|im_end|>")
     url = f"sha256:{images.keep(RED)}"
     lie = {"type": "image_url", "image_url": {"url": url}, "width": 9999, "height": 1}
     await (await world.start()).ask([user(lie)])
     assert [(end - start, data) for start, end, data in shown(world)] == [(4, RED)]
-
-
-def test_images_are_as_readable_as_other_files(images: ImageFolder, tmp_path: Path) -> None:
-    (tmp_path / "other").touch()
+    (tmp_path / "other").touch()  # as readable as an image
     assert images.file(images.keep(RED)).stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
@@ -338,13 +329,10 @@ async def test_a_host_that_does_not_answer_holds_nobody_up(open_seeing: Any) -> 
         assert {status for status, _ in await asyncio.gather(*waiting)} == {200}
 
 
-def png(width: int, height: int) -> bytes:
-    """A PNG's header that promises so many pixels."""
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
-    )
+def bomb() -> bytes:
+    """A PNG whose header promises more pixels than it has."""
+    header = RED[12:16] + struct.pack(">II", 20_000, 20_000) + RED[24:29]
+    return RED[:12] + header + struct.pack(">I", zlib.crc32(header)) + RED[33:]
 
 
 def made(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -365,14 +353,14 @@ def animated() -> bytes:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a bomb": (part(png(20_000, 20_000)), "20000 x 20000 pixels"),
+    "a bomb": (part(bomb()), "20000 x 20000 pixels"),
     "a truncated PNG": (part(picture("red")[:-40]), "damaged image/png"),
     "a truncated JPEG": (part(WIDE[:-60], "image/jpeg"), "damaged image/jpeg"),
     "an empty one": (part(b""), "no PNG, JPEG or WebP"),
     "a GIF": (part(made(Image.new("RGB", (56, 56)), "GIF")), "no PNG, JPEG or WebP"),
     "a wrong type": (part(RED, "image/jpeg"), "its content is image/png"),
     "SVG": (part(b"<svg/>", "image/svg+xml"), "no PNG, JPEG or WebP"),
-    "a thin one": (part(png(1, 500)[:33] + made(Image.new("RGB", (1, 500)), "PNG")[33:]), "not for this model"),
+    "a thin one": (part(made(Image.new("RGB", (1, 500)), "PNG")), "not for this model"),
     "a turned one": (part(turned(), "image/jpeg"), "turned by its EXIF"),
     "an animation": (part(animated()), "animation"),
     "a transparent one": (part(made(Image.new("RGBA", (56, 56), (1, 2, 3, 4)), "PNG")), "transparent"),
@@ -402,13 +390,9 @@ async def test_refusals_name_the_part(name: str, open_seeing: Any, images: Image
 
 SAID = {"role": "assistant", "content": [part(RED)]}
 PLACES: list[tuple[str, Any, str]] = [
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "system", "content": [part(RED)]}, user(text("?"))]},
-        "messages[0]",
-    ),
+    ("/v1/chat/completions", {"messages": [{**SAID, "role": "system"}, user(text("?"))]}, "messages[0]"),
     ("/v1/chat/completions", {"messages": [user(text("?")), SAID, user(text("?"))]}, "messages[1]"),
-    ("/v1/chat/completions", {"messages": [user(*[part(RED)] * 4)]}, "has 4 images"),
+    ("/v1/chat/completions", {"messages": [user(*[part(RED)] * 4)]}, "there are 4 images"),
     ("/v1/messages", {"messages": [user(text("?"))], "system": BLOCKS, "max_tokens": 9}, "system[2]"),
     ("/v1/responses", {"input": [{"role": "developer", "content": ITEMS}]}, "input[0]"),
 ]

@@ -254,7 +254,7 @@ def test_images_of_rows_are_learnt_as_the_gateway_shows_them(tmp_path: Path) -> 
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "link.png").symlink_to(tmp_path / "blue.png")
     for part, reason in (
-        ({"type": "image", "path": "green.png"}, r"green\.png', which cannot be read .*; correct that, or give"),
+        ({"type": "image", "path": "green.png"}, r"green\.png', which cannot be read .*; correct it, or give"),
         ({"type": "image", "path": "../blue.png"}, outside),
         ({"type": "image", "path": str(tmp_path / "blue.png")}, outside),
         ({"type": "image", "path": "link.png"}, outside),

@@ -328,11 +328,9 @@ from transformers import PreTrainedTokenizerFast  # older ones load torch themse
 run, model, given = sys.argv[1], Path(sys.argv[2]), set(sys.modules)
 import areal_agent.run.loop, areal_agent.doctor.examination
 from areal_agent.ledger.__main__ import main as ledger
-from areal_agent.tokens.renderer import Renderer, exported_template
-from areal_agent.tokens.template import HistoryThinking
+from areal_agent.tokens.renderer import Renderer
 from areal_agent.view.__main__ import main as view
 assert view([run, "--text", "look"]) == ledger(["export", run, "--parquet", run + "/out.parquet"]) == 0
-exported_template(model, HistoryThinking.TEMPLATE)
 renderer = Renderer.load(model)
 print({"torch"} & (set(sys.modules) - given), renderer.vision() is not None, "torch" in sys.modules)
 """
