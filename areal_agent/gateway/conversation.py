@@ -202,25 +202,19 @@ class ThoughtPart(Open):
 
 AnswerPart = Annotated[TextPart | RefusalPart | ThoughtPart, Field(discriminator="type")]
 
-Content = Annotated[
-    Annotated[str, Tag("a string")] | Annotated[list[TextPart], Tag("a list")],
-    Discriminator(json_kind),
-]
+TextOr = Annotated[Annotated[str, Tag("a string")] | Annotated[list[T], Tag("a list")], Discriminator(json_kind)]
+"""A text, or a list of parts."""
+
+Content = TextOr[TextPart]
 
 SeenPart = Annotated[
     Annotated[ImagePart, schema_of("image_url"), Tag("an image")] | Annotated[TextPart, Tag("a text")],
     Discriminator(kind_of_part),
 ]
 
-SeenContent = Annotated[
-    Annotated[str, Tag("a string")] | Annotated[list[SeenPart], Tag("a list")],
-    Discriminator(json_kind),
-]
+SeenContent = TextOr[SeenPart]
 
-AnswerContent = Annotated[
-    Annotated[str, Tag("a string")] | Annotated[list[AnswerPart], Tag("a list")],
-    Discriminator(json_kind),
-]
+AnswerContent = TextOr[AnswerPart]
 
 Ignored = Annotated[Any, BeforeValidator(require_shallow), Field(description="Added by client libraries; ignored.")]
 

@@ -31,7 +31,6 @@ from areal_agent.gateway.bodies import (
     PositiveCount,
     ShallowObject,
     Unsupported,
-    json_kind,
     read_as,
     refuse,
 )
@@ -41,6 +40,7 @@ from areal_agent.gateway.conversation import (
     Conversation,
     ImagePart,
     Open,
+    TextOr,
     TextPart,
     ToolChoice,
     ToolName,
@@ -114,17 +114,13 @@ ResultPart = Annotated[
     Discriminator(kind_of_part),
 ]
 
-ResultContent = Annotated[
-    Annotated[str, Tag("a string")] | Annotated[list[ResultPart], Tag("a list")], Discriminator(json_kind)
-]
-
 
 class ResultBlock(Open):
     """The result of a tool call. Chat templates are not told of errors: `is_error` is only recorded."""
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: ResultContent = ""
+    content: TextOr[ResultPart] = ""
     is_error: bool = False
 
     def as_chat(self) -> JsonObject:
@@ -149,9 +145,7 @@ class UserMessage(AnyMessage):
     """What the user says and the results of tools."""
 
     role: Literal["user"]
-    content: Annotated[
-        Annotated[str, Tag("a string")] | Annotated[list[UserBlock], Tag("a list")], Discriminator(json_kind)
-    ]
+    content: TextOr[UserBlock]
 
     def as_chat(self) -> list[JsonObject]:
         if isinstance(self.content, str):
@@ -179,9 +173,7 @@ class EarlierAnswer(AnyMessage):
     """An answer of the assistant, sampled or written by the client."""
 
     role: Literal["assistant"]
-    content: Annotated[
-        Annotated[str, Tag("a string")] | Annotated[list[AnswerBlock], Tag("a list")], Discriminator(json_kind)
-    ]
+    content: TextOr[AnswerBlock]
 
     def as_chat(self) -> list[JsonObject]:
         if isinstance(self.content, str):

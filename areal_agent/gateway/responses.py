@@ -47,6 +47,7 @@ from areal_agent.gateway.conversation import (
     Function,
     ImagePart,
     TemplateOptions,
+    TextOr,
     TextPart,
     ToolChoice,
     ToolName,
@@ -84,10 +85,7 @@ SeenPart = Annotated[
     Discriminator(kind_of_part),
 ]
 
-Seen = Annotated[
-    Annotated[str, Tag("a string")] | Annotated[list[SeenPart], Tag("a list")],
-    Discriminator(json_kind),
-]
+Seen = TextOr[SeenPart]
 
 
 class Loose(Body):
