@@ -438,12 +438,9 @@ def live(seeing: Renderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """The URL of a gateway on a thread of its own, and the key of a session."""
     images = ImageFolder(tmp_path_factory.mktemp("run") / "images")
     with live_gateway(seeing, MemoryJournal(), vocab_size=seeing.vocab_size, images=images) as (url, _):
-        started: dict[str, Any] = {
-            "json": {"task_id": "t"},
-            "headers": {"Authorization": f"Bearer {ADMIN_KEY}"},
-            "timeout": 20,
-        }
-        yield url, requests.post(url + "/rl/start_session", **started).json()["api_key"]
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        started = requests.post(url + "/rl/start_session", json={"task_id": "t"}, headers=headers, timeout=20)
+        yield url, started.json()["api_key"]
 
 
 @given(content=st.lists(PARTS, max_size=3) | VALUES, role=st.sampled_from(("user", "tool", "system")) | VALUES)
