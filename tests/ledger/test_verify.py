@@ -179,41 +179,30 @@ def test_images_in_the_wrong_place_are_found(recorded: Path, spans: list[tuple[i
     assert detail in violation.detail
 
 
+REFERS = "turn 's-t0': its messages refer to sha256:{} {} times, and its prompt has it {} times"
+
+
 @pytest.mark.parametrize(
-    ("asked", "found"),
+    ("asked", "fork_at", "found"),
     [
-        ([], [(PICTURE, 0, 1)]),
-        ([PICTURE, PICTURE], [(PICTURE, 2, 1)]),
-        (["a" * 64], [(PICTURE, 0, 1), ("a" * 64, 1, 0)]),
+        ([PICTURE], 7, []),
+        ([PICTURE], 2, [f"turn 's-t1': it cuts image {PICTURE}"]),
+        ([], 7, [REFERS.format(PICTURE, 0, 1)]),
+        ([PICTURE, PICTURE], 7, [REFERS.format(PICTURE, 2, 1)]),
+        (["a" * 64], 7, [REFERS.format(PICTURE, 0, 1), REFERS.format("a" * 64, 1, 0)]),
     ],
 )
-async def test_references_to_other_images_than_the_prompts_are_found(
-    recorded: Path, make: Make, asked: list[str], found: list[tuple[str, int, int]]
-) -> None:
-    """In the turn that has them, and not in the one that goes on from it."""
+async def test_images_of_messages(recorded: Path, make: Make, asked: list[str], fork_at: int, found: list[str]) -> None:
+    """A fork that cuts one is found, and references to others, in the turn that has them, not in those after it."""
     image, delta = ImageSpan(digest=PICTURE, start=0, end=3), {"role": "user", "content": [*map(reference_to, asked)]}
     ledger = await Ledger.open(recorded, create=False)
     await ledger.own.open_session(make.session("s"))
     first = make.turn("s", new_prompt_ids=(2, 2, 2), images=(image,), request_delta=(delta,))
-    for one in (first, make.turn("s", 1)):
+    for one in (first, make.turn("s", 1, fork_at=fork_at)):
         await ledger.own.append_turn("s", one)
     await ledger.aclose()
-    assert [str(one) for one in verify(recorded).violations] == [
-        f"turn 's-t0': its messages refer to sha256:{digest} {said} times, and its prompt has it {shown} times"
-        for digest, said, shown in found
-    ]
-
-
-async def test_a_fork_that_cuts_an_image_is_found(recorded: Path, make: Make) -> None:
-    image = ImageSpan(digest=PICTURE, start=0, end=3)
-    ledger = await Ledger.open(recorded, create=False)
-    await ledger.own.open_session(make.session("s"))
-    asked = {"role": "user", "content": [reference_to(PICTURE)]}
-    await ledger.own.append_turn("s", make.turn("s", new_prompt_ids=(2, 2, 2), images=(image,), request_delta=(asked,)))
-    await ledger.own.append_turn("s", make.turn("s", 1, fork_at=2))
-    await ledger.aclose()
     report = verify(recorded)
-    assert [str(one) for one in report.violations] == [f"turn 's-t1': it cuts image {PICTURE}"]
+    assert [str(one) for one in report.violations] == found
     assert (report.num_images, report.num_image_bytes) == (1, len(b"a picture"))
 
 

@@ -325,21 +325,20 @@ READERS = """
 import sys
 from pathlib import Path
 from transformers import PreTrainedTokenizerFast  # older ones load torch themselves
-run, model, given = sys.argv[1], Path(sys.argv[2]), set(sys.modules)
+run, model, given = sys.argv[1], sys.argv[2], set(sys.modules)
 import areal_agent.run.loop, areal_agent.doctor.examination
 from areal_agent.ledger.__main__ import main as ledger
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.view.__main__ import main as view
 assert view([run, "--text", "look"]) == ledger(["export", run, "--parquet", run + "/out.parquet"]) == 0
-renderer = Renderer.load(model)
+renderer = Renderer.load(Path(model))
 print({"torch"} & (set(sys.modules) - given), renderer.vision() is not None, "torch" in sys.modules)
 """
 """`view`, `export`, and what a main process does with its renderer, before its gateway asks what the model sees."""
 
 
 def test_what_reads_a_run_of_a_model_that_sees_imports_no_torch(tmp_path: Path) -> None:
-    model = make_vision_model(tmp_path / "model")
-    asyncio.run(look(tmp_path / "run", model))
-    command = [sys.executable, "-c", READERS, str(tmp_path / "run"), str(model)]
+    asyncio.run(look(tmp_path / "run", make_vision_model(tmp_path)))
+    command = [sys.executable, "-c", READERS, str(tmp_path / "run"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.stdout.endswith("\nset() True True\n"), done.stdout + done.stderr
