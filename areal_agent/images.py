@@ -4,44 +4,56 @@ Turns and requests name an image by its digest. Its bytes are on the disk before
 """
 
 import hashlib
-import os
+import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from areal_agent.errors import LedgerError
 from areal_agent.files import sync
-from areal_agent.types import TokenRecord
+from areal_agent.types import JsonObject, TokenRecord
 
 IMAGES = "images"
 """The folder's name in that of a run."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 """What PIL may take an image for, and nothing else."""
+PROCESSOR = "preprocessor_config.json"
+"""What a model's folder says about images; newer transformers write it into processor_config.json."""
 DIGEST = re.compile("[0-9a-f]{64}")
-REFERENCE = re.compile("sha256:([0-9a-f]{64})")
-"""The url of an image in a recorded message."""
+PREFIX = "sha256:"
+"""Before the digest, in the URL of an image in a recorded message."""
 SOURCE = re.compile(r"file:///.*|([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]+)?")
 """From where images are fetched: a folder, or a host as URLs have it (`gateway.bodies.Limits`)."""
 
 
-def digest_of(part: object) -> str | None:
-    """Return the digest of the image that a part of a recorded message refers to; None for any other part.
+def reference_to(digest: str) -> JsonObject:
+    """Return the part of a recorded message that refers to an image: chat completions', whatever protocol it came by.
 
-    >>> digest_of({"type": "image_url", "image_url": {"url": f"sha256:{'ab' * 32}"}}) == "ab" * 32
+    >>> digest_of(reference_to("ab" * 32)) == "ab" * 32
     True
     """
+    return {"type": "image_url", "image_url": {"url": PREFIX + digest}}
+
+
+def digest_of(part: object) -> str | None:
+    """Return the digest of the image that a part of a recorded message refers to; None for any other part."""
     match part:
-        case {"type": "image_url" | "input_image", "image_url": {"url": str(url)} | str(url)}:
-            pass
-        case {"type": "image", "source": {"url": str(url)}}:
-            pass
-        case {"type": "image", "digest": str(digest)}:
-            url = f"sha256:{digest}"
+        case {"type": "image_url", "image_url": {"url": str(url)}} if url.startswith(PREFIX):
+            digest = url.removeprefix(PREFIX)
+            return digest if DIGEST.fullmatch(digest) else None
         case _:
             return None
-    found = REFERENCE.fullmatch(url)
-    return found and found[1]
+
+
+def digests_in(messages: Iterable[object]) -> Iterator[str]:
+    """Yield the digests of the images that recorded messages refer to, in their order."""
+    for message in messages:
+        match message:
+            case {"content": [*parts]}:
+                yield from filter(None, map(digest_of, parts))
+            case _:
+                pass
 
 
 def content_type(data: bytes) -> str | None:
@@ -55,6 +67,15 @@ def content_type(data: bytes) -> str | None:
     if data.startswith(b"\xff\xd8\xff"):
         return "image/jpeg"
     return "image/webp" if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
+
+
+def has_processor(model: Path) -> bool:
+    """Return whether a model's folder says what becomes of an image, in either of its files."""
+    try:
+        whole: object = json.loads((model / "processor_config.json").read_bytes())
+    except (OSError, ValueError):
+        whole = None
+    return (model / PROCESSOR).is_file() or (isinstance(whole, dict) and "image_processor" in whole)
 
 
 class ImageFolder:
@@ -87,14 +108,11 @@ class ImageFolder:
             file.parent.mkdir(parents=True, exist_ok=True)
             scratch = file.with_name(f".{secrets.token_hex(16)}")
             try:
-                with scratch.open("xb") as written:  # as readable as the run's other files
-                    written.write(data)
-                    written.flush()
-                    os.fsync(written.fileno())
+                scratch.write_bytes(data)  # as readable as the run's other files
+                sync(scratch)
                 scratch.rename(file)
-            except BaseException:
+            finally:
                 scratch.unlink(missing_ok=True)
-                raise
             for folder in (file.parent, self.path, self.path.parent):  # which may have new names, too
                 sync(folder)
         return digest

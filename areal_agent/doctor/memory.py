@@ -44,8 +44,8 @@ trainer's model at once: the budget of a micro-batch, or the longest context whe
                                         2 e L K D       keys and values of one token, times the tokens kept
                                         8 V R           logits of R running requests
       with SGLang                       what `--mem-fraction-static` gives, or `kv_tokens` where that is less
-    new weights on their way            2 e P           in shared memory (two slots; e is 4 from a CPU), and once more in
-                                                        the engine: 4 P on a CPU, else e P;
+    new weights on their way            2 e P           in shared memory (two slots; e is 4 from a CPU), and once
+                                                        more in the engine: 4 P on a CPU, else e P;
                                         2 e P           on a GPU of an embedded engine and the trainer instead, and e P
                                                         once more in the engine, if the 2 e P are at most 2^30
                                           e P           with `distributed`: in all ranks together, in the engine, and

@@ -27,7 +27,7 @@ from areal_agent.doctor.findings import Finding, State, gib
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.models.recipe import RECIPE, Recipe, demonstrations_of
 from areal_agent.observe.progress import Progress
-from areal_agent.run.preflight import check_context, check_model, require_trainable, told_calls
+from areal_agent.run.preflight import check_context, check_model, require_trainable, told_calls, told_images
 from areal_agent.tokens.forest import Forest, Reply
 from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.formats.thinking import ReasoningFormat
@@ -244,7 +244,8 @@ async def tokenizer_findings(renderer: Renderer, shape: ModelShape | None) -> li
     """Return one finding: the first fault, or none."""
     ends = ", ".join(repr(text) for text in renderer.end_texts)
     known = f" of the model's {shape.vocab_size:,}" if shape else ""
-    found = f"{renderer.vocab_size:,} ids{known}; an answer ends with {ends}"
+    found = f"{renderer.vocab_size:,} ids{known}; an answer ends with {ends}; the model "
+    found += await asyncio.to_thread(told_images, renderer)
     if shape is not None and renderer.vocab_size > shape.vocab_size:
         change = "it has ids that the model does not know: use the tokenizer of this model"
         return [Finding("tokenizer", State.FAIL, found, change)]

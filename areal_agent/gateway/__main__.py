@@ -233,6 +233,7 @@ async def open_standalone(options: Namespace, admin_key: str) -> AsyncGenerator[
             reasoning_format=options.reasoning_format and ReasoningFormat(options.reasoning_format),
         )
         renderer = await asyncio.to_thread(reading.load_renderer)
+        await asyncio.to_thread(renderer.vision)  # which takes seconds
         try:
             address = await (await EngineAddress.of_server(options.engine)).where_others_push()
             engine = address.connect()

@@ -113,7 +113,8 @@ class Gateway:
             )
         self._counters = Counters()
         self._limits = limits or Limits()
-        self._images = ImageIntake(renderer.vision, images, self._limits) if renderer.vision else None
+        vision = renderer.vision()  # proved at the start, not by the first agent
+        self._images = ImageIntake(vision, images, self._limits) if vision else None
         self._services = Services(
             sampler=sampler,
             renderer=renderer,

@@ -51,13 +51,6 @@ MAX_KEPT_BYTES = 2**20
 GROWING = ("messages", "input")
 """The lists that grow from one body to the next, by protocol."""
 
-IMAGE_FORMS: Mapping[str, str] = {
-    "image_url": '{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}',
-    "image": '{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ...}}',
-    "input_image": '{"type": "input_image", "image_url": "data:image/png;base64,..."}',
-}
-"""A part with an image in each protocol, by its type."""
-
 _MARK = secrets.token_hex(16).encode()  # no body contains it
 
 JSON_KINDS: Mapping[type, str] = {str: "a string", list: "a list", dict: "an object"}
@@ -265,6 +258,7 @@ class Limits:
     max_images: int = 100  # in one request
     max_image_bytes: int = 20 * 2**20
     max_image_pixels: int = 50_000_000
+    max_known_images: int = 2**14  # the newest, of which the size is remembered, and as many URLs
     image_sources: tuple[str, ...] = ()  # from where images are fetched: "example.org", "10.0.0.7:80", "file:///srv/x"
     max_sessions: int = 8192  # open at once
     max_calls_per_session: int = 128  # in flight

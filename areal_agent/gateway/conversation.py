@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import lru_cache
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, Protocol, TypeVar, cast, get_args
 
 import jsonschema_rs
@@ -32,12 +32,10 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic.json_schema import SkipJsonSchema
 from pydantic_core import PydanticCustomError
 
 from areal_agent.errors import RequestError
 from areal_agent.gateway.bodies import (
-    IMAGE_FORMS,
     Body,
     ShallowObject,
     json_kind,
@@ -47,6 +45,8 @@ from areal_agent.gateway.bodies import (
     wrong,
 )
 from areal_agent.gateway.draft import ChatReading
+from areal_agent.gateway.images import schema_of
+from areal_agent.images import PREFIX
 from areal_agent.tokens.canonical import parse_json_object
 from areal_agent.tokens.forest import Forest, Prompt
 from areal_agent.tokens.formats.base import ToolCall
@@ -139,58 +139,43 @@ class TextPart(Open):
         if isinstance(value, dict) and value.get("type") not in kinds:
             raise PydanticCustomError(
                 "unsupported_content",
-                "has type {type}: this gateway takes text, no images (unless its model sees), no audio and no files; "
+                "has type {type}: the model takes text, no images (unless it sees), no audio and no files; "
                 "send {'type': '{kind}', 'text': ...}",
                 {"type": f"{value.get('type')!r:.80}", "kind": kinds[0]},
             )
         return value
 
 
-class AnyImage(Open):
-    """An image, as `ImageIntake` has left it: with the reference for a URL, and the size in pixels.
-
-    Clients send no size; a part that still has none is of a gateway whose model takes text only.
-    """
-
-    width: SkipJsonSchema[int]
-    height: SkipJsonSchema[int]
-
-    @property
-    def reference(self) -> str:
-        """The URL `sha256:DIGEST`."""
-        raise NotImplementedError
-
-    def as_chat(self) -> JsonObject:
-        url = {"url": self.reference}
-        return {"type": "image_url", "image_url": url, "width": self.width, "height": self.height}
-
-    def as_template(self) -> JsonObject:
-        """Return it as chat templates take it."""
-        digest = self.reference.partition(":")[2]
-        return {"type": "image", "digest": digest, "width": self.width, "height": self.height}
-
-
 class ImageUrl(Open):
-    """Where an image is."""
+    """The reference to an image."""
 
-    url: str = Field(description="The image itself, as `data:image/png;base64,...`; PNG, JPEG or WebP.")
-    detail: Any = Field(default=None, description="Ignored: the model's image processor sets the resolution.")
+    url: str
 
 
-class ImagePart(AnyImage):
-    """An image. Only a model that sees takes it, in users' messages and in the results of calls."""
+class ImagePart(Open):
+    """An image in any protocol, as `ImageIntake` has left it; what clients send has no size.
+
+    A part that still has none is of a gateway whose model takes text only.
+    """
 
     type: Literal["image_url"]
     image_url: ImageUrl
+    width: int  # in pixels
+    height: int
 
     @property
-    def reference(self) -> str:
-        return self.image_url.url
+    def text(self) -> str:
+        return ""
+
+    def as_template(self) -> JsonObject:
+        """Return it as chat templates take it."""
+        digest = self.image_url.url.removeprefix(PREFIX)
+        return {"type": "image", "digest": digest, "width": self.width, "height": self.height}
 
 
 def kind_of_part(value: object) -> str:
     """Select the member of a union of parts: "an image" that `ImageIntake` has left, or "a text" or what else it is."""
-    is_image = isinstance(value, dict) and "width" in value and value.get("type") in tuple(IMAGE_FORMS)
+    is_image = isinstance(value, dict) and value.get("type") == "image_url" and "width" in value
     return "an image" if is_image else "a text"
 
 
@@ -217,24 +202,19 @@ class ThoughtPart(Open):
 
 AnswerPart = Annotated[TextPart | RefusalPart | ThoughtPart, Field(discriminator="type")]
 
-Content = Annotated[
-    Annotated[str, Tag("a string")] | Annotated[list[TextPart], Tag("a list")],
-    Discriminator(json_kind),
-]
+TextOr = Annotated[Annotated[str, Tag("a string")] | Annotated[list[T], Tag("a list")], Discriminator(json_kind)]
+"""A text, or a list of parts."""
+
+Content = TextOr[TextPart]
 
 SeenPart = Annotated[
-    Annotated[ImagePart, Tag("an image")] | Annotated[TextPart, Tag("a text")], Discriminator(kind_of_part)
+    Annotated[ImagePart, schema_of("image_url"), Tag("an image")] | Annotated[TextPart, Tag("a text")],
+    Discriminator(kind_of_part),
 ]
 
-SeenContent = Annotated[
-    Annotated[str, Tag("a string")] | Annotated[list[SeenPart], Tag("a list")],
-    Discriminator(json_kind),
-]
+SeenContent = TextOr[SeenPart]
 
-AnswerContent = Annotated[
-    Annotated[str, Tag("a string")] | Annotated[list[AnswerPart], Tag("a list")],
-    Discriminator(json_kind),
-]
+AnswerContent = TextOr[AnswerPart]
 
 Ignored = Annotated[Any, BeforeValidator(require_shallow), Field(description="Added by client libraries; ignored.")]
 
@@ -251,14 +231,13 @@ def text_of(content: str | Sequence[HasText], between: str = "\n") -> str:
     return content if isinstance(content, str) else between.join(part.text for part in content)
 
 
-def content_of(content: str | Sequence[HasText | AnyImage], between: str = "\n") -> str | list[JsonObject]:
+def content_of(content: str | Sequence[HasText], between: str = "\n") -> str | list[JsonObject]:
     """Return a message's content as chat completions write it: one text, or its parts if it has images."""
-    if isinstance(content, str):
-        return content
-    texts = [part for part in content if not isinstance(part, AnyImage)]
-    if len(texts) == len(content):
-        return text_of(texts, between)
-    return [part.as_chat() if isinstance(part, AnyImage) else {"type": "text", "text": part.text} for part in content]
+    if isinstance(content, str) or not any(isinstance(part, ImagePart) for part in content):
+        return text_of(content, between)
+    return [
+        part.model_dump() if isinstance(part, ImagePart) else {"type": "text", "text": part.text} for part in content
+    ]
 
 
 def read_arguments(value: object) -> dict[str, Any]:
@@ -325,21 +304,14 @@ class AnyMessage(Body):
 
 def _normalised_content(content: str | Sequence[TextPart | ImagePart]) -> str | list[JsonObject]:
     """Return one text or, if there are images, a list of them and of the texts between them."""
-    if isinstance(content, str):
-        return content
+    if isinstance(content, str) or not any(isinstance(part, ImagePart) for part in content):
+        return text_of(content)
     parts: list[JsonObject] = []
-    texts: list[TextPart] = []  # since the last image
-    for part in (*content, None):
-        if isinstance(part, TextPart):
-            texts.append(part)
-            continue
-        if texts:
-            parts.append({"type": "text", "text": text_of(texts)})
-            texts = []
-        if part is not None:
-            parts.append(part.as_template())
-    is_text = all(part["type"] == "text" for part in parts)
-    return "".join(part["text"] for part in parts) if is_text else parts
+    for _, group in groupby(content, lambda part: isinstance(part, ImagePart)):
+        run = list(group)
+        images = [part.as_template() for part in run if isinstance(part, ImagePart)]
+        parts += images or [{"type": "text", "text": text_of(run)}]
+    return parts
 
 
 class InstructionMessage(AnyMessage):

@@ -31,16 +31,16 @@ from areal_agent.gateway.bodies import (
     PositiveCount,
     ShallowObject,
     Unsupported,
-    json_kind,
     read_as,
     refuse,
 )
 from areal_agent.gateway.conversation import (
     NO_TOOLS,
-    AnyImage,
     Content,
     Conversation,
+    ImagePart,
     Open,
+    TextOr,
     TextPart,
     ToolChoice,
     ToolName,
@@ -56,6 +56,7 @@ from areal_agent.gateway.conversation import (
     without_nulls,
 )
 from areal_agent.gateway.draft import Piece
+from areal_agent.gateway.images import schema_of
 from areal_agent.gateway.order import MAX_STOPS, Order, SamplingWishes
 from areal_agent.gateway.server import anthropic_error
 from areal_agent.gateway.turn import Exchange
@@ -106,40 +107,11 @@ class ReferencePart(Open):
         return f"The tool {self.tool_name} is there now."
 
 
-class ImageData(Open):
-    """An image itself."""
-
-    type: Literal["base64"]
-    media_type: Literal["image/png", "image/jpeg", "image/webp"]
-    data: str
-
-
-class ImageReference(Open):
-    """Where an image is."""
-
-    type: Literal["url"]
-    url: str = Field(description="`sha256:DIGEST` of one that the run has, or a URL that the operator allows.")
-
-
-class ImageBlock(AnyImage):
-    """An image. Only a model that sees takes it, in users' messages and in the results of calls."""
-
-    type: Literal["image"]
-    source: Annotated[ImageData | ImageReference, Field(discriminator="type")]
-
-    @property
-    def reference(self) -> str:
-        return self.source.url if isinstance(self.source, ImageReference) else ""
-
+Image = Annotated[ImagePart, schema_of("image"), Tag("an image")]
 
 ResultPart = Annotated[
-    Annotated[ImageBlock, Tag("an image")]
-    | Annotated[Annotated[TextPart | ReferencePart, Field(discriminator="type")], Tag("a text")],
+    Image | Annotated[Annotated[TextPart | ReferencePart, Field(discriminator="type")], Tag("a text")],
     Discriminator(kind_of_part),
-]
-
-ResultContent = Annotated[
-    Annotated[str, Tag("a string")] | Annotated[list[ResultPart], Tag("a list")], Discriminator(json_kind)
 ]
 
 
@@ -148,7 +120,7 @@ class ResultBlock(Open):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: ResultContent = ""
+    content: TextOr[ResultPart] = ""
     is_error: bool = False
 
     def as_chat(self) -> JsonObject:
@@ -157,8 +129,7 @@ class ResultBlock(Open):
 
 
 UserBlock = Annotated[
-    Annotated[ImageBlock, Tag("an image")]
-    | Annotated[Annotated[TextPart | ResultBlock, Field(discriminator="type")], Tag("a text")],
+    Image | Annotated[Annotated[TextPart | ResultBlock, Field(discriminator="type")], Tag("a text")],
     Discriminator(kind_of_part),
 ]
 AnswerBlock = Annotated[TextPart | ThinkingBlock | RedactedBlock | CallBlock, Field(discriminator="type")]
@@ -174,9 +145,7 @@ class UserMessage(AnyMessage):
     """What the user says and the results of tools."""
 
     role: Literal["user"]
-    content: Annotated[
-        Annotated[str, Tag("a string")] | Annotated[list[UserBlock], Tag("a list")], Discriminator(json_kind)
-    ]
+    content: TextOr[UserBlock]
 
     def as_chat(self) -> list[JsonObject]:
         if isinstance(self.content, str):
@@ -204,9 +173,7 @@ class EarlierAnswer(AnyMessage):
     """An answer of the assistant, sampled or written by the client."""
 
     role: Literal["assistant"]
-    content: Annotated[
-        Annotated[str, Tag("a string")] | Annotated[list[AnswerBlock], Tag("a list")], Discriminator(json_kind)
-    ]
+    content: TextOr[AnswerBlock]
 
     def as_chat(self) -> list[JsonObject]:
         if isinstance(self.content, str):

@@ -43,10 +43,11 @@ from areal_agent.gateway.chat import ANY_OBJECT, NamedSchema, PlainFormat
 from areal_agent.gateway.conversation import (
     NO_TOOLS,
     PASSED_ON,
-    AnyImage,
     Conversation,
     Function,
+    ImagePart,
     TemplateOptions,
+    TextOr,
     TextPart,
     ToolChoice,
     ToolName,
@@ -59,6 +60,7 @@ from areal_agent.gateway.conversation import (
     strict_tools,
     template_options,
 )
+from areal_agent.gateway.images import schema_of
 from areal_agent.gateway.order import MAX_TOP_LOGPROBS, Order, OrderBody
 from areal_agent.types import JsonObject
 
@@ -78,26 +80,12 @@ class Part(TextPart):
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
-class ImageItem(AnyImage):
-    """An image. Only a model that sees takes it, in users' messages and in the results of calls."""
-
-    type: Literal["input_image"]
-    image_url: str = Field(description="The image itself, as `data:image/png;base64,...`; PNG, JPEG or WebP.")
-    detail: Any = Field(default=None, description="Ignored: the model's image processor sets the resolution.")
-
-    @property
-    def reference(self) -> str:
-        return self.image_url
-
-
 SeenPart = Annotated[
-    Annotated[ImageItem, Tag("an image")] | Annotated[Part, Tag("a text")], Discriminator(kind_of_part)
+    Annotated[ImagePart, schema_of("input_image"), Tag("an image")] | Annotated[Part, Tag("a text")],
+    Discriminator(kind_of_part),
 ]
 
-Seen = Annotated[
-    Annotated[str, Tag("a string")] | Annotated[list[SeenPart], Tag("a list")],
-    Discriminator(json_kind),
-]
+Seen = TextOr[SeenPart]
 
 
 class Loose(Body):

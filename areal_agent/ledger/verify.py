@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from areal_agent.errors import LedgerError
-from areal_agent.images import IMAGES, ImageFolder
+from areal_agent.images import IMAGES, PREFIX, ImageFolder, digests_in
 from areal_agent.ledger import questions
 from areal_agent.ledger.encoding import lease_digest, token_digest
 from areal_agent.ledger.files import NO_DIGEST, TOKENS_ONLY, LedgerFiles, Snapshot
@@ -47,7 +47,7 @@ class Invariant(StrEnum):
     LOGPROBS = "log-probabilities are finite and not above 0"
     SPANS = "version spans cover every completion, and versions never go back"
     LINEAGE = "every turn continues an answer that was recorded before it"
-    IMAGES = "every image is kept whole, and has its own tokens in its prompt"
+    IMAGES = "every image of a message is kept whole, and has its own tokens in its prompt"
     DELIVERY = "what was never delivered is an answer of its session"
     TIMES = "what begins later is not recorded as earlier"
 
@@ -273,7 +273,7 @@ def _check_times(turns: Sequence[Turn]) -> Iterator[Violation]:
 
 
 class ImageCheck:
-    """Checks the images that turns name: that their files are whole, and what their tokens are."""
+    """Checks the images that turns name: that their files are whole, what their tokens are, and who refers to them."""
 
     def __init__(self, folder: ImageFolder) -> None:
         self.num_bytes: dict[str, int] = {}  # by digest; 0 for one that is missing or damaged
@@ -287,6 +287,7 @@ class ImageCheck:
             path = paths.get(turn.parent, ())
             details = [f"it cuts image {one.digest}" for one in path if one.start < turn.fork_at < one.end]
             details += self._faults_of_spans(turn)
+            details = details or [*_faults_of_references(turn, path)]
             yield from (Violation(Invariant.IMAGES, f"turn {turn.id!r}", detail) for detail in details)
             if path or turn.images:
                 paths |= dict.fromkeys((one.id for one in turn.completions), turn.images_of_prompt(path))
@@ -312,6 +313,18 @@ class ImageCheck:
             pad, first = self._pad
             if ids != [pad]:
                 yield f"an image has the ids {ids!s:.60}, and in turn {first!r} it is {pad} that stands for images"
+
+
+def _faults_of_references(turn: Turn, path: Sequence[ImageSpan]) -> Iterator[str]:
+    """Compare the images of a prompt with those of its parent's path and the references in its own messages.
+
+    Their order may differ: a template is given the results of calls in the order of the calls.
+    """
+    shown = Counter(one.digest for one in turn.images_of_prompt(path))
+    said = Counter(one.digest for one in path) + Counter(digests_in(turn.request_delta))
+    for digest in shown | said:
+        if (num_said := said[digest]) != (num_shown := shown[digest]):
+            yield f"its messages refer to {PREFIX}{digest} {num_said} times, and its prompt has it {num_shown} times"
 
 
 @dataclass(kw_only=True, slots=True)

@@ -9,8 +9,9 @@ from typing import Any
 from transformers import CONFIG_MAPPING, __version__
 from transformers.models.auto import modeling_auto as tables
 
+from areal_agent.images import PROCESSOR
+
 INSTEAD = "use a causal (decoder-only) language model"
-PROCESSOR = "preprocessor_config.json"
 WITH_IMAGES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Types that are trained as a whole; of others that take images the text alone, where transformers has it."""
 
@@ -23,7 +24,7 @@ def takes_images(fields: Mapping[str, Any], *, has_processor: bool) -> bool:
 def fault_of(fields: Mapping[str, Any], *, has_processor: bool = True) -> str:
     """Return why the model of this config.json can never be trained, with the remedy; nothing where that is not known.
 
-    `has_processor` says whether there is a preprocessor_config.json beside it.
+    `has_processor` says whether its folder tells what becomes of images (`images.has_processor`).
 
     >>> fault_of({"model_type": "t5", "is_encoder_decoder": True})
     'type t5 is an encoder-decoder; use a causal (decoder-only) language model'

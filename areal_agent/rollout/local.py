@@ -145,15 +145,17 @@ async def open_local(
     config = settings.rollout
     async with AsyncExitStack() as stack:
         admin_key = new_key()  # nobody else has it: every session of this gateway is ours
+        renderer = await asyncio.to_thread(
+            Renderer.load,
+            settings.tokenizer,
+            history_thinking=config.history_thinking,
+            tool_format=config.tool_format,
+            reasoning_format=config.reasoning_format,
+        )
+        await asyncio.to_thread(renderer.vision)  # which takes seconds
         gateway = Gateway(
             sampler=engine,
-            renderer=await asyncio.to_thread(
-                Renderer.load,
-                settings.tokenizer,
-                history_thinking=config.history_thinking,
-                tool_format=config.tool_format,
-                reasoning_format=config.reasoning_format,
-            ),
+            renderer=renderer,
             journal=journal,
             model_name=settings.model_name,
             admin_key=admin_key,

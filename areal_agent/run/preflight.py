@@ -28,6 +28,7 @@ from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
 from areal_agent.files import RunFolder
 from areal_agent.gateway.auth import find_admin_key
+from areal_agent.images import has_processor
 from areal_agent.models.recipe import RECIPE, demonstrations_of, load_demonstrations, model_name
 from areal_agent.rollout.config import OtherModel
 from areal_agent.rollout.draws import Curriculum, in_order
@@ -300,7 +301,13 @@ def check_for_dry_run(preflight: Preflight) -> str:
     if not (folder / "config.json").is_file():
         return ""
     require_trainable(folder, config.engine)
-    return f"\nits chat template: {told_calls(transcript_settings(config, folder).load_renderer())}"
+    renderer = transcript_settings(config, folder).load_renderer()
+    return f"\nthe model {told_images(renderer)}; its chat template: {told_calls(renderer)}"
+
+
+def told_images(renderer: Renderer) -> str:
+    """Return whether the model gets images. It is proved, which takes seconds for one that sees."""
+    return "takes images, too" if renderer.vision() else "takes text alone"
 
 
 def told_calls(renderer: Renderer) -> str:
@@ -351,8 +358,8 @@ def check_causal(path: Path) -> None:
     described = read_described(path)
     if described.get("model_type") in EMBEDDED_TYPES and not described.get("quantization_config"):
         return
-    has_processor = (path / "preprocessor_config.json").is_file()
-    if fault := _output_of([sys.executable, "-c", FAULT_OF, str(has_processor)], json.dumps(described)).stdout:
+    sees = str(has_processor(path))
+    if fault := _output_of([sys.executable, "-c", FAULT_OF, sees], json.dumps(described)).stdout:
         raise ConfigError(f"model {str(path)!r} cannot be trained: {fault}")
 
 

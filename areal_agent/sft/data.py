@@ -8,10 +8,10 @@ import asyncio
 import json
 import math
 import random
-from base64 import b64encode
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, cast
@@ -39,6 +39,8 @@ TOKENIZER = "tokenizer.json"
 KEYS = ("messages", "tools")
 OF_ANSWERS = (*AssistantMessage.model_fields, "weight")
 """The keys of an answer; a gateway ignores others, which client libraries add."""
+ELSEWHERE = 'put its file into the folder of the rows, and give {"type": "image", "path": ...}'
+"""The remedy for an image that is elsewhere."""
 EMPTY: Sequence[object] = (None, "", [], {})
 
 
@@ -105,13 +107,14 @@ def load_data(config: SftConfig, folder: Path, context: int | None, images: Imag
     if context and longest > context:
         raise ConfigError(f"data.max_tokens is {longest:,}, and the model was made for {context:,} tokens; lower it")
     chats = ChatRenderer(renderer)
-    intake = None if renderer.vision is None or images is None else ImageIntake(renderer.vision, images, Limits())
-    rows = [row_of(chat, chats) for file in data.files for chat in read_chats(Path(file), intake)]
+    rows = [row_of(chat, chats) for file in data.files for chat in read_chats(Path(file), renderer, images)]
     if data.from_run is not None:
         assert data.min_reward is not None  # checked by DataConfig
         rows += read_rollouts(Path(data.from_run), data.min_reward, folder, renderer.chat_template, images)
     held_out = (
-        [row_of(chat, chats) for chat in read_chats(Path(config.held_out.file), intake)] if config.held_out.file else []
+        [row_of(chat, chats) for chat in read_chats(Path(config.held_out.file), renderer, images)]
+        if config.held_out.file
+        else []
     )
     fitting, fitting_held_out = ([row for row in part if _fits(row, longest, data)] for part in (rows, held_out))
     num_too_long = len(rows) + len(held_out) - len(fitting) - len(fitting_held_out)
@@ -136,15 +139,22 @@ def split(rows: Sequence[Row], share: float, seed: int) -> tuple[list[Row], list
     return [row for n, row in enumerate(rows) if n not in held_out], [rows[n] for n in sorted(held_out)]
 
 
-def read_chats(path: Path, intake: ImageIntake | None = None) -> list[Chat]:
+def read_chats(path: Path, renderer: Renderer | None = None, images: ImageFolder | None = None) -> list[Chat]:
     """Read a JSONL file; empty lines are skipped. Raises ConfigError that names the line.
 
-    `intake` keeps the images of rows; without it a row that has one is refused.
+    The images of rows are checked for the renderer's model, and kept in `images`; without both they are refused.
     """
     try:
         lines = path.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
     except OSError as error:
         raise ConfigError(f"cannot read chats from {str(path)!r}: {error.strerror}; name a JSONL file") from None
+
+    @cache
+    def intake() -> ImageIntake | None:
+        vision = renderer.vision() if renderer and images else None
+        limits = Limits(image_sources=(path.parent.absolute().as_uri(),))
+        return ImageIntake(vision, images, limits, elsewhere=ELSEWHERE) if vision else None
+
     numbered = enumerate(lines, start=1)
     chats = [_chat(line, f"{path}:{number}", path.parent, intake) for number, line in numbered if line.strip()]
     if not chats:
@@ -152,7 +162,7 @@ def read_chats(path: Path, intake: ImageIntake | None = None) -> list[Chat]:
     return chats
 
 
-def _chat(line: bytes, origin: str, folder: Path, intake: ImageIntake | None) -> Chat:
+def _chat(line: bytes, origin: str, folder: Path, intake: Callable[[], ImageIntake | None]) -> Chat:
     try:
         orjson.loads(line)  # which is strict, but makes floats of large integers
         row: Any = json.loads(line)
@@ -167,9 +177,9 @@ def _chat(line: bytes, origin: str, folder: Path, intake: ImageIntake | None) ->
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{origin}: 'messages' is {messages!r:.40}; give a list of messages")
     try:
-        if intake is not None and b'"image' in line:
-            shown = [_with_files(one, folder) for one in cast("list[object]", messages)]
-            messages = asyncio.run(intake.taken({"messages": shown}))["messages"]
+        if b'"image' in line and (taking := intake()) is not None:
+            shown = [_with_urls(one, folder) for one in cast("list[object]", messages)]
+            messages = asyncio.run(taking.taken({"messages": shown}))["messages"]
         return Chat(
             origin=origin,
             messages=[_message(one, index) for index, one in enumerate(cast("list[object]", messages))],
@@ -179,24 +189,19 @@ def _chat(line: bytes, origin: str, folder: Path, intake: ImageIntake | None) ->
         raise ConfigError(f"{origin}: {error}") from None
 
 
-def _with_files(message: Any, folder: Path) -> Any:
-    """Return a message in which a part `{"type": "image", "path": ...}`, a file beside the rows, has its data."""
+def _with_urls(message: Any, folder: Path) -> Any:
+    """Return a message in which a part `{"type": "image", "path": ...}`, a file beside the rows, has its URL."""
     if not isinstance(message, dict) or not isinstance(parts := message.get("content"), list):
         return message
-    return {**message, "content": [_with_data(one, folder) for one in cast("list[Any]", parts)]}
+    return {**message, "content": [_with_url(one, folder) for one in cast("list[Any]", parts)]}
 
 
-def _with_data(part: Any, folder: Path) -> Any:
+def _with_url(part: Any, folder: Path) -> Any:
     match part:
         case {"type": "image", "path": str(path)}:
-            file = folder / path
+            return {"type": "image_url", "image_url": {"url": (folder / path).absolute().as_uri()}}
         case _:
             return part
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise RequestError(f"the image {str(file)!r} cannot be read: {error.strerror}; correct its path") from None
-    return {"type": "image_url", "image_url": {"url": f"data:;base64,{b64encode(data).decode()}"}}
 
 
 def _message(value: object, index: int) -> JsonObject:

@@ -14,6 +14,7 @@ import codecs
 import logging
 import re
 import secrets
+import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -115,7 +116,9 @@ class Renderer:
         self.end_token_id = self.id_of(self.end_texts[0])
         self.thinking_end_ids: list[int] = self._backend.encode(self.thinking.end, add_special_tokens=False).ids
         self.vocab_size = len(tokenizer)
-        self.vision: Vision | None = None  # set by `load` for a model that sees
+        self._folder: Path | None = None  # of a model whose images nobody has asked for yet; set by `load`
+        self._vision: Vision | None = None
+        self._looking = threading.RLock()  # the proof of a vision renders with it
         eos_token_id = cast("int | None", tokenizer.eos_token_id)
         stop_ids = [self.id_of(text) for text in self.end_texts]
         self.stop_token_ids = tuple(dict.fromkeys(stop_ids if eos_token_id is None else [*stop_ids, eos_token_id]))
@@ -143,23 +146,35 @@ class Renderer:
             tool_format=tool_format,
             reasoning_format=reasoning_format,
         )
-        try:
-            renderer._see(path)
-        except ConfigError as error:
-            renderer.vision = None
-            logger.warning("the model in %s gets no images, they are refused: %s", path, error)
+        renderer._folder = path
         return renderer
 
-    def _see(self, path: Path) -> None:
+    def vision(self) -> Vision | None:
+        """Return what the model makes of images; None for one that gets none.
+
+        The first call loads and proves it, which takes seconds and imports torch if the model sees. If the proof fails,
+        a log line says why.
+        """
+        with self._looking:
+            folder, self._folder = self._folder, None
+            try:
+                if folder is not None:
+                    self._look(folder)
+            except ConfigError as error:
+                self._vision = None
+                logger.warning("the model in %s gets no images, they are refused: %s", folder, error)
+            return self._vision
+
+    def _look(self, path: Path) -> None:
         """Load what the model does with images, and prove it: our ids are those of the text that its template writes.
 
         Raises ConfigError if they are not.
         """
         added = {id_: token.content for id_, token in self._backend.get_added_tokens_decoder().items()}
-        self.vision = Vision.load(path, self.template, added)
-        if self.vision is None:
+        vision = self._vision = Vision.load(path, self.template, added)
+        if vision is None:
             return
-        pad = added[self.vision.pad_id]
+        pad = added[vision.pad_id]
         for as_lists, ours in probe_conversations():
             try:
                 pieces = self.template.render(self.arrange(as_lists)).split(pad)
@@ -168,7 +183,7 @@ class Renderer:
                 pieces, ids, spans = [], array("i"), ()
             if len(pieces) != len(PROBES) + 1 and len(as_lists) > 1:
                 continue  # a template that takes results as text alone is given them so, with their images
-            pads = [pad * self.vision.num_pads(width, height) for _, width, height in PROBES]
+            pads = [pad * vision.num_pads(width, height) for _, width, height in PROBES]
             text = "".join(map("".join, zip(pieces, [*pads, ""], strict=False)))
             if len(pieces) != len(spans) + 1 or ids.tolist() != self._encode(text):
                 raise ConfigError(
@@ -257,7 +272,7 @@ class Renderer:
 
     def _drawn(self, parts: Sequence[JsonObject]) -> str:
         """Return shielded content with images as one text, in which marks stand for them."""
-        vision = self.vision
+        vision = self.vision()
         if vision is None:
             raise RequestError(
                 "a message has an image, and this model takes text only: send {'type': 'text', 'text': ...}",
@@ -334,18 +349,18 @@ class Renderer:
         return [token_id for piece in text.split(self._secret) if piece for token_id in self._ids_of_piece(piece)]
 
     def _ids_of_piece(self, piece: str) -> list[int]:
-        ids = self.vision.ids_of(piece) if self.vision else None
+        ids = self._vision.ids_of(piece) if self._vision else None  # a mark is of a vision that is loaded
         return self._encode(piece) if ids is None else ids
 
     def shown(self, token_ids: "array[int]") -> "tuple[array[int], tuple[ImageSpan, ...]]":
         """Return the ids of a prompt as the model has them, and where its images stand."""
-        return self.vision.shown(token_ids) if self.vision else (token_ids, ())
+        return self._vision.shown(token_ids) if self._vision else (token_ids, ())
 
     def text_of_part(self, token_ids: Sequence[int]) -> str:
         """Return the text of a part of a prompt's ids, with the marks of its images."""
-        if self.vision is None:
+        if self._vision is None:
             return self.detokenizer.text_of_part(token_ids)
-        pieces = self.vision.pieces(token_ids)
+        pieces = self._vision.pieces(token_ids)
         return "".join(one if isinstance(one, str) else self.detokenizer.text_of_part(one) for one in pieces)
 
     def ids_after(self, sampled_ids: Sequence[int], text: str) -> list[int]:

@@ -20,24 +20,21 @@ import secrets
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import transformers  # its image processors load torch, so they are imported only for a model that has one
+import transformers  # its image processors load torch, so they are imported when an image is asked about
 from PIL import Image
 
 from areal_agent.errors import ConfigError, RequestError
+from areal_agent.images import PROCESSOR, has_processor
 from areal_agent.tokens.template import ChatTemplate
 from areal_agent.types import ImageSpan, JsonObject
 
 PROBES = ("a" * 64, 56, 84), ("b" * 64, 280, 56)
 """Digest, width and height of the images of probe conversations."""
-
-MAX_SIZES = 4096
-"""The number of image sizes whose number of tokens is remembered."""
 
 
 class Vision:
@@ -53,7 +50,6 @@ class Vision:
         """The token that stands for a part of an image."""
         self.before, self.after = before, after  # what the template writes around an image
         self._processor = processor
-        self._count = lru_cache(MAX_SIZES)(self._counted)
         self._secret = f"{secrets.randbelow(10**38):038}"  # begins each mark; no message can contain it
         self._images: list[tuple[str, int]] = []  # digest and number of tokens of each
         self._numbers: dict[str, int] = {}  # by digest
@@ -66,15 +62,15 @@ class Vision:
         `text_of` has the texts of the tokenizer's added tokens. Raises ConfigError for a model whose images are not
         understood here.
         """
-        config, processing = path / "config.json", path / "preprocessor_config.json"
+        config = path / "config.json"
         try:
             pad_id = json.loads(config.read_bytes()).get("image_token_id") if config.is_file() else None
         except (AttributeError, ValueError) as error:
             raise ConfigError(f"{config} is no JSON object: {error}") from error
         if pad_id is None:
             return None
-        if not processing.is_file():  # asked before the processor, which takes seconds and loads torch
-            raise ConfigError(f"there is no {processing}")
+        if not has_processor(path):  # asked before the processor, which takes seconds and loads torch
+            raise ConfigError(f"there is no {path / PROCESSOR}")
         if pad_id not in text_of:
             raise ConfigError(f"{config} has the image_token_id {pad_id!r}, which the tokenizer does not add")
         try:
@@ -84,7 +80,7 @@ class Vision:
         before, after = _around(template, text_of[pad_id])
         vision = cls(processor, pad_id=pad_id, before=before, after=after)
         for _, width, height in PROBES:
-            vision._check_count(width, height)
+            vision._require_count(width, height)
         return vision
 
     # ------------------------------------------------------------------------------------------ how many tokens
@@ -94,9 +90,6 @@ class Vision:
 
         It is a whole number of merged patches, which the model's image processor counts.
         """
-        return self._count(width, height)
-
-    def _counted(self, width: int, height: int) -> int:
         try:
             num_patches: int = self._processor.get_number_of_image_patches(height, width, {})
         except Exception as error:  # foreign code: what it raises differs from model to model
@@ -108,21 +101,18 @@ class Vision:
             ) from error
         return num_patches // self._processor.merge_size**2
 
-    def _check_count(self, width: int, height: int) -> None:
-        """Raise ConfigError if the processor makes another number of patches of an image than it says."""
+    def _require_count(self, width: int, height: int) -> None:
+        """Raise ConfigError unless the processor makes as many patches of an image as it says."""
         try:
             grid = self._processor(images=[Image.new("RGB", (width, height))], return_tensors="np")["image_grid_thw"]
-            made, said = int(np.prod(grid)) // self._processor.merge_size**2, self._counted(width, height)
+            made, said = int(np.prod(grid)) // self._processor.merge_size**2, self.num_pads(width, height)
+            if made != said:
+                raise ValueError(f"it makes {made} tokens of {width} x {height} pixels, and says {said}")
         except Exception as error:  # foreign code, as above
             raise ConfigError(
                 f"{type(self._processor).__name__} does not count patches as Qwen2-VL's image processor does "
                 f"({type(error).__name__}: {error})"
             ) from error
-        if made != said:
-            raise ConfigError(
-                f"{type(self._processor).__name__} says that an image of {width} x {height} is {said} tokens, and "
-                f"makes {made} of it"
-            )
 
     # ------------------------------------------------------------------------------------------ marks and ids
 
@@ -157,15 +147,14 @@ class Vision:
         """Return the ids of a prompt, or of a part of it, as the model has them, and where its images stand."""
         ids = np.frombuffer(token_ids, np.int32)
         (places,) = np.nonzero(ids < 0)
-        if not len(places):
-            return token_ids, ()
         spans: list[ImageSpan] = []
-        index = 0
-        while index < len(places):
-            start = int(places[index])
+        while len(places):
+            start = int(places[0])
             digest, num_pads = self._images[-1 - token_ids[start]]
             spans.append(ImageSpan(digest=digest, start=start, end=start + num_pads))
-            index += num_pads
+            places = places[num_pads:]
+        if not spans:
+            return token_ids, ()
         return array("i", np.where(ids < 0, np.int32(self.pad_id), ids).tobytes()), tuple(spans)
 
 

@@ -37,7 +37,8 @@ from areal_agent.engine.embedded.packed import Kernel, packed_kernel
 from areal_agent.engine.foreign.weight_folders import TIED_HEAD, read_file_shapes, read_shapes
 from areal_agent.engine.pushes import weight_files
 from areal_agent.errors import ConfigError
-from areal_agent.models.causal import PROCESSOR, fault_of, takes_images
+from areal_agent.images import has_processor
+from areal_agent.models.causal import fault_of, takes_images
 from areal_agent.trainer.compiled import Compiled
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.context import Context
@@ -125,11 +126,11 @@ class Policy:
         try:
             _require_layers(folder, what)
             config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            has_processor = (folder / PROCESSOR).is_file()
-            if fault := fault_of(config.to_dict(), has_processor=has_processor):
+            sees = has_processor(folder)
+            if fault := fault_of(config.to_dict(), has_processor=sees):
                 raise ConfigError(f"{what}: {fault}")
             vision, loader = None, AutoModelForCausalLM
-            if takes_images(config.to_dict(), has_processor=has_processor):
+            if takes_images(config.to_dict(), has_processor=sees):
                 vision, loader = Vision.load(folder, config), AutoModelForImageTextToText
             _require_in_proportion(loader, config, folder, what)
             with group.sharing():

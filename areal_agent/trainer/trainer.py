@@ -288,6 +288,8 @@ def settled(config: TrainerConfig, group: Group, models: Sequence[Policy]) -> Tr
             raise ConfigError(
                 "trainer.lora.push is 'adapter', which is not proved for models that take images; set it to 'merged'"
             )
+        if config.packing != "padded":
+            logger.info("each sequence has a row of its own (trainer.packing padded): the model takes images")
         return config.model_copy(update={"packing": "padded"})
     if config.train_vision:
         raise ConfigError("trainer.train_vision is true, and the model takes no images; leave it out")

@@ -97,7 +97,7 @@ class Vision:
         first, *texts = row.where(~is_special, row.max()).chunk(count + 1)
         images: list[PromptImage] = []
         for text, size in zip(texts, SIZES, strict=False):
-            data = _pattern(*size)
+            data = _noise(*size)
             pads = row.new_full((int(self._of(data)[1].prod()) // self._merged,), self._token_id)
             span = ImageSpan(digest=f"{size}", start=len(first), end=len(first) + len(pads))
             images.append(PromptImage(span=span, data=data))
@@ -140,10 +140,9 @@ def _kinds(images: Sequence[Sequence[PromptImage]], num_tokens: int) -> Tensor:
     return kinds
 
 
-def _pattern(width: int, height: int) -> bytes:
-    """Return an image in which no two rows or columns are alike."""
-    x, y = np.meshgrid(np.arange(width), np.arange(height))
-    pixels = np.stack([x * 255 // width, y * 255 // height, (x * x + 7 * y) % 256], axis=-1).astype(np.uint8)
+def _noise(width: int, height: int) -> bytes:
+    """Return an image of noise, in which no two rows or columns are alike."""
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()

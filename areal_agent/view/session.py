@@ -15,7 +15,7 @@ import orjson
 from PIL import Image
 
 from areal_agent.errors import LedgerError
-from areal_agent.images import ImageFolder, digest_of
+from areal_agent.images import FORMATS, ImageFolder, digest_of
 from areal_agent.ledger.questions import RolloutSummary
 from areal_agent.tokens.transcript import Transcript
 from areal_agent.types import Completion, JsonObject, SessionPurpose, Trajectory, Turn
@@ -128,7 +128,7 @@ class SessionView:
         spans = (one for turn in self.turns for one in turn.images if one.digest == digest)
         tokens = next((f", {one.end - one.start} tokens" for one in spans), "")
         try:
-            with Image.open(BytesIO(self.images.read(digest))) as image:
+            with Image.open(BytesIO(self.images.read(digest)), formats=FORMATS) as image:
                 return f"[image {image.format} {image.width}x{image.height}{tokens}]"
         except (LedgerError, OSError, Image.DecompressionBombError):
             return f"[image {digest[:12]}, which cannot be read{tokens}]"

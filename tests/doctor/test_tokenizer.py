@@ -4,9 +4,11 @@
 - thinking that is stripped is told with its remedy, and is not when it is kept
 - tools are told with their format; a template without any is a warning
 - a tokenizer with ids that the model does not know fails; one that lets text end a turn would
+- a model that takes images is told
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,7 @@ from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import HistoryThinking
 from tests.doctor.shapes import QWEN3_06B
 from tests.tokens.conftest import CHATML, FAMILIES, REWRITES_HISTORY, TEMPLATES, train_tokenizer
+from tests.vision import make_vision_model
 
 CONFIG = Config.parse({"tasks": "tasks:load", "workflow": "flow:solve"})
 KEEP = Config.parse({"tasks": "t:l", "workflow": "f:s", "rollout": {"history_thinking": "keep"}})
@@ -74,5 +77,13 @@ async def test_a_tokenizer_with_unknown_ids_fails() -> None:
     assert is_reversible(renderer) and not can_forge(renderer)
     (fits,) = await tokenizer_findings(renderer, QWEN3_06B)
     (fails,) = await tokenizer_findings(renderer, replace(QWEN3_06B, vocab_size=100))
+    assert fits.found.endswith("the model takes text alone")
     assert (fits.state, fails.state) == (State.OK, State.FAIL)
     assert "of the model's 100" in fails.found
+
+
+async def test_a_model_that_sees_is_told(tmp_path: Path) -> None:
+    (finding,) = await tokenizer_findings(Renderer.load(make_vision_model(tmp_path)), None)
+    assert (finding.state, finding.found.partition("; ")[2]) == (
+        State.OK, "an answer ends with '<|im_end|>'; the model takes images, too",
+    )  # fmt: skip

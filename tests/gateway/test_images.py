@@ -4,8 +4,8 @@
 - the engine, the turn and the folder have each image where its tokens stand; what is kept of a request has no data
 - a conversation with images continues: with results of calls, with an edited history, with a sampled pad in an answer
 - every request of n answers has the images; they count as tokens of the prompt
-- a reference stands for an image that the run has; a URL, for what is there, where the operator allows that, and a host
-  that does not answer holds up nobody else
+- a reference stands for an image that the run has; a URL, for what is there, where the operator allows that; only the
+  newest are remembered, and a host that does not answer holds up nobody else
 - what cannot be taken is refused with a 400 that names the part; nothing of it reaches the disk or the engine
 - any part for an image, however malformed, is answered with 200 or 400
 - without a folder, and for a model that takes text only, images are refused with the reason
@@ -32,7 +32,9 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 
 from areal_agent.gateway.bodies import Limits
-from areal_agent.images import ImageFolder
+from areal_agent.gateway.images import ImageIntake
+from areal_agent.images import ImageFolder, digest_of
+from areal_agent.ledger.verify import ImageCheck
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import ImageSpan
 from tests.vision import make_vision_model, picture
@@ -60,22 +62,16 @@ def user(*parts: Any) -> dict[str, Any]:
     return {"role": "user", "content": list(parts)}
 
 
+def block(data: bytes, kind: str = "image/png", **others: Any) -> dict[str, Any]:
+    source = {"type": "base64", "media_type": kind, "data": base64.b64encode(data).decode()}
+    return {"type": "image", "source": source, **others}
+
+
 QUESTION = user(text("what"), text("is it?"), part(RED), part(WIDE, "image/jpeg"), text("look"))
 """As chat completions write it."""
 
-BLOCKS = [
-    *QUESTION["content"][:2],
-    {
-        "type": "image",
-        "source": {"type": "base64", "media_type": "image/png", "data": base64.b64encode(RED).decode()},
-        "cache_control": {"type": "ephemeral"},
-    },
-    {
-        "type": "image",
-        "source": {"type": "base64", "media_type": "image/jpeg", "data": base64.b64encode(WIDE).decode()},
-    },
-    text("look"),
-]
+MARKED = block(RED, cache_control={"type": "ephemeral"})
+BLOCKS = [text("what"), text("is it?"), MARKED, block(WIDE, "image/jpeg"), text("look")]
 ITEMS = [
     {"type": "input_text", "text": "what"},
     {"type": "input_text", "text": "is it?"},
@@ -168,6 +164,7 @@ async def test_protocols_agree_with_the_models_own_processor(
         assert {model.pad} == {id_ for start, end, _ in shown(world) for id_ in expected[start:end]}
         assert sum(end - start for start, end, _ in shown(world)) == expected.count(model.pad) == 12
         assert "base64" not in json.dumps(turn.request_delta)
+        assert [*ImageCheck(images).check([turn])] == []
         assert [images.read(one.digest) for one in turn.images] == [RED, WIDE]
     assert len(stored(images)) == 2
 
@@ -188,7 +185,7 @@ async def test_images_are_counted(path: str, body: Any, open_seeing: Any) -> Non
     assert min(counted.get("tokens", [0])) >= 0
 
 
-async def test_a_conversation_goes_on(open_seeing: Any, model: Model) -> None:
+async def test_a_conversation_goes_on(open_seeing: Any, model: Model, images: ImageFolder) -> None:
     """A result with an image, and an answer with a pad that the model sampled by itself."""
     call = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call><|im_end|>'
     seeing: Renderer = (await open_seeing("")).renderer
@@ -196,11 +193,11 @@ async def test_a_conversation_goes_on(open_seeing: Any, model: Model) -> None:
     world: World = await open_seeing(script=[seeing.ids_of(call), pads, seeing.ids_of("blue<|im_end|>")])
     agent = await world.start()
     messages: list[Any] = [QUESTION]
-    for images in ([RED], []):
+    for seen in ([RED], []):
         message = (await agent.ask(messages, tools=[LOOK])).choices[0].message
         messages.append(message.model_dump(exclude_none=True))
         calls = message.tool_calls or []
-        messages += [{"role": "tool", "tool_call_id": one.id, "content": [*map(part, images)]} for one in calls]
+        messages += [{"role": "tool", "tool_call_id": one.id, "content": [*map(part, seen)]} for one in calls]
         messages += [] if calls else [user(part(RED), text("again"))]
     await agent.ask(messages, tools=[LOOK])
     turns, path = agent.turns, list[int]()
@@ -219,9 +216,10 @@ async def test_a_conversation_goes_on(open_seeing: Any, model: Model) -> None:
     assert list(world.engine.requests[1].input_ids) == model.ids(own, [RED, WIDE, RED], [LOOK])
     await agent.end()
     assert world.gateway.stats().history_mismatches == 0
+    assert [*ImageCheck(images).check(turns)] == []
 
 
-async def test_an_edited_history_forks(open_seeing: Any) -> None:
+async def test_an_edited_history_forks(open_seeing: Any, images: ImageFolder) -> None:
     world: World = await open_seeing(*["red<|im_end|>"] * 3)
     agent = await world.start()
     for first in (part(RED), part(WIDE, "image/jpeg")):
@@ -230,6 +228,7 @@ async def test_an_edited_history_forks(open_seeing: Any) -> None:
     await agent.ask([user(part(RED), text("?")), said, user(text("sure?"))])
     assert [turn.parent for turn in agent.turns] == [None, None, agent.turns[0].completions[0].id]
     assert [len(turn.images) for turn in agent.turns] == [1, 1, 0]
+    assert [*ImageCheck(images).check(agent.turns)] == []
     assert [data for *_, data in shown(world)] == [RED]
 
 
@@ -239,16 +238,13 @@ async def test_every_answer_is_given_the_images(open_seeing: Any) -> None:
     assert [[data for *_, data in shown(world, index)] for index in (0, 1)] == [[RED, WIDE]] * 2
 
 
-async def test_a_reference_stands_for_an_image(open_seeing: Any, images: ImageFolder) -> None:
+async def test_a_reference_stands_for_an_image(open_seeing: Any, images: ImageFolder, tmp_path: Path) -> None:
     world: World = await open_seeing("red<|im_end|>")
     url = f"sha256:{images.keep(RED)}"
     lie = {"type": "image_url", "image_url": {"url": url}, "width": 9999, "height": 1}
     await (await world.start()).ask([user(lie)])
     assert [(end - start, data) for start, end, data in shown(world)] == [(4, RED)]
-
-
-def test_images_are_as_readable_as_other_files(images: ImageFolder, tmp_path: Path) -> None:
-    (tmp_path / "other").touch()
+    (tmp_path / "other").touch()  # as readable as an image
     assert images.file(images.keep(RED)).stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
@@ -284,18 +280,34 @@ async def test_urls_are_fetched_from_where_the_operator_allows(
         for url, message in (
             (f"http://{host}/away", "answers 302"),
             (f"http://{host}/none", "answers 404"),
-            (f"http://me@{host}/it.png", "fetches nothing from there"),
-            ("http://127.0.0.1:1/it.png", "fetches nothing from there"),
-            (f"{folder.as_uri()}/../{images.path.name}", "fetches nothing from there"),
+            (f"http://me@{host}/it.png", "from where nothing is fetched"),
+            ("http://127.0.0.1:1/it.png", "from where nothing is fetched"),
+            (f"{folder.as_uri()}/../{images.path.name}", "from where nothing is fetched"),
             (f"{folder.as_uri()}/none.png", "cannot be read"),
             (f"{folder.as_uri()}/%00", "cannot be read"),
-            (f"{folder.as_uri()}/out", "fetches nothing from there"),
+            (f"{folder.as_uri()}/out", "from where nothing is fetched"),
             (f"{folder.as_uri()}/circle", "cannot be read"),
             ("http://[", "cannot be read"),
         ):
             status, answer = await session.post_chat(messages=[user({"type": "image_url", "image_url": {"url": url}})])
             assert (status, answer["error"]["param"]) == (400, "messages[0].content[0]"), url
             assert message in answer["error"]["message"], answer
+
+
+async def test_what_is_remembered_is_bounded(seeing: Renderer, images: ImageFolder, tmp_path: Path) -> None:
+    """What stands at the oldest URL is read again."""
+    first, second = tmp_path / "1.png", tmp_path / "2.png"
+    for num_known, expected in ((2, [RED, WIDE, RED]), (1, [RED, WIDE, picture("blue")])):
+        limits = Limits(image_sources=(tmp_path.as_uri(),), max_known_images=num_known)
+        intake, seen = ImageIntake(seeing.vision(), images, limits), []
+        first.write_bytes(RED)
+        second.write_bytes(WIDE)
+        for file in (first, second, first):
+            url = {"type": "image_url", "image_url": {"url": file.as_uri()}}
+            (taken,) = (await intake.taken({"messages": [user(url)]}))["messages"][0]["content"]
+            seen.append(images.read(digest_of(taken)))
+            first.write_bytes(picture("blue"))
+        assert seen == expected
 
 
 async def test_a_host_that_does_not_answer_holds_nobody_up(open_seeing: Any) -> None:
@@ -317,13 +329,10 @@ async def test_a_host_that_does_not_answer_holds_nobody_up(open_seeing: Any) -> 
         assert {status for status, _ in await asyncio.gather(*waiting)} == {200}
 
 
-def png(width: int, height: int) -> bytes:
-    """A PNG's header that promises so many pixels."""
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    chunks = ((b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
-    )
+def bomb() -> bytes:
+    """A PNG whose header promises more pixels than it has."""
+    header = RED[12:16] + struct.pack(">II", 20_000, 20_000) + RED[24:29]
+    return RED[:12] + header + struct.pack(">I", zlib.crc32(header)) + RED[33:]
 
 
 def made(image: Image.Image, kind: str, **options: Any) -> bytes:
@@ -344,22 +353,22 @@ def animated() -> bytes:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "a bomb": (part(png(20_000, 20_000)), "20000 x 20000 pixels"),
+    "a bomb": (part(bomb()), "20000 x 20000 pixels"),
     "a truncated PNG": (part(picture("red")[:-40]), "damaged image/png"),
     "a truncated JPEG": (part(WIDE[:-60], "image/jpeg"), "damaged image/jpeg"),
     "an empty one": (part(b""), "no PNG, JPEG or WebP"),
     "a GIF": (part(made(Image.new("RGB", (56, 56)), "GIF")), "no PNG, JPEG or WebP"),
     "a wrong type": (part(RED, "image/jpeg"), "its content is image/png"),
     "SVG": (part(b"<svg/>", "image/svg+xml"), "no PNG, JPEG or WebP"),
-    "a thin one": (part(png(1, 500)[:33] + made(Image.new("RGB", (1, 500)), "PNG")[33:]), "not for this model"),
+    "a thin one": (part(made(Image.new("RGB", (1, 500)), "PNG")), "not for this model"),
     "a turned one": (part(turned(), "image/jpeg"), "turned by its EXIF"),
     "an animation": (part(animated()), "animation"),
     "a transparent one": (part(made(Image.new("RGBA", (56, 56), (1, 2, 3, 4)), "PNG")), "transparent"),
-    "too many bytes": (part(bytes(5000)), "bytes, and this gateway takes 4000"),
+    "too many bytes": (part(bytes(5000)), "bytes, and 4000 are taken at most"),
     "no base64": ({"type": "image_url", "image_url": {"url": "data:image/png;base64,@@@"}}, "not base64"),
-    "a URL": ({"type": "image_url", "image_url": {"url": "https://a.example/x.png"}}, "fetches nothing"),
+    "a URL": ({"type": "image_url", "image_url": {"url": "https://a.example/x.png"}}, "from where nothing is fetched"),
     "a bare file": ({"type": "image_url", "image_url": {"url": "iVBOR" * 2000}}, "more than 8192 characters"),
-    "a file": ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "fetches nothing"),
+    "a file": ({"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}, "from where nothing is fetched"),
     "a path": ({"type": "image_url", "image_url": {"url": "sha256:../../x"}}, "this run does not have"),
     "another run's": ({"type": "image_url", "image_url": {"url": "sha256:" + "a" * 64}}, "this run does not have"),
     "a bare URL": ({"type": "image_url", "image_url": data_url(RED)}, "no image part"),
@@ -381,13 +390,9 @@ async def test_refusals_name_the_part(name: str, open_seeing: Any, images: Image
 
 SAID = {"role": "assistant", "content": [part(RED)]}
 PLACES: list[tuple[str, Any, str]] = [
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "system", "content": [part(RED)]}, user(text("?"))]},
-        "messages[0]",
-    ),
+    ("/v1/chat/completions", {"messages": [{**SAID, "role": "system"}, user(text("?"))]}, "messages[0]"),
     ("/v1/chat/completions", {"messages": [user(text("?")), SAID, user(text("?"))]}, "messages[1]"),
-    ("/v1/chat/completions", {"messages": [user(*[part(RED)] * 4)]}, "has 4 images"),
+    ("/v1/chat/completions", {"messages": [user(*[part(RED)] * 4)]}, "there are 4 images"),
     ("/v1/messages", {"messages": [user(text("?"))], "system": BLOCKS, "max_tokens": 9}, "system[2]"),
     ("/v1/responses", {"input": [{"role": "developer", "content": ITEMS}]}, "input[0]"),
 ]
@@ -433,12 +438,9 @@ def live(seeing: Renderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """The URL of a gateway on a thread of its own, and the key of a session."""
     images = ImageFolder(tmp_path_factory.mktemp("run") / "images")
     with live_gateway(seeing, MemoryJournal(), vocab_size=seeing.vocab_size, images=images) as (url, _):
-        started: dict[str, Any] = {
-            "json": {"task_id": "t"},
-            "headers": {"Authorization": f"Bearer {ADMIN_KEY}"},
-            "timeout": 20,
-        }
-        yield url, requests.post(url + "/rl/start_session", **started).json()["api_key"]
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        started = requests.post(url + "/rl/start_session", json={"task_id": "t"}, headers=headers, timeout=20)
+        yield url, started.json()["api_key"]
 
 
 @given(content=st.lists(PARTS, max_size=3) | VALUES, role=st.sampled_from(("user", "tool", "system")) | VALUES)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_agent.images import IMAGES, ImageFolder
+from areal_agent.images import IMAGES, ImageFolder, reference_to
 from areal_agent.ledger.encoding import StepRecord
 from areal_agent.ledger.files import VERSION
 from areal_agent.ledger.ledger import Ledger
@@ -44,9 +44,11 @@ async def record(path: Path) -> None:
     fork = replace(make.completion("forked-c1"), versions=SPANS, distribution=Distribution.ALTERED)
     digest = ImageFolder(path.parent / IMAGES).keep(b"a picture")
     image = ImageSpan(digest=digest, start=1, end=2)
+    asked = {"role": "user", "content": [{"type": "text", "text": "what is it?"}, reference_to(digest)]}
     turn = make.turn(
-        "forked", 1, parent="forked-c0", fork_at=5, completions=(fork,), sampling=SAMPLING, images=(image,)
-    )
+        "forked", 1, parent="forked-c0", fork_at=5, completions=(fork,), sampling=SAMPLING, images=(image,),
+        request_delta=(asked,),
+    )  # fmt: skip
     await ledger.own.append_turn("forked", turn)
     rewards = Rewards(final=0.5, by_completion={"forked-c0": 0.25}, parts={"format": 1.0})
     ending = make.ending("forked", rewards=rewards, logged={"tries": 2}, undelivered=("forked-c1",))

@@ -12,11 +12,12 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pyarrow.parquet as pq
 import pytest
 
 from areal_agent.errors import ConfigError
-from areal_agent.images import ImageFolder
+from areal_agent.images import ImageFolder, reference_to
 from areal_agent.ledger.__main__ import main
 from areal_agent.ledger.export import MAX_BATCH_TOKENS, completions, write_parquet
 from areal_agent.ledger.files import LedgerFiles
@@ -67,8 +68,13 @@ def test_a_row_a_completion_with_all_that_is_known(recorded: Path, make, capsys:
         "reward": None,
         "final_reward": 0.5,
         "reward_parts": [("format", 1.0)],
-        "messages": '[{"role":"user","content":"what is 2 + 2?"},{"role":"assistant","content":null},'
-        '{"role":"user","content":"what is 2 + 2?"}]',
+        "messages": orjson.dumps(
+            [
+                {"role": "user", "content": "what is 2 + 2?"},
+                {"role": "assistant", "content": None},
+                {"role": "user", "content": [{"type": "text", "text": "what is it?"}, reference_to(PICTURE)]},
+            ]
+        ).decode(),
         "text": None,
         "started_s": make.START_S + 2,
         "ended_s": make.START_S + 3,

@@ -4,7 +4,8 @@
 each planted corruption is found under the invariant that it violates, also in a shard, or between files; 3. a file too
 damaged to read on is a violation, not a traceback; 4. it works beside the live writer, and sees one state; 5. an ending
 that was changed takes no reward; 6. the command prints a report and exits with 0, or with 1 and the violation; a
-missing folder or ledger is refused; 7. the places of images are proved, and that their files are whole.
+missing folder or ledger is refused; 7. the places of images are proved, that their files are whole, and that messages
+refer to them.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from areal_agent.errors import ConfigError, LedgerError
-from areal_agent.images import IMAGES, ImageFolder
+from areal_agent.images import IMAGES, ImageFolder, reference_to
 from areal_agent.ledger.__main__ import main
 from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.files import shard_path
@@ -178,15 +179,30 @@ def test_images_in_the_wrong_place_are_found(recorded: Path, spans: list[tuple[i
     assert detail in violation.detail
 
 
-async def test_a_fork_that_cuts_an_image_is_found(recorded: Path, make: Make) -> None:
-    image = ImageSpan(digest=PICTURE, start=0, end=3)
+REFERS = "turn 's-t0': its messages refer to sha256:{} {} times, and its prompt has it {} times"
+
+
+@pytest.mark.parametrize(
+    ("asked", "fork_at", "found"),
+    [
+        ([PICTURE], 7, []),
+        ([PICTURE], 2, [f"turn 's-t1': it cuts image {PICTURE}"]),
+        ([], 7, [REFERS.format(PICTURE, 0, 1)]),
+        ([PICTURE, PICTURE], 7, [REFERS.format(PICTURE, 2, 1)]),
+        (["a" * 64], 7, [REFERS.format(PICTURE, 0, 1), REFERS.format("a" * 64, 1, 0)]),
+    ],
+)
+async def test_images_of_messages(recorded: Path, make: Make, asked: list[str], fork_at: int, found: list[str]) -> None:
+    """A fork that cuts one is found, and references to others, in the turn that has them, not in those after it."""
+    image, delta = ImageSpan(digest=PICTURE, start=0, end=3), {"role": "user", "content": [*map(reference_to, asked)]}
     ledger = await Ledger.open(recorded, create=False)
     await ledger.own.open_session(make.session("s"))
-    await ledger.own.append_turn("s", make.turn("s", new_prompt_ids=(2, 2, 2), images=(image,)))
-    await ledger.own.append_turn("s", make.turn("s", 1, fork_at=2))
+    first = make.turn("s", new_prompt_ids=(2, 2, 2), images=(image,), request_delta=(delta,))
+    for one in (first, make.turn("s", 1, fork_at=fork_at)):
+        await ledger.own.append_turn("s", one)
     await ledger.aclose()
     report = verify(recorded)
-    assert [str(one) for one in report.violations] == [f"turn 's-t1': it cuts image {PICTURE}"]
+    assert [str(one) for one in report.violations] == found
     assert (report.num_images, report.num_image_bytes) == (1, len(b"a picture"))
 
 

@@ -212,8 +212,8 @@ def test_a_dry_run_says_how_the_model_calls_tools(
     assert dry_run(tmp_path, f"model={small_model}") == 0
     *_, template, last = capsys.readouterr().out.splitlines()
     assert template == (
-        "its chat template: tool calls as hermes; serves chats, tool loops, Codex, Claude Code; "
-        "given otherwise than sent: no definitions of tools"
+        "the model takes text alone; its chat template: tool calls as hermes; serves chats, tool loops, Codex, "
+        "Claude Code; given otherwise than sent: no definitions of tools"
     )
     assert "Not tried were memory, disk, sandboxes" in last and f"doctor --config {QUICKSTART}" in last
 

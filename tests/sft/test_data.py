@@ -250,11 +250,18 @@ def test_images_of_rows_are_learnt_as_the_gateway_shows_them(tmp_path: Path) -> 
     assert np.flatnonzero(example.token_ids == 5).tolist() == pads
     text = load_tokenizer(folder).decode(example.token_ids)
     assert text.count("<|vision_start|><|image_pad|>") == text.count("<|image_pad|><|vision_end|>") == 2
+    outside = "nothing is fetched; put its file into the folder of the rows"
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "link.png").symlink_to(tmp_path / "blue.png")
     for part, reason in (
-        ({"type": "image", "path": "green.png"}, r"the image '.*green\.png' cannot be read"),
+        ({"type": "image", "path": "green.png"}, r"green\.png', which cannot be read .*; correct it, or give"),
+        ({"type": "image", "path": "../blue.png"}, outside),
+        ({"type": "image", "path": str(tmp_path / "blue.png")}, outside),
+        ({"type": "image", "path": "link.png"}, outside),
+        ({"type": "image_url", "image_url": {"url": "https://a.example/x.png"}}, outside),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "no PNG, JPEG or WebP file"),
     ):
-        file = written(tmp_path / "bad.jsonl", {"messages": [{"role": "user", "content": [part]}, SAID]})
+        file = written(tmp_path / "rows" / "bad.jsonl", {"messages": [{"role": "user", "content": [part]}, SAID]})
         with pytest.raises(ConfigError, match=rf"bad\.jsonl:1: .*{reason}"):
             load_data(config(folder, data=str(file)), folder, None, images)
     with pytest.raises(ConfigError, match=r"chats\.jsonl:1: messages\[0\]"):

@@ -18,7 +18,7 @@ from areal_agent.errors import RequestError
 from areal_agent.tokens.forest import Forest, Reply
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import JsonObject
-from tests.vision import TEMPLATE, make_vision_model
+from tests.vision import PROCESSOR, TEMPLATE, make_vision_model
 
 from .conftest import as_it_is
 
@@ -117,9 +117,9 @@ OTHER_TEMPLATES = {
 @pytest.mark.parametrize("name", OTHER_TEMPLATES)
 def test_images_that_are_not_proved(name: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     other = Renderer.load(folder, chat_template=OTHER_TEMPLATES[name])
-    assert "gets no images" in caplog.text
     with pytest.raises(RequestError, match="takes text only"):
         other.render([asked(image(1))])
+    assert "gets no images" in caplog.text
     assert other.render([{"role": "user", "content": "x"}])
 
 
@@ -127,12 +127,15 @@ def test_a_processor_that_is_not_there(folder: Path, tmp_path: Path, caplog: pyt
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert Renderer.load(tmp_path).vision is None
+    assert Renderer.load(tmp_path).vision() is None
     assert "preprocessor_config.json" in caplog.text
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": PROCESSOR}))
+    seeing = Renderer.load(tmp_path).vision()
+    assert seeing is not None and seeing.num_pads(56, 56) == 4
     (tmp_path / "config.json").write_text("{}")
     caplog.clear()
-    assert Renderer.load(tmp_path).vision is None
+    assert Renderer.load(tmp_path).vision() is None
     assert caplog.text == ""
     (tmp_path / "config.json").write_text("[]")
-    assert Renderer.load(tmp_path).vision is None
+    assert Renderer.load(tmp_path).vision() is None
     assert "no JSON object" in caplog.text

@@ -173,9 +173,13 @@ def test_training_on_pictures_lowers_the_loss(folder: Path) -> None:
     assert not torch.equal(*same)  # what is seen counts
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(open_trainer: Callable[..., Trainer], folder: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_bit_for_bit(
+    open_trainer: Callable[..., Trainer], folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
     config = TrainerConfig(learning_rate=1e-3, train_vision=True)
     first = open_trainer(folder, config, PLAIN)
+    assert caplog.text.count("each sequence has a row of its own (trainer.packing padded)") == 1
     first.train_step(GIVEN)
     saved = first.save(tmp_path / "checkpoints", step=1, incarnation=0)
     files = [load_file(one / "model.safetensors") for one in (saved.path, folder)]
@@ -284,6 +288,9 @@ def test_what_cannot_be_trained_is_refused(
         require_trainable(blind, EngineConfig(backend="vllm", python="python"))
     with pytest.raises(ConfigError, match=r"preprocessor_config\.json is missing"):
         Policy.load(blind, CPU)
+    (blind / "processor_config.json").write_text(json.dumps({"image_processor": PROCESSOR}))  # as newer transformers do
+    require_trainable(blind, EngineConfig(backend="vllm", python="python"))
+    assert Policy.load(blind, CPU).vision is not None
 
 
 def test_a_record_that_does_not_suit_the_model_is_refused(lab: Lab, model_folder: Path) -> None:

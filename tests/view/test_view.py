@@ -6,11 +6,14 @@ versions, what is in the loss and why the rest is not; 3. hostile text reaches a
 for a heading; 4. only a terminal gets colours, and NO_COLOR is heeded; 5. a run that goes on is shown as far as it is,
 and no file changes; 6. a name that does not exist gets near ones; what is no readable ledger gets one line; 7. without
 a tokenizer the tokens are counted; 8. an export has the text of answers and whole conversations; 9. damaged metrics
-hide no rollouts; 10. an image is a line about it.
+hide no rollouts; 10. an image is a line about it; 11. of a model that sees, what reads a run imports no torch.
 """
 
+import asyncio
 import io
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import aclosing, closing, redirect_stdout
 from pathlib import Path
@@ -29,6 +32,7 @@ from areal_agent.view.terminal import visible
 from tests import histories
 from tests.histories import open_ledger
 from tests.view.recorder import QUESTION, Recorder, look, talk
+from tests.vision import make_vision_model
 
 
 @pytest.fixture
@@ -315,3 +319,26 @@ async def test_an_image_is_a_line_about_it(tmp_path: Path, small_model: Path, ca
     ImageFolder(tmp_path / IMAGES).file(digest).unlink()
     assert main([str(tmp_path), "--text", "look"]) == 0
     assert f"[image {digest[:12]}, which cannot be read, 4 tokens]\n" in capsys.readouterr().out
+
+
+READERS = """
+import sys
+from pathlib import Path
+from transformers import PreTrainedTokenizerFast  # older ones load torch themselves
+run, model, given = sys.argv[1], sys.argv[2], set(sys.modules)
+import areal_agent.run.loop, areal_agent.doctor.examination
+from areal_agent.ledger.__main__ import main as ledger
+from areal_agent.tokens.renderer import Renderer
+from areal_agent.view.__main__ import main as view
+assert view([run, "--text", "look"]) == ledger(["export", run, "--parquet", run + "/out.parquet"]) == 0
+renderer = Renderer.load(Path(model))
+print({"torch"} & (set(sys.modules) - given), renderer.vision() is not None, "torch" in sys.modules)
+"""
+"""`view`, `export`, and what a main process does with its renderer, before its gateway asks what the model sees."""
+
+
+def test_what_reads_a_run_of_a_model_that_sees_imports_no_torch(tmp_path: Path) -> None:
+    asyncio.run(look(tmp_path / "run", make_vision_model(tmp_path)))
+    command = [sys.executable, "-c", READERS, str(tmp_path / "run"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.endswith("\nset() True True\n"), done.stdout + done.stderr

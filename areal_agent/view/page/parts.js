@@ -60,8 +60,7 @@ export function longText(text, kind = "div.text") {
 
 /** The digest of the image that a part of a message refers to, if it does. */
 export const digestOf = (part) => {
-  const url = part?.image_url?.url ?? part?.image_url ?? part?.source?.url ?? (part?.digest && `sha256:${part.digest}`);
-  return /^sha256:([0-9a-f]{64})$/.exec(url)?.[1];
+  return /^sha256:([0-9a-f]{64})$/.exec(part?.image_url?.url)?.[1];
 };
 
 /** An image of a run, or of an exported rollout. */
