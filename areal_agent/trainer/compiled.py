@@ -5,9 +5,10 @@
 
 Elementwise work between products is then one pass over activations, and only what products and attention return is kept
 for the backward pass: all else is computed again from it.
-The trial is on a sequence of the first micro-batch, while engines already sample: its gradient has to be that of the
-layers as they are. Where a compiler is missing or fails, or the gradient differs, one line of the log says so, and the
-layers run as they are. torch itself bounds how often it compiles one function again; beyond, it runs that as it is.
+The trial is on one sequence of the first micro-batch, while engines already sample: the policy's gradient has to be
+that of the layers as they are. Where a compiler is missing or fails, or the gradient differs, one line of the log says
+so, and the layers run as they are. What is compiled later (without gradients, for a critic) is not tried. torch itself
+bounds how often it compiles one function again; beyond, it runs that as it is.
 """
 
 import logging
@@ -58,9 +59,9 @@ class Compiled:
 
         Nothing is added to the parameters' own gradients.
         """
-        self.is_tried, self.is_on = True, False
+        self.is_on = False
         plain = _gradient(compute, parameters)
-        self.is_on, started_s = True, time.perf_counter()
+        self.is_tried, self.is_on, started_s = True, True, time.perf_counter()
         try:
             distance = _distance(_gradient(compute, parameters), plain)
             fault = None if distance <= TOLERANCE else f"their gradient differs by {distance:.2g} of its norm"  # or NaN

@@ -57,6 +57,9 @@ from areal_agent.trainer.ranks import ALONE, Group
 from areal_agent.trainer.wire import StepInput
 from areal_agent.types import TokenRecord, WeightVersion
 
+TRIAL_TOKENS = 1024
+"""The length of sequence preferred for the trial of compiled layers: kernels are chosen for the first row's length."""
+
 Measure = Callable[[MicroBatch], Tensor]
 """What a model says of each loss token of a micro-batch, [M]."""
 Share = Sequence[tuple[list[int], list[Sample]]]
@@ -167,10 +170,11 @@ class Stepper:
     def _do(self, work: Work) -> Any:
         do = {"update": self._update, "fit": self._fit}.get(work.what, self._measure)
         measured = work.arguments.get("by")
-        if self._policy.is_untried and work.share:
-            shortest = min(work.share[0][1], key=lambda one: (not one.num_loss_tokens, one.num_tokens))
+        samples = [one for one in work.share[0][1] if one.num_loss_tokens] if work.share else []
+        if self._policy.is_untried and samples:
+            usual = min(samples, key=lambda one: abs(one.num_tokens - TRIAL_TOKENS))
             with self._policy.computing():  # a whole micro-batch may be too much for layers as they are
-                self._policy.try_compiled(self._collate([shortest]))
+                self._policy.try_compiled(self._collate([usual]))
         with ExitStack() as computing:
             if measured in (None, "policy"):
                 computing.enter_context(self._policy.computing())

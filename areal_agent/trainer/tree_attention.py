@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch._functorch import config as functions
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from areal_agent.algorithms.trees import Block, Tree
@@ -222,7 +223,8 @@ class TreeCall:
         """Return the weighted values. Shapes: query [1, H, N, D], key and value [1, G, N, D] -> [1, H, N, D]."""
         q, k, v = (one.to(value.dtype).contiguous() for one in (query, key, value))
         attend = _compiled() if q.is_cuda else flex_attention
-        outputs: Any = attend(q, k, v, block_mask=self.mask, scale=scaling, enable_gqa=True)
+        with functions.patch(activation_memory_budget=1.0):  # else compiled layers would have it computed again
+            outputs: Any = attend(q, k, v, block_mask=self.mask, scale=scaling, enable_gqa=True)
         return outputs
 
 

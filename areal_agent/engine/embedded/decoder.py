@@ -6,7 +6,8 @@
     h <- rms(h)
 
 The weights stay parameters of transformers' model, under their names. Weights that multiply the same input lie side by
-side in one tensor, and the parameters are views of it, so copying into a parameter changes the product.
+side in one tensor, and the parameters are views of it, so copying into a parameter changes the product; on a CPU, of
+a large model, once it is packed again.
 
 Attention reads the cache's slots with torch's `scaled_dot_product_attention`. It puts a group of query heads on the
 query axis: repeating keys and values is 3 to 13 times slower on a CPU.
@@ -39,7 +40,7 @@ class StepGivenUp(Exception):
 
 
 class _Linear:
-    """A product. Until the weights change, `pack` lets it read them from a copy in blocks."""
+    """A product. Once packed it reads a copy of the weights: after they have changed it has to be packed again."""
 
     def __init__(self, *parts: nn.Linear) -> None:
         """Join layers of the same input into one product. The layers keep their parameters, as views."""
@@ -58,7 +59,7 @@ class _Linear:
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def added_to(self, hidden: Tensor, x: Tensor) -> Tensor:
-        """Return `hidden + self(x)`, rounded once, in place of `hidden`."""
+        """Return `hidden + self(x)`, without a bias rounded once. `hidden` may be overwritten."""
         if self._packed is not None:
             return torch.ops.mkldnn._linear_pointwise.binary(x, hidden, self._packed, self.bias, "add")
         hidden.addmm_(x, self.weight.t())
@@ -149,12 +150,11 @@ class Decoder:
             self._head_norms = _HeadNorms(attentions, self.num_heads, self.kv_shape.num_kv_heads)
         self._rotations = _rotations(inner.rotary_emb, max_positions, like=self._layers[0].qkv.weight)
         self._head = _Linear(cast(Any, model).lm_head)
-        is_large = config.hidden_size >= LARGE and torch.backends.mkldnn.is_available()
-        self.is_packed = is_large and self._head.weight.device.type == "cpu"
+        self.is_packed = config.hidden_size >= LARGE and self._head.weight.device.type == "cpu" and can_pack(self.dtype)
         self.pack()
 
     def pack(self) -> None:
-        """Compute with the weights as they are now; call it when they have changed. A model that gains is packed."""
+        """Compute with the weights as they are now, if they are packed; call it when they have changed."""
         if self.is_packed:
             for layer in self._layers:
                 for product in (layer.qkv, layer.output, layer.gate_up, layer.down):
@@ -206,6 +206,12 @@ class Decoder:
         turned = plain.roll(head_dim // 2, -1)[:, :num_rotated]  # of all, for the same reason
         torch.addcmul(plain[:, :num_rotated] * cos, turned, sin, out=heads[:, :num_rotated])
         return heads[:, :num_heads], heads[:, num_heads:].unflatten(1, (2, num_kv_heads))
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Return whether this machine's processor has products of this type over packed weights."""
+    is_there = torch.backends.mkldnn.is_available()
+    return is_there and (dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _side_by_side(parameters: Sequence[Tensor]) -> Tensor:

@@ -5,7 +5,7 @@ for weights that are damaged, incomplete, quantised or not finite. `ModelRunner`
 Use it from one thread, which computes under inference_mode; others may only set `unneeded` to end the current step.
 
 A new set of weights is read, proved to fit the model, and then copied: all of it or nothing. Reading and proving may
-happen in any thread while the model samples; only `WeightLayout.copy` belongs to the model thread.
+happen in any thread while the model samples; only `ModelRunner.take` belongs to the model thread.
 """
 
 import logging

@@ -424,7 +424,7 @@ class Workload:
             reason = row.finish_reason(eos_token_ids)
             if reason is not None:
                 ended.append((row, reason))
-        for row, reason in reversed(ended):  # the last slot first: it leaves no gap that another row has to fill
+        for row, reason in reversed(ended):  # the last slot first, so that no row that ends is moved before
             self._end(row, reason)
         if any(map(math.isnan, draws.logprobs)):
             self._start_over()
