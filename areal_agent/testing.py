@@ -171,6 +171,7 @@ async def open_scripted(
     images: ImageFolder | None = None,
 ) -> AsyncGenerator[RolloutRunner]:
     """Open what runs rollouts of a workflow against a scripted engine."""
+    await asyncio.to_thread(renderer.vision)  # which may take seconds
     gateway = Gateway(
         sampler=engine,
         renderer=renderer,

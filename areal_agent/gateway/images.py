@@ -34,7 +34,7 @@ from pydantic import WithJsonSchema
 
 from areal_agent.errors import LedgerError, RequestError, unwritable
 from areal_agent.gateway.bodies import GROWING, Limits
-from areal_agent.images import PREFIX, ImageFolder, content_type, reference_to
+from areal_agent.images import DIGEST, PREFIX, ImageFolder, content_type, reference_to
 from areal_agent.tokens.vision import Vision
 from areal_agent.types import ImageSpan, JsonObject, PromptImage
 
@@ -128,21 +128,22 @@ class ImageIntake:
     async def _reference(self, part: JsonObject, role: Any) -> JsonObject:
         """Keep the image of a part, and return the part that refers to it."""
         if role not in (None, "user", "tool"):
-            raise _Refused(f"is an image of the {role!r:.80}; images are of users, and in results of calls")
+            raise _Refused(f"is an image of the {role!r:.80}; send images of users, and in results of calls")
         if self._folder is None:
             raise _Refused("is an image, and this gateway has no folder for them (alone it needs --images); send text")
         url = _url_of(part)
         if url is None:
             raise _Refused(f"is no image part that is known; give {json.dumps(FORMS[part['type']][0])}")
-        digest = url.removeprefix(PREFIX) if url.startswith(PREFIX) else self._fetched.get(url)
+        is_data = url.startswith("data:")  # of any length, so it is looked for nowhere
+        digest = url.removeprefix(PREFIX) if url.startswith(PREFIX) else None if is_data else self._fetched.get(url)
         if digest is not None:
             size = self._sizes.get(digest) or await asyncio.to_thread(self._measured, self._folder, digest)
         else:
-            fetched = None if url.startswith("data:") else await self._fetch(url)
+            fetched = None if is_data else await self._fetch(url)
             digest, size = await asyncio.to_thread(self._kept, self._folder, url, fetched)
-        if not url.startswith((PREFIX, "data:")):
-            digest = self._fetched.get(url, digest)  # another request may have been faster
-            size = self._sizes.get(digest, size)
+        if not is_data and not url.startswith(PREFIX):
+            if (first := self._fetched.get(url, digest)) != digest:  # another request was faster, and found another
+                digest, size = first, await asyncio.to_thread(self._measured, self._folder, first)
             self._renew(self._fetched, url, digest)
         self._renew(self._sizes, digest, size)
         return {**reference_to(digest), "width": size[0], "height": size[1]}
@@ -240,6 +241,8 @@ class ImageIntake:
         try:
             return self._checked(folder.read(digest))
         except LedgerError:
+            if DIGEST.fullmatch(digest) and folder.file(digest).exists():
+                raise  # damaged, or the disk is
             raise _Refused(f"names the image {digest!r:.80}, which this run does not have; give it itself") from None
 
     def _checked(self, data: bytes) -> Size:
@@ -289,6 +292,11 @@ def _schema(example: JsonObject) -> JsonObject:
         for name, one in example.items()
     }
     return {"type": "object", "properties": properties, "required": [*example]}
+
+
+def has_images(body: JsonObject) -> bool:
+    """Return whether a body has parts for images, of any protocol."""
+    return any(True for _ in _image_parts(body))
 
 
 def _image_parts(item: Any, place: tuple[tuple[str, int], ...] = (), role: Any = None) -> Iterator[Any]:

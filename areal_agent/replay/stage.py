@@ -19,6 +19,7 @@ from typing import Any
 
 from areal_agent.gateway.app import Gateway
 from areal_agent.gateway.auth import new_key
+from areal_agent.gateway.bodies import Limits
 from areal_agent.images import ImageFolder
 from areal_agent.protocols import Sampler
 from areal_agent.replay.answers import Difference, RecordedAnswers
@@ -127,6 +128,7 @@ class Stage:
             vocab_size=self._info.vocab_size if self._info else renderer.vocab_size,
             has_grammar=self._info is None or self._info.has_grammar,
             images=self._images,
+            limits=Limits(image_sources=config.rollout.image_sources),
         )
         served = await gateway.serve()
         try:
@@ -190,6 +192,7 @@ async def open_stage(
     `info` is of the engine that samples fresh answers. Raises ConfigError when the workflow or the tokenizer is gone.
     """
     _ = run.workflow, run.renderer  # first what may be wrong
+    await asyncio.to_thread(run.renderer.vision)  # which may take seconds
     others = open_models(run.config.rollout.models)
     with TemporaryDirectory(prefix="images-") as added:
         images = ImageFolder(Path(added), earlier=ImageFolder(run.folder.images))

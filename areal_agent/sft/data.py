@@ -23,7 +23,7 @@ from areal_agent.command import nearest
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.conversation import AssistantMessage, read_message, read_tools
-from areal_agent.gateway.images import ImageIntake
+from areal_agent.gateway.images import ImageIntake, has_images
 from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import ledger_in, reading
@@ -39,7 +39,7 @@ TOKENIZER = "tokenizer.json"
 KEYS = ("messages", "tools")
 OF_ANSWERS = (*AssistantMessage.model_fields, "weight")
 """The keys of an answer; a gateway ignores others, which client libraries add."""
-ELSEWHERE = 'put its file into the folder of the rows, and give {"type": "image", "path": ...}'
+ELSEWHERE = 'put its file, no link to it, into the folder of the rows, and give {"type": "image", "path": ...}'
 """The remedy for an image that is elsewhere."""
 EMPTY: Sequence[object] = (None, "", [], {})
 
@@ -177,9 +177,9 @@ def _chat(line: bytes, origin: str, folder: Path, intake: Callable[[], ImageInta
     if not isinstance(messages, list) or not messages:
         raise ConfigError(f"{origin}: 'messages' is {messages!r:.40}; give a list of messages")
     try:
-        if b'"image' in line and (taking := intake()) is not None:
-            shown = [_with_urls(one, folder) for one in cast("list[object]", messages)]
-            messages = asyncio.run(taking.taken({"messages": shown}))["messages"]
+        shown: JsonObject = {"messages": [_with_urls(one, folder) for one in cast("list[object]", messages)]}
+        if has_images(shown) and (taking := intake()) is not None:
+            messages = asyncio.run(taking.taken(shown))["messages"]
         return Chat(
             origin=origin,
             messages=[_message(one, index) for index, one in enumerate(cast("list[object]", messages))],

@@ -163,6 +163,9 @@ class Renderer:
             except ConfigError as error:
                 self._vision = None
                 logger.warning("the model in %s gets no images, they are refused: %s", folder, error)
+            except BaseException:
+                self._folder, self._vision = folder, None  # not proved: the next call tries again
+                raise
             return self._vision
 
     def _look(self, path: Path) -> None:

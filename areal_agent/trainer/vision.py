@@ -120,8 +120,8 @@ class Vision:
         needed, found = int(grid.prod()) // self._merged, span.end - span.start
         if needed != found:
             raise ValueError(
-                f"image {span.digest} stands for {found} tokens, and is {needed} for this model: another "
-                "preprocessor_config.json made the prompt; use that of the model"
+                f"image {span.digest} stands for {found} tokens, and is {needed} for this model: the settings of "
+                "another image processor made the prompt; use those in the model's folder"
             )
 
 

@@ -250,7 +250,7 @@ def test_images_of_rows_are_learnt_as_the_gateway_shows_them(tmp_path: Path) -> 
     assert np.flatnonzero(example.token_ids == 5).tolist() == pads
     text = load_tokenizer(folder).decode(example.token_ids)
     assert text.count("<|vision_start|><|image_pad|>") == text.count("<|image_pad|><|vision_end|>") == 2
-    outside = "nothing is fetched; put its file into the folder of the rows"
+    outside = "nothing is fetched; put its file, no link to it, into the folder of the rows"
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "link.png").symlink_to(tmp_path / "blue.png")
     for part, reason in (
@@ -264,5 +264,8 @@ def test_images_of_rows_are_learnt_as_the_gateway_shows_them(tmp_path: Path) -> 
         file = written(tmp_path / "rows" / "bad.jsonl", {"messages": [{"role": "user", "content": [part]}, SAID]})
         with pytest.raises(ConfigError, match=rf"bad\.jsonl:1: .*{reason}"):
             load_data(config(folder, data=str(file)), folder, None, images)
+    file.write_text(file.read_text().replace('"image', r'"\u0069mage'))
+    with pytest.raises(ConfigError, match="no PNG, JPEG or WebP file"):
+        load_data(config(folder, data=str(file)), folder, None, images)
     with pytest.raises(ConfigError, match=r"chats\.jsonl:1: messages\[0\]"):
         load_data(values, folder, None)
