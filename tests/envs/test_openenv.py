@@ -5,6 +5,7 @@
 is none is `infra`; 5. what is refused.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -136,7 +137,8 @@ def test_tools_are_called_and_faults_are_text(url: str) -> None:
     [
         ("/one", "sleep", "TimeoutError"),
         ("/one", "add", "CAPACITY_REACHED"),  # which has one session, and that still sleeps
-        ("/adder", "hang_up", "the connection was lost"),  # the client would go on in another session
+        # the client would go on in another session, or finds that the server has closed this one
+        ("/adder", "hang_up", "the connection was lost|ConnectionClosedOK"),
         ("/away", "add", "cannot list its tools: the server of the tools is away"),
         ("/nowhere", "add", "ConnectionError: Failed to connect"),
         ("/adder", "die", "no close frame received"),  # the last: then there is no server
@@ -147,7 +149,7 @@ def test_a_server_that_fails_is_not_the_models_failure(url: str, place: str, too
     task = load("train", 0, url + place, step_s=1.0)[0]
     trajectory = play(solve, task, tool_call(tool), tool_call("add", a=7, b=3))
     assert trajectory.status is Status.INFRA
-    assert f"the OpenEnv server {url}{place}" in str(trajectory.error) and said in str(trajectory.error)
+    assert re.search(f"the OpenEnv server {url}{place} .*({said})", str(trajectory.error))
 
 
 def test_what_is_refused() -> None:
