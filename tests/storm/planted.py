@@ -1,6 +1,6 @@
 """Plants a defect in the product and lets the storm look for it: prints in how many faults it was found, and how.
 
-A helper of tests: `python tests/storm/planted.py DEFECT MAX_FAULTS`.
+A helper of tests: `python tests/storm/planted.py DEFECT MAX_FAULTS FIRST_SEED`.
 """
 
 from areal_agent.storm import CLOCKS  # first: it replaces the clocks that the product keeps
@@ -64,8 +64,8 @@ def story(given: tuple[str, int]) -> Sequence[str]:
     return tell(seed, draw_faults(seed, FAULTS_A_STORY)).broken
 
 
-def main(defect: str, max_faults: int) -> None:
-    stories = [(defect, seed) for seed in range(max_faults // FAULTS_A_STORY)]
+def main(defect: str, max_faults: int, first: int) -> None:
+    stories = [(defect, seed) for seed in range(first, first + max_faults // FAULTS_A_STORY)]
     with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
         broken: Any
         for number, broken in enumerate(pool.imap(story, stories), start=1):
@@ -78,4 +78,4 @@ def main(defect: str, max_faults: int) -> None:
 
 if __name__ == "__main__":
     assert CLOCKS
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -29,8 +29,9 @@ def run(*words: str) -> str:
     return done.stdout
 
 
-def test_every_promise_holds() -> None:
-    told = run("-m", "areal_agent.storm", "--faults", "100", "--seed", "1", "--jobs", "2")
+@pytest.mark.parametrize("num_faults", ["100", pytest.param("2000", marks=pytest.mark.slow)])
+def test_every_promise_holds(num_faults: str) -> None:
+    told = run("-m", "areal_agent.storm", "--faults", num_faults, "--seed", "1", "--jobs", "2")
     assert told.endswith("s)\n") and "every promise held" in told, told
 
 
@@ -77,12 +78,12 @@ def test_faults_are_left_out_until_a_story_is_short() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("defect", "told"),
+    ("defect", "seed", "told"),
     [
-        ("acknowledged_before_the_commit", "reached its agent and is not in the ledger"),
-        ("capacity_returned_twice", "counted as running"),
-        ("stale_version_accepted", "trains a token of version"),
+        ("acknowledged_before_the_commit", "0", "reached its agent and is not in the ledger"),
+        ("capacity_returned_twice", "0", "counted as running"),
+        ("stale_version_accepted", "10", "trains a token of version"),  # from seed 0 it takes a minute, and 550 faults
     ],
 )
-def test_a_planted_defect_is_found(defect: str, told: str) -> None:
-    assert told in run(str(PLANTED), defect, "2000")
+def test_a_planted_defect_is_found(defect: str, seed: str, told: str) -> None:
+    assert told in run(str(PLANTED), defect, "2000", seed)
