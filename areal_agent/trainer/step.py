@@ -170,17 +170,22 @@ class Stepper:
     def _do(self, work: Work) -> Any:
         do = {"update": self._update, "fit": self._fit}.get(work.what, self._measure)
         measured = work.arguments.get("by")
-        samples = [one for one in work.share[0][1] if one.num_loss_tokens] if work.share else []
-        if self._policy.is_untried and samples:
-            usual = min(samples, key=lambda one: abs(one.num_tokens - TRIAL_TOKENS))
-            with self._policy.computing():  # a whole micro-batch may be too much for layers as they are
-                self._policy.try_compiled(self._collate([usual]))
+        if self._policy.is_untried:
+            self._try_compiled(work.share)
         with ExitStack() as computing:
             if measured in (None, "policy"):
                 computing.enter_context(self._policy.computing())
             if self._critic is not None and measured in (None, "critic"):
                 computing.enter_context(self._critic.computing())
             return do(work.share, **work.arguments)
+
+    def _try_compiled(self, share: Share) -> None:
+        """Try compiled layers on one sequence: a whole micro-batch may be too much for layers as they are."""
+        samples = [one for one in share[0][1] if one.num_loss_tokens] if share else []
+        if samples:
+            usual = min(samples, key=lambda one: abs(one.num_tokens - TRIAL_TOKENS))
+            with self._policy.computing():
+                self._policy.try_compiled(self._collate([usual]))
 
     def _end(self, step: int | None = None) -> dict[str, float]:
         """Release the other ranks, whose generators have drawn nothing. Return metrics of all ranks."""
