@@ -52,6 +52,7 @@ class Machines(Protocol):
 
     network: Network
     full_until_s: float  # no ledger can be written until then
+    slow_until_s: float  # until then each write takes seconds
     no_saves_until_s: float  # nor a checkpoint
 
     @property
@@ -156,12 +157,20 @@ def _lose(machines: Machines, engine: StormEngine, fault: Fault) -> None:
     machines.network.lost[engine.url] += 1
 
 
+def _repeat(machines: Machines, engine: StormEngine, fault: Fault) -> None:
+    machines.network.repeated[engine.url] += 1
+
+
 def _late(machines: Machines, fault: Fault) -> None:
     machines.network.late_until_s = machines.now_s + fault.for_s
 
 
 def _fill_the_disk(machines: Machines, fault: Fault) -> None:
     machines.full_until_s = machines.now_s + fault.for_s / 10
+
+
+def _slow_the_disk(machines: Machines, fault: Fault) -> None:
+    machines.slow_until_s = machines.now_s + fault.for_s
 
 
 def _forbid_saves(machines: Machines, fault: Fault) -> None:
@@ -186,11 +195,13 @@ KINDS: Mapping[str, Strike] = {
     "an engine is slow": _engine(_slow),
     "an engine's answer is lost": _engine(_lose),
     "an engine is cut off": _engine(_cut),
+    "a message comes twice": _engine(_repeat),
     "messages are late": _always(_late),
     "weights arrive damaged": _engine(lambda machines, engine, fault: engine.corrupt_next_push()),
     "a call of a push fails": _engine(_fail),
     "a call of a push hangs": _engine(lambda machines, engine, fault: engine.hang_next(fault.one_of(HANGING, 97))),
     "the ledger's disk is full": _always(_fill_the_disk),
+    "the ledger's disk is slow": _always(_slow_the_disk),
     "no checkpoint can be written": _always(_forbid_saves),
     "the clock is set": _always(_set_the_clock),
 }

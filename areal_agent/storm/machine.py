@@ -215,25 +215,45 @@ def _run_unless_dead(handle: events.Handle) -> None:
 
 
 class WriterAtOnce(shard.GroupCommitWriter):
-    """Commits a group in the event loop. `look` is called before and after each commit, and may kill the program."""
+    """Commits a group in the event loop, at once or `delay_s` later.
+
+    `look` is called before and after each commit, and may kill the program.
+    """
 
     @staticmethod
     def look(connection: sqlite3.Connection, point: str) -> None: ...
 
+    @staticmethod
+    def delay_s() -> float:
+        return 0.0
+
     def _begin(self) -> None:
+        self._groups: list[Sequence[shard.Request]] = []  # on their way to the disk
         owned(self._connection.close)
 
     def _hand_over(self, group: Sequence[shard.Request] | None) -> None:
-        if group is not None:
-            WriterAtOnce.look(self._connection, BEFORE_A_COMMIT)
-            if PROGRAM.get().is_dead:
-                return
-            self._commit(group)
-            WriterAtOnce.look(self._connection, AFTER_A_COMMIT)
-            self._loop.call_soon(self._deliver, group)
+        if group is None:
+            return
+        self._groups.append(group)
+        if seconds := WriterAtOnce.delay_s():
+            self._loop.call_later(seconds, self._write)
+        else:
+            self._write()
+
+    def _write(self) -> None:
+        if not self._groups:  # closed meanwhile
+            return
+        WriterAtOnce.look(self._connection, BEFORE_A_COMMIT)
+        if PROGRAM.get().is_dead:
+            return
+        group = self._groups.pop(0)
+        self._commit(group)
+        WriterAtOnce.look(self._connection, AFTER_A_COMMIT)
+        self._loop.call_soon(self._deliver, group)
 
     def _finish(self) -> None:
-        pass
+        while self._groups and not PROGRAM.get().is_dead:
+            self._write()
 
 
 class WallClock:

@@ -151,12 +151,21 @@ class EngineLink:
         try:
             async with asyncio.timeout(limit_s):
                 engine = await self._there()
-                answer = await call(engine)
+                answer = await self._ask(engine, call)
                 if await self._there() is not engine or self._network.loses(self.base_url):
                     raise EngineUnreachable(f"the connection to {self.base_url} broke before it answered")
                 return answer
         except TimeoutError:
             raise EngineUnreachable(f"{self.base_url} has not answered within {limit_s:g} s") from None
+
+    async def _ask(self, engine: StormEngine, call: Callable[[StormEngine], Coroutine[Any, Any, T]]) -> T:
+        """Return the engine's answer; where the message comes twice, one of its two answers."""
+        if not self._network.repeats(self.base_url):
+            return await call(engine)
+        answer = random.choice(await asyncio.gather(call(engine), call(engine), return_exceptions=True))
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
 
     async def _there(self) -> StormEngine:
         """Return the engine once it can be reached. Raises EngineUnreachable where nobody listens."""
@@ -234,6 +243,7 @@ class Network:
         self.engines: dict[str, StormEngine] = {}  # by URL
         self.cut: dict[tuple[str, str], float] = {}  # by program and URL: until when, by the loop's clock
         self.lost: Counter[str] = Counter()  # by URL: how many of the next answers never arrive
+        self.repeated: Counter[str] = Counter()  # by URL: how many of the next messages arrive twice
         self.late_until_s = 0.0
 
     def is_silent(self, program: str, url: str) -> bool:
@@ -247,6 +257,12 @@ class Network:
         is_lost = self.lost[url] > 0
         self.lost[url] -= is_lost
         return is_lost
+
+    def repeats(self, url: str) -> bool:
+        """Return whether the message that has just arrived there arrives twice."""
+        is_repeated = self.repeated[url] > 0
+        self.repeated[url] -= is_repeated
+        return is_repeated
 
     def latency_s(self) -> float:
         """Return how long the next message takes: for a while some take seconds, and overtake each other."""

@@ -149,7 +149,7 @@ class Story:
 
     def __init__(self, folder: Path, seed: int, loop: SimulatedLoop, clock: WallClock) -> None:
         self.network = Network()
-        self.full_until_s = self.no_saves_until_s = 0.0
+        self.full_until_s = self.slow_until_s = self.no_saves_until_s = 0.0
         self.num_lives = self.num_steps = 0
         self.struck: Counter[str] = Counter()
         self.lines: list[str] = []
@@ -202,6 +202,7 @@ class Story:
                 (run_module, "open_hosts", open_hosts),
                 (local.Watchdog, "of_this_loop", no_watchdog),
                 (WriterAtOnce, "look", staticmethod(self._look)),
+                (WriterAtOnce, "delay_s", staticmethod(self._disk_delay_s)),
             ):
                 stack.enter_context(mock.patch.object(where, name, value))
             yield
@@ -365,6 +366,9 @@ class Story:
             (num_pages,) = connection.execute("PRAGMA page_count").fetchone()
             connection.execute(f"PRAGMA max_page_count = {num_pages if self.now_s < self.full_until_s else 2**30}")
         self._dies_here(point)
+
+    def _disk_delay_s(self) -> float:
+        return random.uniform(0.1, 5.0) if self.now_s < self.slow_until_s else 0.0
 
     def _try_the_disk(self) -> None:
         if self.now_s < self.no_saves_until_s:

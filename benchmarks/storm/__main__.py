@@ -1,14 +1,14 @@
 """Kills and freezes the processes of a running quickstart, again and again, and proves what is left.
 
-    python benchmarks/storm [--kills 1000] [--every-s 3] [--seed 0] [--out DIR] [--dockerd COMMAND] [key=value ...]
+    python benchmarks/storm [--kills 1000] [--every-s 1] [--seed 0] [--out DIR] [--dockerd COMMAND] [key=value ...]
 
 Each round is a run of two engines, two workers with a gateway each, and two ranks of the trainer. At random moments one
 of its processes, its main process included, gets SIGKILL, or SIGSTOP and some seconds later SIGCONT; the kinds come in
 turn. A run that ends is resumed at once. When its steps are done it has to have `completed` with all of them, `ledger
 verify` has to prove its ledger, and `ledger replay` to make the weights of its last step again. Rounds follow until all
 kills are done. `--dockerd` is the command that starts the Docker engine, which is then killed, too (with
-`--config configs/code_docker.yaml`). Half of the signals are left alone until a step is done; the others may find the
-run on its way back. The table: by kind, how often it was hit; of those left alone, how often the run
+`--config configs/code_docker.yaml`). A fifth of the signals are left alone until a step is done; the others
+may find the run on its way back. The table: by kind, how often it was hit; of those left alone, how often the run
 ended and was resumed, and the seconds until the next step was done.
 """
 
@@ -51,6 +51,7 @@ PROGRAMS = {  # what the command of a process of each kind has in it
 MAIN, DOCKERD = "main", "dockerd"
 FREEZE_S = (1.0, 20.0)
 SHARE_OF_FREEZES = 0.3
+SHARE_LEFT_ALONE = 0.2
 POLL_S = 0.2
 DEADLINE_S = 600.0
 """For a run that gets no further fault: until its next step."""
@@ -129,7 +130,7 @@ class Storm:
             victim.wait()
             subprocess.Popen(self.dockerd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         hit, resumes = Hit(kind=kind, is_freeze=is_freeze, until_step_s=None), self.num_resumes
-        if self.chance.random() < 0.5 and self._wait_for_a_step(step):
+        if self.chance.random() < SHARE_LEFT_ALONE and self._wait_for_a_step(step):
             has_ended, until_step_s = self.num_resumes > resumes, time.monotonic() - started_s
             hit = replace(hit, has_ended=has_ended, until_step_s=until_step_s)
         self.hits.append(hit)
@@ -202,7 +203,7 @@ def _parse() -> argparse.Namespace:
         prog="python benchmarks/storm", description="Kills processes of a running quickstart."
     )
     parser.add_argument("--kills", type=int, default=1000, help="signals in all")
-    parser.add_argument("--every-s", type=float, default=3.0, help="seconds between two signals, on average")
+    parser.add_argument("--every-s", type=float, default=1.0, help="seconds between two signals, on average")
     parser.add_argument(
         "--steps", type=int, default=30, help="of a run; another run follows until all signals are sent"
     )
