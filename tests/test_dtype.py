@@ -8,7 +8,8 @@ import torch
 
 from areal_agent import dtype as rules
 from areal_agent.engine.embedded.decoder import Piece
-from areal_agent.engine.embedded.model import ModelRunner, take_weights
+from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.weights import take_weights
 from areal_agent.types import DiskWeights
 
 XEON = "processor\t: 0\nflags\t\t: fpu sse2 avx512f avx512_bf16 amx_bf16\n"
@@ -41,7 +42,7 @@ def test_an_engine_in_bfloat16_has_logits_in_float32(small_model: Path) -> None:
     exact = ModelRunner(str(small_model), device="cpu", dtype="float32", num_slots=1, max_context_tokens=64)
     assert (runner.kv.cache.dtype, exact.kv.cache.dtype) == (torch.bfloat16, torch.float32)
     source = DiskWeights(path=str(small_model))
-    runner.take(take_weights(source, runner.layout, runner.device, needs_manifest=False))
+    runner.swap_in(take_weights(source, runner.layout, runner.device, needs_manifest=False))
     piece = Piece(slot=0, begin=0, ids=np.arange(5, 25, dtype=np.int32))
     found, expected = runner.prefill([piece]), exact.prefill([piece])
     assert found.dtype == torch.float32

@@ -6,7 +6,8 @@ import torch
 
 from areal_agent.engine.embedded import decoder
 from areal_agent.engine.embedded.decoder import Piece
-from areal_agent.engine.embedded.model import ModelRunner, take_weights
+from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.weights import take_weights
 from areal_agent.types import DiskWeights
 
 IDS = np.arange(3, 40, dtype=np.int32)
@@ -32,6 +33,6 @@ def test_logits_are_those_of_plain_products(family, dtype, make_model, monkeypat
     for folder in (folders[0], folders[1]):
         for runner in runners:
             source = DiskWeights(path=str(folder))
-            runner.take(take_weights(source, runner.layout, runner.device, needs_manifest=False))
+            runner.swap_in(take_weights(source, runner.layout, runner.device, needs_manifest=False))
         packed, plain = map(logits_of, runners)
         assert float((packed - plain).norm() / plain.norm()) < (1e-5 if dtype == "float32" else 0.01)

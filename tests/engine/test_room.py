@@ -22,8 +22,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from areal_agent.engine.embedded.decoder import Piece
 from areal_agent.engine.embedded.kv_cache import KVCache, KVRoom, KVShape, SlotStore, plan_room
-from areal_agent.engine.embedded.model import ModelRunner, Piece
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.sampler import SamplingRows, sample
 from areal_agent.engine.embedded.workload import CHUNK_TOKENS, GPU_CHUNK_TOKENS, TURN_TOKENS, Row, Workload
 from areal_agent.errors import ConfigError, EngineUnreachable

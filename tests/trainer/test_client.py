@@ -23,7 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.engine.embedded.model import WeightLayout, take_weights
+from areal_agent.engine.embedded.weights import WeightLayout, take_weights
 from areal_agent.errors import ConfigError, ProcessDied, TrainerError
 from areal_agent.trainer.__main__ import main
 from areal_agent.trainer.client import TrainerClient

@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.engine.embedded.model import ModelRunner, take_weights
+from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.engine.embedded.weights import take_weights
 from areal_agent.trainer import saving
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.optimizer import Optimizer

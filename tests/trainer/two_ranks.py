@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.engine.embedded.model import WeightLayout, take_weights
+from areal_agent.engine.embedded.weights import WeightLayout, take_weights
 from areal_agent.trainer.config import TrainerConfig, TrainerSetup
 from areal_agent.trainer.ranks import Group
 from areal_agent.trainer.trainer import Trainer

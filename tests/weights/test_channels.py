@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal_agent.engine.embedded.model import WeightLayout, take_weights
+from areal_agent.engine.embedded.weights import WeightLayout, take_weights
 from areal_agent.types import DiskWeights, SharedMemoryWeights
 from areal_agent.weights.channels import DiskChannel, SharedMemoryChannel, layout
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from areal_agent.algorithms.config import AlgorithmConfig
-from areal_agent.engine.embedded.model import WeightLayout, take_weights
+from areal_agent.engine.embedded.weights import WeightLayout, take_weights
 from areal_agent.errors import EnginesGone, WeightUpdateError
 from areal_agent.trainer.config import TrainerConfig
 from areal_agent.trainer.trainer import Trainer, TrainerSetup
@@ -31,7 +31,7 @@ from tests.weights.test_channels import Tied, parameters
 CPU = torch.device("cpu")
 ENGINE = """
 import json, sys, torch
-from areal_agent.engine.embedded.model import WeightLayout, take_weights
+from areal_agent.engine.embedded.weights import WeightLayout, take_weights
 from areal_agent.trainer.client import WEIGHTS
 from tests.weights.test_channels import Tied
 taken = take_weights(WEIGHTS.validate_json(sys.argv[1]), WeightLayout(Tied(0)), torch.device("cpu"))

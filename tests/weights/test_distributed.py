@@ -22,7 +22,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from areal_agent.engine.embedded.model import WeightLayout, take_weights
 from areal_agent.engine.embedded.transfer import (
     BLOCK_BYTES,
     Request,
@@ -34,6 +33,7 @@ from areal_agent.engine.embedded.transfer import (
     take,
     tensors_over,
 )
+from areal_agent.engine.embedded.weights import WeightLayout, take_weights
 from areal_agent.errors import WeightUpdateError
 from areal_agent.types import DistributedWeights, WeightPart
 from areal_agent.weights.channels import DistributedChannel, layout

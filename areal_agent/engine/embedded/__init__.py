@@ -6,7 +6,9 @@
     scheduler.py    the model thread: obeys commands between steps; its numbers for Prometheus
        ▼
     workload.py     the rows and their steps: admit, prefill in chunks, decode, stamp weight versions
-       ├─▶ model.py      checks and loads a model folder; token ids to logits; proves new weights, copies them in place
+       ├─▶ model.py      token ids to logits
+       │      loading.py     checks a model folder and loads it
+       │      weights.py     reads new weights, proves that they fit, and copies them in place
        │      decoder.py     the forward pass and its attention
        │      packed.py      attention of many prompts in one call of a kernel, on a GPU
        │      fixed_shapes.py  decode steps that a GPU replays as graphs

@@ -40,8 +40,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from torch import Tensor
 
-from areal_agent.engine.embedded.model import ModelRunner, WeightLayout, take_weights
+from areal_agent.engine.embedded.model import ModelRunner
 from areal_agent.engine.embedded.sampler import Matcher
+from areal_agent.engine.embedded.weights import WeightLayout, take_weights
 from areal_agent.engine.embedded.workload import Row, TokenSink, Workload, new_future
 from areal_agent.engine.wire.control import EngineStats
 from areal_agent.errors import EngineRejected, EngineUnreachable, WeightUpdateError

@@ -291,7 +291,7 @@ class Workload:
         for row in self.slots:
             row.is_mixed = True
         self.kv.prefixes.clear()
-        self._runner.take(weights)
+        self._runner.swap_in(weights)
         self.version = version
 
     def release_memory(self) -> None:
