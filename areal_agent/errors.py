@@ -18,7 +18,8 @@
     ├── ProcessDied            a process of the run ended by itself
     │   └── TrainerDied        the trainer, one of its ranks, or a machine of theirs
     ├── LedgerError            the ledger of a run folder is locked, cannot be written or contradicts itself
-    │   └── LedgerDamaged      its file is damaged: the run cannot be resumed on it
+    │   ├── LedgerDamaged      its file is damaged: the run cannot be resumed on it
+    │   └── WrittenBefore      what is to be written is in the ledger already
     ├── DiskFull               a disk is full: nothing can be written to a run folder until there is room
     ├── TakenOver              a later incarnation of the run holds its checkpoints: this one may publish nothing
     ├── RolloutsFailing        group after group fails or teaches nothing: the run would train nothing
@@ -125,6 +126,10 @@ class LedgerError(ArealAgentError):
 
 class LedgerDamaged(LedgerError):
     """A file of the ledger is damaged. Its run cannot be resumed; a new one may begin with its last checkpoint."""
+
+
+class WrittenBefore(LedgerError):
+    """What is to be written is in the ledger already, or contradicts what is there."""
 
 
 class DiskFull(ArealAgentError):

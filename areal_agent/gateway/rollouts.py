@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from aiohttp import web
 from pydantic import WithJsonSchema
 
-from areal_agent.errors import LedgerError, RequestError
+from areal_agent.errors import LedgerError, RequestError, WrittenBefore
 from areal_agent.gateway.auth import caller_hashes, key_hash, new_key
 from areal_agent.gateway.bodies import BodyReader, Name, Number
 from areal_agent.gateway.online.consumer import Consumer
@@ -29,7 +29,7 @@ from areal_agent.gateway.session import (
     StartRequest,
     has_ended,
 )
-from areal_agent.gateway.sessions import Sessions, Traffic
+from areal_agent.gateway.sessions import Sessions, Traffic, session_exists
 from areal_agent.ledger import questions
 from areal_agent.ledger.ledger import Ledger
 from areal_agent.process import uninterrupted
@@ -173,7 +173,10 @@ class RolloutCalls:
                 undo.callback(self.consumer.withdraw, start.session_id)
             self.sessions.add(session)
             undo.callback(self.sessions.remove, session)
-            await self.journal.open_session(session.record)
+            try:
+                await self.journal.open_session(session.record)
+            except WrittenBefore:  # it ended so long ago that only the ledger has it
+                raise session_exists(session.record.id) from None
             undo.pop_all()
 
     async def set_reward(self, request: web.Request) -> web.Response:

@@ -35,6 +35,16 @@ END_GRACE_S = 10.0
 """Seconds that a draining gateway waits for sessions that are already ending."""
 
 
+def session_exists(session_id: str) -> RequestError:
+    """Return the error for a second session of this name."""
+    return RequestError(
+        f"session {session_id!r} exists already; choose another session_id, or leave it out",
+        status=409,
+        param="session_id",
+        code="session_exists",
+    )
+
+
 class Sessions:
     """Finds sessions by id and by key."""
 
@@ -50,12 +60,7 @@ class Sessions:
     def require_free(self, session_id: str) -> None:
         """Raise RequestError when a session with this id exists."""
         if session_id in self._by_id:
-            raise RequestError(
-                f"session {session_id!r} exists already; choose another session_id, or leave it out",
-                status=409,
-                param="session_id",
-                code="session_exists",
-            )
+            raise session_exists(session_id)
 
     def add(self, session: Session) -> None:
         self._by_id[session.record.id] = session

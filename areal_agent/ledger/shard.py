@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from areal_agent.errors import DiskFull, LedgerError
+from areal_agent.errors import DiskFull, LedgerError, WrittenBefore
 from areal_agent.ledger import writes
 from areal_agent.ledger.encoding import (
     CompletionRow,
@@ -163,7 +163,9 @@ def _perform(connection: sqlite3.Connection, request: Request) -> None:
 
 def _explain(error: Exception, connection: sqlite3.Connection) -> Exception:
     if isinstance(error, sqlite3.IntegrityError):
-        return LedgerError(f"this write contradicts the ledger: {error}; each session, turn and answer is written once")
+        return WrittenBefore(
+            f"this write contradicts the ledger: {error}; each session, turn and answer is written once"
+        )
     if isinstance(error, sqlite3.Error):
         path = Path(connection.execute("PRAGMA database_list").fetchone()[2])
         if is_disk_full(path, error):

@@ -7,6 +7,7 @@ letters that stand for the weights in it, so each token of the ledger tells whic
 import asyncio
 import contextlib
 import contextvars
+import itertools
 import random
 import shutil
 import socket
@@ -241,6 +242,7 @@ class Network:
 
     def __init__(self) -> None:
         self.engines: dict[str, StormEngine] = {}  # by URL
+        self.free_ports = itertools.count(9000)
         self.cut: dict[tuple[str, str], float] = {}  # by program and URL: until when, by the loop's clock
         self.lost: Counter[str] = Counter()  # by URL: how many of the next answers never arrive
         self.repeated: Counter[str] = Counter()  # by URL: how many of the next messages arrive twice
@@ -280,7 +282,7 @@ def engine_main(truth: Truth, network: Network, ids: Mapping[str, int], *, end_i
 
     async def main(argv: Sequence[str], sock: socket.socket) -> None:
         options = dict(zip(argv[3::2], argv[4::2], strict=True))
-        port = int(options["--port"]) or 9000 + len(network.engines)
+        port = int(options["--port"]) or next(network.free_ports)
         url = f"http://{options['--host']}:{port}"
         await asyncio.sleep(1.0)
         weights = digest_of(lineage_in(Path(options["--model"])))

@@ -68,9 +68,12 @@ def broken_promises(truth: Truth, ledger: Path, lineage: Sequence[str], letters:
     files = LedgerFiles(ledger)
     try:
         with files.snapshot() as snapshot:
-            sessions = [questions.trajectory(snapshot, one) for one in questions.session_ids(snapshot, limit=2**31)]
+            ids = questions.session_ids(snapshot, limit=2**31)
+            ended = {one: questions.recorded(snapshot, one)[1] for one in ids}
     finally:
         files.close()
+    faults += [f"session {one} is still open" for one, session in ended.items() if session is None]
+    sessions = [session for session in ended.values() if session is not None]
     return faults + list(_of_sessions(truth, sessions, lineage, letters))
 
 

@@ -55,6 +55,9 @@ async def test_a_session_reads_back_as_it_was(open_world: OpenWorld, ledger: Led
     ]
     assert trajectory.turns[3].completions[0].finish_reason is FinishReason.ABORT
     _, exported = await world.call("/export_trajectories", {"session_id": agent.id})
+    restarted = await open_world(journal=ledger.own)  # knows nothing of the session but by the ledger
+    status, answer = await restarted.call("/rl/start_session", {"task_id": "t", "session_id": agent.id})
+    assert (status, answer["error"]["code"]) == (409, "session_exists")
     assert [record["token_ids"] for record in exported["records"]] == [
         record.token_ids.tolist() for record in token_records(trajectory)
     ]
