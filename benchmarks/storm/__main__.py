@@ -3,8 +3,8 @@
     python benchmarks/storm [--kills 1000] [--every-s 1] [--seed 0] [--out DIR] [--dockerd COMMAND] [key=value ...]
 
 Each round is a run of two engines, two workers with a gateway each, and two ranks of the trainer. At random moments one
-of its processes, its main process included, gets SIGKILL, or SIGSTOP and some seconds later SIGCONT; the kinds come in
-turn. A run that ends is resumed at once. When its steps are done it has to have `completed` with all of them, `ledger
+of its processes, its main process included, gets SIGKILL, or SIGSTOP and some seconds later SIGCONT; each kind as
+often. A run that ends is resumed at once. When its steps are done it has to have `completed` with all of them, `ledger
 verify` has to prove its ledger, and `ledger replay` to make the weights of its last step again. Rounds follow until all
 kills are done. `--dockerd` is the command that starts the Docker engine, which is then killed, too (with
 `--config configs/code_docker.yaml`). A fifth of the signals are left alone until a step is done; the others
@@ -53,6 +53,8 @@ FREEZE_S = (1.0, 20.0)
 SHARE_OF_FREEZES = 0.3
 SHARE_LEFT_ALONE = 0.2
 POLL_S = 0.2
+START_S = 15.0
+"""So long a signal waits for a process of its kind: a run that is resumed has its main process alone at first."""
 DEADLINE_S = 600.0
 """For a run that gets no further fault: until its next step."""
 
@@ -115,8 +117,16 @@ class Storm:
 
     def _hit(self) -> None:
         """Choose a kind, and one process of it; a frozen one goes on after a while."""
-        by_kind = self._processes()
-        kind = self.chance.choice(sorted(by_kind))
+        kind, until_s = (
+            self.chance.choice((MAIN, *PROGRAMS, *[DOCKERD] * bool(self.dockerd))),
+            time.monotonic() + START_S,
+        )
+        while kind not in (by_kind := self._processes()) and time.monotonic() < until_s:
+            self._wait(POLL_S)
+            if self._has_ended():
+                return
+        if kind not in by_kind:
+            kind = self.chance.choice(sorted(by_kind))
         victim, is_freeze = self.chance.choice(by_kind[kind]), self.chance.random() < SHARE_OF_FREEZES
         started_s, step = time.monotonic(), self._step()
         with contextlib.suppress(psutil.NoSuchProcess):
