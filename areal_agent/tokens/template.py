@@ -13,9 +13,11 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from enum import StrEnum
+from functools import lru_cache
+from types import CodeType
 from typing import Any, NoReturn
 
-from jinja2 import meta, nodes
+from jinja2 import Template, meta, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
@@ -40,7 +42,7 @@ MAX_KNOWN_CHARACTERS = 1000
 
 
 class ChatTemplate:
-    """A compiled template. Safe to use from several threads.
+    """A compiled template; `variables` are those that it reads. Safe to use from several threads.
 
     >>> ChatTemplate("{% for m in messages %}{{ bos_token + m.content }}{% endfor %}", {"bos_token": "<s>"}).render(
     ...     [{"role": "user", "content": "hi"}])
@@ -49,14 +51,12 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         try:
-            environment = _environment()
-            self._template = environment.from_string(source, globals=dict(_FUNCTIONS))
-            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
-            """The variables that the template reads."""
+            code, self.variables = _compiled(source)
         except (TemplateError, ValueError, RecursionError) as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}; correct chat_template.jinja") from error
         self.source = source
-        self._template.globals = dict(self._template.globals)  # one flat dict, because each rendering copies it
+        environment = _environment()
+        self._template = Template.from_code(environment, code, {**environment.globals, **_FUNCTIONS})
         self.special_tokens = dict(special_tokens)
 
     def render(
@@ -107,6 +107,14 @@ class _Generation(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.Scope(body, lineno=line)
+
+
+@lru_cache(maxsize=64)
+def _compiled(source: str) -> tuple[CodeType, frozenset[str]]:
+    """Return the code of a template, and the variables that it reads. Most renderers of a process have the same one."""
+    environment = _environment()
+    parsed = environment.parse(source)
+    return environment.compile(parsed), frozenset(meta.find_undeclared_variables(parsed))
 
 
 def _environment() -> _Sandbox:
