@@ -58,7 +58,7 @@ def cluster() -> Iterator[Any]:
 
 
 def config_of(cluster: Any, **values: Any) -> ClusterConfig:
-    return ClusterConfig(kind="ray", address=cluster.address, lost_after_s=60.0, **values)
+    return ClusterConfig(kind="ray", address=cluster.address, lost_after_s=20.0, **values)
 
 
 async def test_what_finds_no_room_is_named(cluster: Any) -> None:

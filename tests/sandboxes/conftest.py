@@ -16,6 +16,7 @@ import pytest_asyncio
 from areal_agent.errors import SandboxError
 from sandboxes import Pool, Sandbox, open_pool
 from sandboxes.containers.provider import DockerProvider
+from sandboxes.link import AgentLink
 
 PATIENCE_S = 20.0
 BACKENDS = ["subprocess", "jail", pytest.param("docker", marks=pytest.mark.slow)]
@@ -129,6 +130,12 @@ async def jails(pool_at: Callable[[str], Awaitable[Pool]]) -> Pool:
 async def box(pool: Pool) -> AsyncIterator[Sandbox]:
     async with pool.acquire() as box:
         yield box
+
+
+@pytest.fixture
+def soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents that are started from now on may be silent for 5 s."""
+    monkeypatch.setitem(AgentLink.__init__.__kwdefaults__, "silence_s", 5.0)
 
 
 @pytest.fixture

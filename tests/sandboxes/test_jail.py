@@ -208,7 +208,7 @@ async def test_jail_that_dies_for_want_of_memory_is_its_programs_failure(own_poo
 
 
 @pytest.mark.slow
-async def test_jail_that_does_not_answer_is_killed_and_no_other(own_pool: Pool) -> None:
+async def test_jail_that_does_not_answer_is_killed_and_no_other(soon_given_up: None, own_pool: Pool) -> None:
     before = children()
     async with own_pool.acquire() as box, own_pool.acquire() as other:
         await box.exec_python("")

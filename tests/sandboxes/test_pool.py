@@ -112,12 +112,13 @@ async def test_killed_agent_is_replaced(box: Sandbox, witness) -> None:
 
 
 @pytest.mark.slow
-async def test_agent_that_does_not_answer_is_replaced(box: Sandbox) -> None:
-    forker = await forker_pid(box)
-    os.kill(forker, signal.SIGSTOP)
-    with pytest.raises(SandboxError, match="did not start a program within"):
-        await box.exec_python("print(1)", limits=Limits(wall_s=0.1))
-    assert await forker_pid(box) != forker
+async def test_agent_that_does_not_answer_is_replaced(soon_given_up: None) -> None:
+    async with open_pool(backend="subprocess", wall_s=30.0) as pool, pool.acquire() as box:
+        forker = await forker_pid(box)
+        os.kill(forker, signal.SIGSTOP)
+        with pytest.raises(SandboxError, match="did not start a program within"):
+            await box.exec_python("print(1)", limits=Limits(wall_s=0.1))
+        assert await forker_pid(box) != forker
 
 
 HOST = """
