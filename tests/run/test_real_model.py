@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.embedded.decoder import Piece
 from areal_agent.engine.embedded.model import ModelRunner
+from areal_agent.ledger.verify import verify
 from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.types import GenerateRequest, SamplingParams
 from tests.cluster.conftest import serving
@@ -61,7 +62,7 @@ def test_two_steps_of_the_recipe(tmp_path: Path) -> None:
     rows = step_rows(read_metrics(folder / "metrics.jsonl"))
     assert [row["trainer/num_fresh_tokens"] == row["trainer/num_loss_tokens"] > 0 for row in rows] == [True, True]
     assert max(row["trainer/logp_diff_fresh_max"] for row in rows) < TOLERANCE
-    assert "OK" in run("areal_agent.ledger", "verify", str(folder)).stdout
+    assert verify(folder / "ledger.sqlite").is_ok
 
     checkpoint = folder / "checkpoints" / "step_000002"
     ids = np.asarray(prompts()[0], dtype=np.int32)

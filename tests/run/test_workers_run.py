@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.commands import run, started, until_step
+from areal_agent.ledger.verify import verify
+from tests.commands import started, until_step
 
 pytestmark = pytest.mark.slow
 
@@ -20,11 +21,6 @@ pytestmark = pytest.mark.slow
 def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     children = psutil.Process(process.pid).children()
     return [child for child in children if "areal_agent.rollout.worker" in child.cmdline()]
-
-
-def assert_proved(folder: Path) -> None:
-    done = run("areal_agent.ledger", "verify", str(folder))
-    assert done.returncode == 0, done.stdout
 
 
 def test_a_worker_or_the_main_process_is_killed(tmp_path: Path) -> None:
@@ -42,7 +38,7 @@ def test_a_worker_or_the_main_process_is_killed(tmp_path: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("completed", 8)
     assert {path.name for path in folder.glob("ledger-*.sqlite")} == {"ledger-w0.sqlite", "ledger-w1.sqlite"}
-    assert_proved(folder)
+    assert verify(folder / "ledger.sqlite").is_ok
 
     with started("areal_agent.train", "--resume", str(folder), "steps=100", "rollout.workers=1") as process:
         until_step(process, folder, 10)
@@ -51,4 +47,4 @@ def test_a_worker_or_the_main_process_is_killed(tmp_path: Path) -> None:
         process.kill()
         process.wait()
         assert not psutil.wait_procs(children, timeout=60)[1]
-    assert_proved(folder)
+    assert verify(folder / "ledger.sqlite").is_ok

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 
 def whole_run(folder: Path, model: Path, *overrides: str) -> Path:
-    """Train by the command, and prove the ledger by its own; the run folder."""
+    """Train by the command, and prove the ledger; the run folder."""
     settings = config(
         folder,
         model,
@@ -59,8 +59,8 @@ def whole_run(folder: Path, model: Path, *overrides: str) -> Path:
     assert [*(folder / "tmp").glob(f"{PREFIX}*")] == []
     rows = step_rows(read_metrics(folder / "run" / "metrics.jsonl"))
     assert max(row["trainer/logp_diff_fresh_max"] for row in rows) < TOLERANCE
-    proof = run("areal_agent.ledger", "verify", str(folder / "run"))
-    assert (proof.returncode, "OK" in proof.stdout) == (0, True), proof.stdout
+    report = verify(folder / "run" / "ledger.sqlite")
+    assert report.is_ok, report
     summary = json.loads((folder / "run" / "summary.json").read_bytes())
     assert (summary["status"], summary["steps"]) == ("completed", NUM_STEPS)
     return folder / "run"
