@@ -1,6 +1,7 @@
 """`python -m areal_agent.storm --faults 10000 --seed 0`: a run's control plane under faults, on simulated machines."""
 
 import argparse
+import importlib
 import multiprocessing
 import os
 import sys
@@ -52,7 +53,7 @@ def _tell_all(stories: Sequence[tuple[int, int, Sequence[str]]], jobs: int) -> i
     began_s = time.monotonic()
     struck: Counter[str] = Counter()
     num_lives = num_answers = num_steps = num_told = 0
-    with _pool(jobs) as pool:
+    with open_pool(jobs) as pool:
         for told in pool.imap_unordered(_tell, stories):
             struck += told.struck
             num_told += 1
@@ -75,8 +76,9 @@ def _tell_all(stories: Sequence[tuple[int, int, Sequence[str]]], jobs: int) -> i
     return 0
 
 
-def _pool(jobs: int) -> Any:
+def open_pool(jobs: int) -> Any:
     """Return a pool in which each story has a process of its own."""
+    importlib.import_module("openai.resources")  # a client's first call does so, a second in each process
     return multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1)
 
 
@@ -96,7 +98,7 @@ def _report(told: Told) -> None:
 
     def fails(faults: Sequence[Fault]) -> bool:
         nonlocal shortest
-        with _pool(1) as pool:
+        with open_pool(1) as pool:
             again: Told = pool.apply(_tell_with, ((told.seed, faults),))
         if again.broken:
             shortest = again

@@ -16,7 +16,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import openai.resources  # noqa: F401 (a client imports it at its first call: a second in each story's process)
 import orjson
 from openai import AsyncOpenAI
 

@@ -7,7 +7,6 @@ from areal_agent.storm import CLOCKS  # first: it replaces the clocks that the p
 
 # isort: split
 import asyncio
-import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,10 +15,9 @@ from areal_agent.ledger.encoding import CompletionRow, TurnRow
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.rollout import producer
 from areal_agent.staleness import Admission
+from areal_agent.storm.__main__ import FAULTS_A_STORY, open_pool
 from areal_agent.storm.faults import draw_faults
 from areal_agent.storm.story import tell
-
-FAULTS_A_STORY = 50
 
 
 def acknowledged_before_the_commit() -> None:
@@ -66,7 +64,7 @@ def story(given: tuple[str, int]) -> Sequence[str]:
 
 def main(defect: str, max_faults: int, first: int) -> None:
     stories = [(defect, seed) for seed in range(first, first + max_faults // FAULTS_A_STORY)]
-    with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
+    with open_pool(2) as pool:
         broken: Any
         for number, broken in enumerate(pool.imap(story, stories), start=1):
             if broken:
