@@ -117,19 +117,16 @@ async def try_backend(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "command"),
-    [
-        ("jail", ["configs/code.yaml", "steps=24"]),
-        pytest.param("docker", ["configs/code_docker.yaml"], marks=pytest.mark.full),
-    ],
+    ("config", "backend", "steps"),
+    [("code", "jail", 24), pytest.param("code_docker", "docker", 28, marks=pytest.mark.full)],
 )
-def test_code_rewards_are_learnt(backend: str, command: list[str], tmp_path: Path) -> None:
+def test_code_rewards_are_learnt(config: str, backend: str, steps: int, tmp_path: Path) -> None:
     try:
         asyncio.run(try_backend(backend))
     except SandboxError as error:
         pytest.skip(str(error))
     folder = tmp_path / "run"
-    done = run("areal_agent.train", "--config", *command, f"run_dir={folder}")
+    done = run("areal_agent.train", "--config", f"configs/{config}.yaml", f"run_dir={folder}", f"steps={steps}")
     assert done.returncode == 0, done.stderr
     summary = summary_of(folder)
     assert summary["status"] == "completed"

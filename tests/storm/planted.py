@@ -9,7 +9,6 @@ from areal_agent.storm import CLOCKS  # first: it replaces the clocks that the p
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from areal_agent.ledger.encoding import CompletionRow, TurnRow
 from areal_agent.ledger.shard import LedgerShard
@@ -65,7 +64,6 @@ def story(given: tuple[str, int]) -> Sequence[str]:
 def main(defect: str, max_faults: int, first: int) -> None:
     stories = [(defect, seed) for seed in range(first, first + max_faults // FAULTS_A_STORY)]
     with open_pool(2) as pool:
-        broken: Any
         for number, broken in enumerate(pool.imap(story, stories), start=1):
             if broken:
                 print(f"found within {number * FAULTS_A_STORY} faults:", *broken, sep="\n", flush=True)

@@ -119,7 +119,6 @@ BATCH = 22 * 2**20
 """The activations and logits of the trial at load, or of a micro-batch, of 12 layers of this size."""
 
 
-@pytest.mark.slow
 def test_no_rank_has_more_than_a_quarter_a_layer_and_the_batch() -> None:
     command = [sys.executable, "benchmarks/trainer/memory.py", "--layers", "12", "--hidden", "256", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -63,7 +63,6 @@ def test_what_agents_elsewhere_did_is_trained(
 VERSION = WeightVersion(incarnation=3, step=0)
 
 
-@pytest.mark.slow
 async def test_a_running_server_serves_the_run(running, ask, truth, tmp_path: Path):
     config, model = running
     for version in (VERSION, VERSION):  # the second is another run, which may begin at the same version
@@ -77,7 +76,6 @@ async def test_a_running_server_serves_the_run(running, ask, truth, tmp_path: Pa
             assert engine.servers is None
 
 
-@pytest.mark.slow
 async def test_a_server_with_another_model_is_refused(running, tiny, tmp_path: Path):
     config, _ = running
     with pytest.raises(ConfigError, match=r"engine.urls: .*publish the model that the engine loaded"):
