@@ -20,6 +20,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()
 
 
+@pytest.hookimpl(tryfirst=True)  # that of pytest-xdist ends the call
 def pytest_runtestloop() -> None:
     gc.freeze()
     gc.enable()
