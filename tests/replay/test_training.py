@@ -20,11 +20,9 @@ import pytest
 
 from areal_agent.errors import ConfigError, LedgerError
 from areal_agent.ledger.__main__ import main
-from areal_agent.ledger.verify import verify
-from areal_agent.observe.metrics import read_metrics, step_rows
 from areal_agent.run import Run
 from tests.ledger.test_versions import restore
-from tests.run.test_run import a_server, config, end, solve, train
+from tests.run.test_run import a_server, config, end, proved_rows, solve, train
 
 NUM_STEPS = 4
 
@@ -71,9 +69,7 @@ def weights(folder: Path) -> bytes:
 
 
 def test_it_trains_within_the_bound_and_the_ledger_proves_it(resumed: Path) -> None:
-    report = verify(resumed / "ledger.sqlite")
-    assert report.is_ok, report
-    rows = step_rows(read_metrics(resumed / "metrics.jsonl"))
+    rows = proved_rows(resumed)
     assert [row["step"] for row in rows] == [1, 2, 3, 3, 4]  # step 3 was in no checkpoint
     assert max(row["staleness/max"] for row in rows) <= 2
     assert sum(row["rollouts/spanning"] for row in rows) > 0

@@ -84,11 +84,11 @@ async def end(run: Run) -> None:
     await run.settle(is_completed=True)
 
 
-def proved_rows(run: Run) -> list[dict[str, Any]]:
+def proved_rows(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of a run's steps once its ledger has proved it."""
-    report = verify(run.folder.ledger)
+    report = verify(folder / "ledger.sqlite")
     assert report.is_ok, report
-    return step_rows(read_metrics(run.folder.metrics))
+    return step_rows(read_metrics(folder / "metrics.jsonl"))
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ async def test_failing_siblings_leave_the_rest_trained(tmp_path: Path, small_mod
         await end(run)
     assert {one.status for one in trained} == {Status.COMPLETED}
     assert {"error", "missing_reward", "timeout", "completed"} <= set(statuses)
-    assert proved_rows(run)
+    assert proved_rows(run.folder.path)
 
 
 @pytest.mark.slow
@@ -145,7 +145,7 @@ async def test_engines_that_die_are_started_again_and_a_trainer_ends_the_run(tmp
     for process_id in alive:
         with pytest.raises(ProcessLookupError):
             os.kill(process_id, 0)
-    assert len(proved_rows(run)) >= steps > 2
+    assert len(proved_rows(run.folder.path)) >= steps > 2
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ async def test_after_a_batch_of_its_own_a_server_joins_and_another_leaves(tmp_pa
         await train(run, 3)
         await end(run)
     assert not run.folder.admin_key.exists() and not run.folder.engines_url.exists()
-    assert [row["step"] for row in proved_rows(run)] == [1, 2, 3]
+    assert [row["step"] for row in proved_rows(run.folder.path)] == [1, 2, 3]
 
 
 @pytest.mark.slow

@@ -47,14 +47,12 @@ def connected(sock: socket.socket) -> Callable[[], Awaitable[socket.socket]]:
     return connect
 
 
+load_once = cache(Policy.load)
+
+
 def load(folder: Path, group: Group) -> Policy:
     """Load a policy; one that is alone as a copy: loading and its proof of attention take longer than a step."""
-    return deepcopy(load_once(folder)) if group is ALONE else Policy.load(folder, CPU, group=group)
-
-
-@cache
-def load_once(folder: Path) -> Policy:
-    return Policy.load(folder, CPU)
+    return deepcopy(load_once(folder, CPU)) if group is ALONE else Policy.load(folder, CPU, group=group)
 
 
 class Lab:
