@@ -11,6 +11,8 @@ from pydantic import ValidationError
 
 from areal_agent.algorithms.config import AlgorithmConfig
 
+LOADED = {"model": "folder"}
+
 
 @pytest.mark.parametrize(
     ("preset", "override", "divides"),
@@ -94,6 +96,14 @@ def test_what_is_set_wins_over_the_preset():
         ({"behavior_weight_low": 1.5}, "less than or equal to 1"),
         ({"behavior_weight_level": "none", "behavior_weight_mode": "mask"}, "with behavior_weight_level none"),
         ({"preset": "cispo", "behavior_weight_low": 0.5}, "that weight is 1"),
+        ({"teacher": {}}, "neither model nor url"),
+        ({"teacher": {"url": "10.0.0.7:30000"}}, "teacher.url"),
+        ({"teacher": {**LOADED, "wait_s": 5}}, "wait_s only applies"),
+        ({"teacher": LOADED, "dynamic_sampling": True}, "dynamic_sampling drops groups from which a teacher"),
+        ({"teacher": LOADED, "preset": "rloo"}, "advantage has no effect without rewards"),
+        ({"teacher": LOADED, "preset": "ppo"}, "advantage, critic has no effect"),
+        ({"teacher": LOADED, "discount": 0.9}, "raise teacher.reward_weight"),
+        ({"teacher": {**LOADED, "reward_weight": 1}, "advantage": "rloo"}, "'rloo' is not normalised"),
         ({"preset": "gpro"}, "should be 'grpo', 'rloo', 'ppo', 'gspo', 'cispo' or 'dapo'"),
     ],
 )

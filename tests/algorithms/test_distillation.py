@@ -4,14 +4,14 @@
 - Alone they are the advantage as they are; mixed, they are divided by their root mean square and rewards are added.
 - In expectation the loss has the gradient of the reverse KL divergence, also for tokens of another behaviour policy.
 - `distill_kl` is that divergence.
-- Settings that a teacher makes idle or meaningless are refused, with the remedy.
+
+Settings that a teacher makes idle or meaningless are refused in test_config.py.
 """
 
 import math
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from areal_agent.algorithms.config import AlgorithmConfig, TeacherConfig
 from areal_agent.algorithms.distillation import distill_metrics, distilled_advantages, teacher_differences
@@ -85,21 +85,3 @@ def test_the_metric_is_the_divergence_of_the_student_from_the_teacher():
     sampled = torch.tensor([0, 0, 1, 2])  # as often as the student samples them
     metrics = distill_metrics([teacher_differences(teacher.log(), student.log())[sampled]])
     assert metrics == {"distill_kl": pytest.approx(0.5 * math.log(2) - 0.25 * math.log(2))}
-
-
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        ({"teacher": {}}, "neither model nor url"),
-        ({"teacher": {"url": "10.0.0.7:30000"}}, "teacher.url"),
-        ({"teacher": {**LOADED, "wait_s": 5}}, "wait_s only applies"),
-        ({"teacher": LOADED, "dynamic_sampling": True}, "dynamic_sampling drops groups from which a teacher"),
-        ({"teacher": LOADED, "preset": "rloo"}, "advantage has no effect without rewards"),
-        ({"teacher": LOADED, "preset": "ppo"}, "advantage, critic has no effect"),
-        ({"teacher": LOADED, "discount": 0.9}, "raise teacher.reward_weight"),
-        ({"teacher": {**LOADED, "reward_weight": 1}, "advantage": "rloo"}, "'rloo' is not normalised"),
-    ],
-)
-def test_what_a_teacher_makes_idle_is_refused(values, reason):
-    with pytest.raises(ValidationError, match=reason):
-        AlgorithmConfig.model_validate(values)

@@ -60,7 +60,7 @@ def test_a_trick_earns_nothing(name: str, said: str) -> None:
 def test_a_hostile_answer_is_wrong_and_scoring_goes_on() -> None:
     async def scored() -> tuple[list[float], int]:
         task = drawn("polynomial_multiplication")[0]
-        async with open_processes(GYM, cpu_s=2.0) as scorers:
+        async with open_processes(GYM, cpu_s=1.0) as scorers:
             said = (task["answer"], "9**9**9**9", task["answer"])
             return [await score_of(task, one, scorers) for one in said], scorers.num_killed
 

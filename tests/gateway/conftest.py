@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import httpx
 import pytest
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -24,6 +25,7 @@ from tests.tokens.conftest import byte_level
 ADMIN_KEY = "sk-admin"
 VOCAB_SIZE = 300
 QUESTION: list[Any] = [{"role": "user", "content": "x"}]
+TLS = httpx.create_ssl_context()  # takes as long as a test, and every client would make its own
 
 TEMPLATE = """\
 {%- if tools %}{{- '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{%- endif %}
@@ -98,7 +100,12 @@ class World:
     async def start(self, **body: Any) -> "Agent":
         status, session = await self.call("/rl/start_session", {"task_id": "task"} | body)
         assert status == 200, session
-        client = AsyncOpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0)
+        client = AsyncOpenAI(
+            base_url=session["base_url"],
+            api_key=session["api_key"],
+            max_retries=0,
+            http_client=DefaultAsyncHttpxClient(verify=TLS),
+        )
         await self.clients.enter_async_context(client)
         return Agent(world=self, id=session["session_id"], key=session["api_key"], client=client)
 

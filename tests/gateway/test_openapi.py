@@ -19,7 +19,6 @@ from areal_agent.gateway.openapi import openapi_document
 from .conftest import ADMIN_KEY, Agent, OpenAgent, OpenWorld
 
 DOCUMENT = openapi_document(is_leased_from=False)
-METHODS = ("get", "post")
 
 
 def described(document: dict[str, Any]) -> set[tuple[str, str]]:
@@ -46,19 +45,16 @@ def values(tree: object, key: str) -> Iterator[Any]:
             yield from values(value, key)
 
 
-async def test_it_names_every_route(open_world: OpenWorld) -> None:
-    world = await open_world()
-    assert described(DOCUMENT) == served(world.gateway.app())
+class Trainers:
+    """Stands where a consumer stands: the routes name its methods and call none."""
+
+    publish = acknowledge = drop = None
 
 
-async def test_it_names_the_routes_of_a_trainer(open_world: OpenWorld) -> None:
-    class Trainers:
-        """Stands where a consumer stands: the routes name its methods and call none."""
-
-        publish = acknowledge = drop = None
-
-    world = await open_world(consumer=Trainers())
-    assert described(openapi_document(is_leased_from=True)) == served(world.gateway.app())
+@pytest.mark.parametrize("options", [{}, {"consumer": Trainers()}], ids=["alone", "leased from"])
+async def test_it_names_every_route(open_world: OpenWorld, options: dict[str, Any]) -> None:
+    world = await open_world(**options)
+    assert described(openapi_document(is_leased_from=bool(options))) == served(world.gateway.app())
 
 
 @pytest.mark.parametrize("is_leased_from", [False, True])

@@ -5,8 +5,7 @@
 - no answer contains anything of another session, or any key
 - a body that is not a JSON object, or any JSON at all, is answered, too
 
-Requests by the description, a hundred of each operation, are slow: to understand it takes seconds. pytest-xdist knows
-the operations by one name and would run one of them: `-n 0` runs all.
+Requests by the description, a hundred of each operation, are slow: to understand it takes seconds.
 """
 
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import Case
+from schemathesis.pytest.lazy import get_all_tests
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_headers_conformance,
@@ -34,17 +34,14 @@ from .conftest import ADMIN_KEY, MemoryJournal
 from .live import live_gateway
 from .raw import is_error_object
 
-
-def narrowed_document() -> dict[str, Any]:
-    """Return the description, with this gateway's model alone: most calls would go into finding its name."""
-    document = openapi_document(is_leased_from=False)
-    for name in ("ChatRequest", "CompletionsRequest", "ResponsesRequest", "MessagesRequest", "CountRequest"):
-        document["components"]["schemas"][name]["properties"]["model"] = {"const": "model"}
-    return document
-
-
-SCHEMA = schemathesis.openapi.from_dict(narrowed_document())
-LONG_PATHS = SCHEMA.exclude(operation_id_regex="Short$")  # those are the same handlers under shorter paths
+DOCUMENT = openapi_document(is_leased_from=False)
+POSTED = sorted(path for path, item in DOCUMENT["paths"].items() if "post" in item)
+OPERATIONS = [  # without the shorter paths of the same handlers
+    f"{method.upper()} {path}"
+    for path, item in DOCUMENT["paths"].items()
+    for method, operation in item.items()
+    if not operation["operationId"].endswith("Short")
+]
 CHECKS = [
     schemathesis.checks.not_a_server_error,
     status_code_conformance,
@@ -115,16 +112,22 @@ def check_answer(live: Live, answer: Any) -> None:
 
 
 @pytest.mark.slow
-@LONG_PATHS.parametrize()
-@MANY
-def test_many_calls_by_the_description(live: Live, case: Case) -> None:
-    headers = {"Authorization": f"Bearer {live.key_for(case.path)}"}
-    answer = case.call(base_url=live.url, headers=headers, timeout=TIMEOUT_S)
-    check_answer(live, answer)
-    case.validate_response(answer, checks=CHECKS, headers=headers)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_many_calls_by_the_description(live: Live, operation: str) -> None:
+    def call(case: Case) -> None:
+        headers = {"Authorization": f"Bearer {live.key_for(case.path)}"}
+        answer = case.call(base_url=live.url, headers=headers, timeout=TIMEOUT_S)
+        check_answer(live, answer)
+        case.validate_response(answer, checks=CHECKS, headers=headers)
 
-
-POSTED = sorted(path for path, item in openapi_document(is_leased_from=False)["paths"].items() if "post" in item)
+    document = openapi_document(is_leased_from=False)
+    for name in ("ChatRequest", "CompletionsRequest", "ResponsesRequest", "MessagesRequest", "CountRequest"):
+        # this gateway's model alone: most calls would go into finding its name
+        document["components"]["schemas"][name]["properties"]["model"] = {"const": "model"}
+    schema = schemathesis.openapi.from_dict(document).include(name=operation)
+    # `schema.parametrize()` would make its examples, for seconds, wherever tests are collected
+    (made,) = get_all_tests(schema=schema, test_func=call, settings=MANY, given_kwargs=None)
+    made.ok()[1]()
 
 
 @given(path=st.sampled_from(POSTED), body=st.binary(max_size=64) | JSON)

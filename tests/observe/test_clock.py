@@ -17,27 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.observe.clock import EngineReading, SpanLog, SpanUnion, TimeAccount, engine_seconds
-
-
-class VirtualClock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.gateway.online import Clock
 
 
 @pytest.fixture
-def clock() -> VirtualClock:
-    return VirtualClock()
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
-def account(clock: VirtualClock) -> TimeAccount:
+def account(clock: Clock) -> TimeAccount:
     return TimeAccount(now=clock)
 
 
-def test_an_activity_that_raises_ends(account: TimeAccount, clock: VirtualClock) -> None:
+def test_an_activity_that_raises_ends(account: TimeAccount, clock: Clock) -> None:
     with pytest.raises(ZeroDivisionError), account.during("training"):
         clock.now_s = 2.0
         raise ZeroDivisionError
@@ -45,7 +38,7 @@ def test_an_activity_that_raises_ends(account: TimeAccount, clock: VirtualClock)
     assert account.seconds() == {"other": 1.0, "training": 2.0}
 
 
-def test_of_overlapping_activities_the_latest_counts(account: TimeAccount, clock: VirtualClock) -> None:
+def test_of_overlapping_activities_the_latest_counts(account: TimeAccount, clock: Clock) -> None:
     first, second = ExitStack(), ExitStack()
     first.enter_context(account.during("first"))
     clock.now_s = 1.0
@@ -60,7 +53,7 @@ def test_of_overlapping_activities_the_latest_counts(account: TimeAccount, clock
 
 @given(st.lists(st.tuples(st.sampled_from(["begin", "end", "look"]), st.sampled_from("abc"), st.integers(0, 9))))
 def test_seconds_add_up_to_the_wall_time(events) -> None:
-    clock = VirtualClock()
+    clock = Clock()
     account = TimeAccount(now=clock)
     under_way: list[ExitStack] = []
     for event, name, seconds in events:

@@ -1,10 +1,10 @@
-"""Train steps made again from a ledger.
+"""A run with real processes, and its train steps made again from its ledger.
 
-1. Every step of a run comes out bit for bit, also of one that was left and resumed with another learning rate, and its
-last checkpoint is the run's file; a replay may begin and end anywhere, and leaves the run as it is. 2. What was changed
-in a ledger is named. 3. Other settings are compared step by step; what would need other rollouts is refused. 4. So do
-runs of other kinds, of several ranks too (slow; of adapters in trainer/test_whole_runs.py). 5. What a ledger lacks is
-told.
+1. It trains asynchronously within the staleness bound, with spans over versions, and the ledger proves it. 2. Every
+step comes out bit for bit, also of a run that was left and resumed with another learning rate, and its last checkpoint
+is the run's file; a replay may begin and end anywhere, and leaves the run as it is. 3. What was changed in a ledger is
+named. 4. Other settings are compared step by step; what would need other rollouts is refused. 5. So do runs of other
+kinds, of several ranks too (slow; of adapters in trainer/test_whole_runs.py). 6. What a ledger lacks is told.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from areal_agent.errors import ConfigError, LedgerError
 from areal_agent.ledger.__main__ import main
 from areal_agent.run import Run
 from tests.ledger.test_versions import restore
-from tests.run.test_run import a_server, config, end, solve, train
+from tests.run.test_run import a_server, config, end, proved_rows, solve, train
 
 NUM_STEPS = 4
 
@@ -66,6 +66,15 @@ def content(run: Path) -> dict[Path, bytes]:
 
 def weights(folder: Path) -> bytes:
     return (folder / f"step_{NUM_STEPS:06d}" / "model.safetensors").read_bytes()
+
+
+def test_it_trains_within_the_bound_and_the_ledger_proves_it(resumed: Path) -> None:
+    rows = proved_rows(resumed)
+    assert [row["step"] for row in rows] == [1, 2, 3, 3, 4]  # step 3 was in no checkpoint
+    assert max(row["staleness/max"] for row in rows) <= 2
+    assert sum(row["rollouts/spanning"] for row in rows) > 0
+    assert all(row["rollouts/trained"] == 8 for row in rows)
+    assert rows[0]["trainer/logp_diff_fresh_max"] < 1e-4
 
 
 def test_a_resumed_run_comes_out_bit_for_bit(resumed: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ async def test_a_save_that_fails_costs_no_step(tmp_path: Path, small_model: Path
         assert await run.ledger.ask(questions.last_checkpoint) == 2
         await end(run)
         assert run.checkpoint == folder / "step_000003"
-    assert [row["checkpoints/failed"] for row in proved_rows(run)] == [0, 1, 0]
+    assert [row["checkpoints/failed"] for row in proved_rows(run.folder.path)] == [0, 1, 0]
 
 
 @contextmanager
@@ -135,7 +135,7 @@ async def again_and_again(settings: Config) -> Path:
         assert (again.step, again.version.incarnation, again.version.step) == (3, 2, 3)
         await train(again, 5)
         await end(again)
-    assert [row["step"] for row in proved_rows(run)] == [1, 2, 3, 3, 4, 5]
+    assert [row["step"] for row in proved_rows(run.folder.path)] == [1, 2, 3, 3, 4, 5]
     return run.folder.path
 
 

@@ -1,12 +1,11 @@
 """A whole run with real processes and a small random model.
 
-1. It trains asynchronously within the staleness bound, with spans over versions, and the ledger proves it. 2.
-Failing siblings leave the rest trained, and are counted. 3. A trainer that dies ends it with an error; engines that
-die are started again, one or all of several. 4. A workflow that always fails ends it. 5. rollout_batch is synchronous.
-6. A trainer that is too slow to start is an error. 7. Nothing is sampled greedily for training. 8. A server joins and
-another leaves while it trains. 9. Keys and values come back when a train step fails, too. 10. Engine options that would
-have no effect are refused. resume/test_saving.py resumes; trainer/test_whole_runs.py has max_staleness 0, and weights
-that go other ways.
+1. Failing siblings leave the rest trained, and are counted. 2. A trainer that dies ends it with an error; engines that
+die are started again, one or all of several. 3. A workflow that always fails ends it. 4. rollout_batch is synchronous.
+5. A trainer that is too slow to start is an error. 6. Nothing is sampled greedily for training. 7. A server joins and
+another leaves while it trains. 8. Keys and values come back when a train step fails, too. 9. Engine options that would
+have no effect are refused. replay/test_training.py trains and resumes; resume/test_saving.py resumes, too;
+trainer/test_whole_runs.py has max_staleness 0, and weights that go other ways.
 """
 
 import asyncio
@@ -85,23 +84,11 @@ async def end(run: Run) -> None:
     await run.settle(is_completed=True)
 
 
-def proved_rows(run: Run) -> list[dict[str, Any]]:
+def proved_rows(folder: Path) -> list[dict[str, Any]]:
     """Return the rows of a run's steps once its ledger has proved it."""
-    report = verify(run.folder.ledger)
+    report = verify(folder / "ledger.sqlite")
     assert report.is_ok, report
-    return step_rows(read_metrics(run.folder.metrics))
-
-
-async def test_it_trains_within_the_bound_and_the_ledger_proves_it(tmp_path: Path, small_model: Path) -> None:
-    async with Run(config(tmp_path, small_model), workflow=solve) as run:
-        await train(run, 4)
-        await end(run)
-    rows = proved_rows(run)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert max(row["staleness/max"] for row in rows) <= 2
-    assert sum(row["rollouts/spanning"] for row in rows) > 0
-    assert all(row["rollouts/trained"] == 8 for row in rows)
-    assert all(row["trainer/logp_diff_fresh_max"] < 1e-4 for row in rows[:1])
+    return step_rows(read_metrics(folder / "metrics.jsonl"))
 
 
 @pytest.mark.slow
@@ -133,7 +120,7 @@ async def test_failing_siblings_leave_the_rest_trained(tmp_path: Path, small_mod
         await end(run)
     assert {one.status for one in trained} == {Status.COMPLETED}
     assert {"error", "missing_reward", "timeout", "completed"} <= set(statuses)
-    assert proved_rows(run)
+    assert proved_rows(run.folder.path)
 
 
 @pytest.mark.slow
@@ -158,7 +145,7 @@ async def test_engines_that_die_are_started_again_and_a_trainer_ends_the_run(tmp
     for process_id in alive:
         with pytest.raises(ProcessLookupError):
             os.kill(process_id, 0)
-    assert len(proved_rows(run)) >= steps > 2
+    assert len(proved_rows(run.folder.path)) >= steps > 2
 
 
 @pytest.mark.slow
@@ -185,7 +172,7 @@ async def test_after_a_batch_of_its_own_a_server_joins_and_another_leaves(tmp_pa
         await train(run, 3)
         await end(run)
     assert not run.folder.admin_key.exists() and not run.folder.engines_url.exists()
-    assert [row["step"] for row in proved_rows(run)] == [1, 2, 3]
+    assert [row["step"] for row in proved_rows(run.folder.path)] == [1, 2, 3]
 
 
 @pytest.mark.slow

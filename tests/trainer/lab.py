@@ -3,7 +3,9 @@
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +47,14 @@ def connected(sock: socket.socket) -> Callable[[], Awaitable[socket.socket]]:
     return connect
 
 
+load_once = cache(Policy.load)
+
+
+def load(folder: Path, group: Group) -> Policy:
+    """Load a policy; one that is alone as a copy: loading and its proof of attention take longer than a step."""
+    return deepcopy(load_once(folder, CPU)) if group is ALONE else Policy.load(folder, CPU, group=group)
+
+
 class Lab:
     """A policy that starts from the same weights every time, with critic, reference and teacher as the algorithm asks.
 
@@ -60,18 +70,18 @@ class Lab:
         reference: Path | None = None,
         group: Group = ALONE,
     ) -> None:
-        self.policy = Policy.load(folder, CPU, group=group)
+        self.policy = load(folder, group)
         config = settled(config, group, [self.policy])
         precision = Precision.of(config, CPU, self.policy.hidden_size)
         more = {"group": group, "precision": precision}
         self.critic = Critic(self.policy, config, algorithm, **more) if algorithm.critic else None
         other = None
         if algorithm.reference == "initial":
-            other = Policy.load(reference or folder, CPU, group=group).frozen()
+            other = load(reference or folder, group).frozen()
         judge = algorithm.teacher
         teacher = None
         if judge is not None and judge.model is not None:
-            teacher = Policy.load(Path(judge.model), CPU, group=group).frozen()
+            teacher = load(Path(judge.model), group).frozen()
         if config.lora is not None:
             self.policy.adapt(config.lora, 0, precision)
         if config.gradient_checkpointing:

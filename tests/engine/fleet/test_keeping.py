@@ -27,6 +27,7 @@ from areal_agent.engine.fleet.pushes import FleetPushes
 from areal_agent.errors import EngineRejected, EngineUnreachable, ServerRefused, WeightUpdateError
 from areal_agent.types import DiskWeights, PauseMode, WeightVersion
 from areal_agent.weights.push import push
+from tests.gateway.online import Clock
 
 from .conftest import NEW, OLD, PATIENT, URLS, Server, Stage, ask, tokens
 
@@ -51,16 +52,6 @@ async def test_one_that_is_down_is_quarantined_and_it_is_said_once(stage, caplog
     ]
     stats = await stage.fleet.stats()
     assert (stats.num_serving, stats.num_out) == (1, 1)
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @asynccontextmanager
