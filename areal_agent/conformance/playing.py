@@ -337,7 +337,7 @@ class _Player:
         if text == expected:
             return None
         ids, pieces, start = prompt.path(), [""], 0  # sampled and injected text by turns
-        text_of = self._renderer.detokenizer.text_of_part
+        text_of = self._renderer.detokenizer.text_of
         for begin, end in prompt.sampled_spans():
             if begin > start or len(pieces) == 1:  # else right after another answer
                 pieces += [text_of(ids[start:begin]), ""]

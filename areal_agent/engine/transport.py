@@ -14,7 +14,6 @@ import io
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import aiohttp
@@ -26,7 +25,7 @@ from areal_agent.engine.wire.fields import Failure, WireError, decode_failure, d
 from areal_agent.engine.wire.generate import EventSplitter, decode_event
 from areal_agent.errors import EngineError, EngineRejected, EngineUnreachable, PushConflict, WeightUpdateError
 from areal_agent.process import count_cancellations
-from areal_agent.types import GenerateResult, JsonObject, TokenChunk
+from areal_agent.types import GenerateResult, JsonObject, TokenChunk, record
 
 T = TypeVar("T")
 Body = TypeVar("Body")
@@ -63,7 +62,7 @@ def load_timeout_s(num_bytes: int, control_timeout_s: float = CONTROL_TIMEOUT_S)
     return control_timeout_s + num_bytes / SLOWEST_BYTES_PER_S
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class _Call:
     """One request, and what its failures mean."""
 

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -30,13 +29,14 @@ from areal_agent.types import (
     PromptImage,
     SamplingParams,
     TokenChunk,
+    record,
 )
 
 NOTHING = GenerateResult(token_ids=(), logprobs=(), versions=(), finish_reason=FinishReason.ABORT)
 """The result of a request that was ended before it sampled anything."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@record
 class Choice:
     """One answer. `rows` are for log-probabilities and empty where none were asked for."""
 
@@ -99,7 +99,7 @@ def completion_ids(answer_id: str, num_choices: int) -> tuple[str, ...]:
     return (answer_id,) if num_choices == 1 else tuple(f"{answer_id}-{index}" for index in range(num_choices))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class TurnAnswer:
     """The answers to one prompt."""
 
@@ -108,7 +108,7 @@ class TurnAnswer:
     num_cached_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Answer:
     """The answers to one request, in the order of its prompts."""
 

@@ -339,7 +339,7 @@ class GrowingBody:
     def __init__(self) -> None:
         self._body: JsonObject = {}  # the one before
         self._name = ""  # of its list
-        self._head = b""  # its JSON up to the end of its last message
+        self._head: bytes | memoryview = b""  # its JSON up to the end of its last message
         self._tail = b""  # the rest of it
 
     def decode(self, payload: bytes) -> object:
@@ -357,7 +357,8 @@ class GrowingBody:
             body = {**self._body, name: [*self._body[name], *new]}
             end = len(payload) - len(self._tail)
         if end:
-            self._body, self._name, self._head, self._tail = body, name, payload[:end], payload[end:]
+            self._body, self._name = body, name
+            self._head, self._tail = memoryview(payload)[:end], payload[end:]  # a copy of the head would be a long one
         return body
 
     def forget(self) -> None:

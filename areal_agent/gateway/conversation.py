@@ -52,7 +52,7 @@ from areal_agent.tokens.forest import Forest, Prompt
 from areal_agent.tokens.formats.base import ToolCall
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.shield import Shielded
-from areal_agent.types import JsonObject
+from areal_agent.types import JsonObject, record
 
 T = TypeVar("T")
 
@@ -263,8 +263,10 @@ class FunctionCall(Body):
         return {"name": self.name, "arguments": self.arguments}
 
 
-class EchoedToolCall(Open):
+class EchoedToolCall(Body):
     """A tool call in an earlier answer that the client sends back."""
+
+    model_config = ConfigDict(extra="ignore")  # the depth is that of its message
 
     id: str = ""
     type: Literal["function"] = "function"
@@ -535,7 +537,7 @@ def template_options(given: JsonObject, reasoning_effort: str | None, verbosity:
     return {**options, **given}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Conversation:
     """The conversation that one request asks to continue: a `Question`.
 

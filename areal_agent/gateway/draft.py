@@ -16,7 +16,7 @@ from areal_agent.tokens.formats.answer_format import AnswerFormat
 from areal_agent.tokens.formats.base import AnswerDelta, ParsedAnswer, ToolCall
 from areal_agent.tokens.formats.reader import AnswerReader
 from areal_agent.tokens.renderer import Detokenizer
-from areal_agent.types import FinishReason, GenerateResult, JsonObject, TokenChunk, TopLogprobs
+from areal_agent.types import FinishReason, GenerateResult, JsonObject, TokenChunk, TopLogprobs, record
 
 
 class StopFinder:
@@ -98,7 +98,7 @@ class Reading(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class ChatReading:
     """Reads a chat's answers.
 

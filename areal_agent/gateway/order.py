@@ -11,7 +11,6 @@ session that overrides sampling ignores what a request says about it, but for le
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -32,7 +31,7 @@ from areal_agent.gateway.bodies import (
 from areal_agent.gateway.draft import Reading
 from areal_agent.tokens.forest import Forest, Prompt
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import SamplingParams
+from areal_agent.types import SamplingParams, record
 
 MAX_SEED = 2**63 - 1
 MAX_BIAS = 100  # OpenAI's limit: in effect it forbids a token or allows no other
@@ -206,7 +205,7 @@ class OrderBody(SamplingWishes):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Order:
     """One request for answers. It is all that a session and its turns know of a request.
 

@@ -36,6 +36,7 @@ from areal_agent.types import (
     SamplingParams,
     TokenChunk,
     Turn,
+    record,
 )
 
 ABORT_GRACE_S = 5.0
@@ -121,7 +122,7 @@ class Exchange:
             turn.hang_up(keeps_calls=keeps_calls)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class _Numbers:
     """The per-token numbers of one completion."""
 
@@ -129,7 +130,7 @@ class _Numbers:
     logprobs: "array[float]"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class PackedTurn:
     """A recorded turn with its numbers in arrays: an eighth of the memory, without loss.
 
@@ -271,7 +272,7 @@ def _turn_id(completion_id: str) -> str:
     return f"turn-{completion_id.replace('_', '-', 1).partition('-')[2]}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class TurnPlan:
     """A placed turn's prompt, and how to sample it and read its answers."""
 

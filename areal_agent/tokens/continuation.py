@@ -20,13 +20,13 @@ from areal_agent.tokens.arrangement import CallIds, shapes_of
 from areal_agent.tokens.prompt import Answer, Prompt, Shape, StandIn
 from areal_agent.tokens.renderer import Ended, Renderer
 from areal_agent.tokens.shield import Shielded
-from areal_agent.types import ForkReason, JsonObject
+from areal_agent.types import ForkReason, JsonObject, record
 
 Normalise = Callable[[JsonObject, int], JsonObject]
 """Maps a raw message and its index among the messages to the normalised message. Raises RequestError."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Extension:
     """The tokens that a turn adds to a path, and the thinking that the template opens after them."""
 

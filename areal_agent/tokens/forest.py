@@ -37,7 +37,7 @@ from areal_agent.tokens.continuation import Continuation, Extension, Normalise
 from areal_agent.tokens.prompt import Answer, Key, Prompt, Reply, packed
 from areal_agent.tokens.recognition import AnswersByData, Line, Lines, Requests, best_by_echo
 from areal_agent.tokens.renderer import Renderer
-from areal_agent.types import ForkReason, JsonObject
+from areal_agent.types import ForkReason, JsonObject, record
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ MAX_LINES = 8
 """The number of conversations recognised as sent: enough for parallel sub-agents; any more are found by data."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class _Sent:
     """A request as the agent sent it."""
 
@@ -62,7 +62,7 @@ class _Sent:
         return [self.normalise(message, index) for index, message in enumerate(self.messages[start:], start)]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class _Request:
     """A request that has been read: the answer that it continues, and its new messages, normalised."""
 

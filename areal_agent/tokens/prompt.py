@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_agent.tokens.canonical import Asides
-from areal_agent.types import ForkReason, JsonObject
+from areal_agent.types import ForkReason, JsonObject, record
 
 MAX_MESSAGES = 14
 """A longer stand-in is cut before it grows."""
@@ -46,7 +46,7 @@ class Key:
     tools: bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Reply:
     """A completion as it is sent to the agent; a later request must repeat it to continue it."""
 
@@ -151,11 +151,12 @@ class Prompt:
         return self.known_path
 
     def _path(self) -> "array[int]":
-        slices, kept = [self.new_ids], self.fork_at
+        slices: list[array[int] | memoryview] = [self.new_ids]
+        kept = self.fork_at
         for answer in self.parent.lineage() if self.parent else ():
             prompt = answer.prompt
             if prompt.known_path is not None:
-                slices += [answer.sampled[: max(0, kept - prompt.num_tokens)], prompt.known_path[:kept]]
+                slices += [answer.sampled[: max(0, kept - prompt.num_tokens)], memoryview(prompt.known_path)[:kept]]
                 break
             if kept > prompt.num_tokens:
                 slices.append(answer.sampled[: kept - prompt.num_tokens])
@@ -189,7 +190,7 @@ Shape = tuple[Any, ...]
 """One message without its words: its role, and which parts it has (`arrangement.shapes_of`)."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class StandIn:
     """Messages that stand for a conversation, and their text up to the place where the model answers."""
 

@@ -17,7 +17,7 @@ import secrets
 import threading
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, Self, cast
 
@@ -36,7 +36,7 @@ from areal_agent.tokens.shield import Shield, joined
 from areal_agent.tokens.template import MARKERS, ChatTemplate, HistoryThinking, keep_template, tools_template
 from areal_agent.tokens.vision import PROBES, Vision, probe_conversations
 from areal_agent.tokens.words import WordCache, any_of
-from areal_agent.types import ImageSpan, JsonObject
+from areal_agent.types import ImageSpan, JsonObject, record
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # stands for bytes that are not UTF-8
 MAX_TOKEN_BYTES = 1024  # longer than any token of a vocabulary
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class Ended:
     """Rendered text from an answer on, split at the token that ends the answer."""
 
@@ -306,7 +306,8 @@ class Renderer:
 
     def split_opened(self, text: str) -> tuple[str, str]:
         """Split off the thinking that the template opens at the end. Return the text before it, and it."""
-        opened = self._opened_thinking.search(text) if text[-1:].isspace() or text.endswith(">") else None
+        start = text.rfind(self.thinking.begin)
+        opened = self._opened_thinking.match(text, start) if start >= 0 else None
         return (text[: opened.start()], opened[0]) if opened else (text, "")
 
     def opened_before(self, opening: str, opened: str) -> str:
@@ -362,9 +363,9 @@ class Renderer:
     def text_of_part(self, token_ids: Sequence[int]) -> str:
         """Return the text of a part of a prompt's ids, with the marks of its images."""
         if self._vision is None:
-            return self.detokenizer.text_of_part(token_ids)
+            return self.detokenizer.text_of(token_ids)
         pieces = self._vision.pieces(token_ids)
-        return "".join(one if isinstance(one, str) else self.detokenizer.text_of_part(one) for one in pieces)
+        return "".join(one if isinstance(one, str) else self.detokenizer.text_of(one) for one in pieces)
 
     def ids_after(self, sampled_ids: Sequence[int], text: str) -> list[int]:
         """Return the token ids of the rendered text that follows a sampled answer.
@@ -589,13 +590,9 @@ class Detokenizer:
         )
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ids, special tokens included."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=False)
-
-    def text_of_part(self, token_ids: Sequence[int]) -> str:
-        """Return the text of ids that stand in the middle of others, as exactly as the tokenizer allows."""
+        """Return the text of ids, special tokens included. Bytes that are not UTF-8 come out as REPLACEMENT."""
         if not self.is_byte_level:
-            return self.text_of(token_ids)
+            return self._backend.decode(list(token_ids), skip_special_tokens=False)
         return b"".join(map(self._bytes.__getitem__, token_ids)).decode(errors="replace")
 
     def bytes_of(self, token_id: int) -> bytes:

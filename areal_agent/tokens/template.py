@@ -21,7 +21,7 @@ from jinja2 import Template, meta, nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
-from jinja2.runtime import LoopContext
+from jinja2.runtime import LoopContext, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal_agent.errors import ConfigError, RequestError
@@ -92,10 +92,16 @@ class _Sandbox(ImmutableSandboxedEnvironment):
     def getattr(self, obj: Any, attribute: str) -> Any:
         if type(obj) is dict and attribute not in _DICT_METHODS:
             value = obj.get(attribute, _MISSING)  # pyright: ignore[reportUnknownMemberType]
-            return self.undefined(obj=obj, name=attribute) if value is _MISSING else value
+            return _absent(self.undefined, attribute) if value is _MISSING else value
         if type(obj) is LoopContext and attribute in _LOOP_ATTRIBUTES:
             return getattr(obj, attribute)
         return super().getattr(obj, attribute)
+
+
+@lru_cache(maxsize=MAX_KNOWN)
+def _absent(undefined: type[Undefined], attribute: str) -> Undefined:
+    """Return what stands for an attribute that a dict lacks. It is the same for every dict, and nothing changes it."""
+    return undefined(obj={}, name=attribute)
 
 
 class _Generation(Extension):

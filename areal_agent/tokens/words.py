@@ -67,8 +67,8 @@ class WordCache:
             words = [piece] if is_added else self._words.findall(piece)
             if "".join(words) != piece:
                 return None
-            for word in words:
-                known = self._ids.get(word) or self._look_up(word, is_added=is_added)
+            for word, cached in zip(words, map(self._ids.get, words), strict=True):
+                known = cached or self._look_up(word, is_added=is_added)
                 if known is None:
                     return None
                 token_ids += known

@@ -40,6 +40,7 @@ class InstructionCounter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._read: set[Path] = set()  # the counts of earlier stops
         out = f"--callgrind-out-file={folder / 'counts'}"
         self.command = ("valgrind", "--quiet", "--tool=callgrind", "--instr-atstart=no", out)
 
@@ -50,7 +51,9 @@ class InstructionCounter:
         """Return the instructions since the start."""
         self._tell(pid, "--instr=off")
         self._tell(pid, "--dump")
-        lines = (line for path in self._folder.iterdir() for line in path.read_text(errors="replace").splitlines())
+        new = set(self._folder.iterdir()) - self._read
+        self._read |= new
+        lines = (line for path in new for line in path.read_text(errors="replace").splitlines())
         return max(int(line.split()[1]) for line in lines if line.startswith(("summary:", "totals:")))
 
     def _tell(self, pid: int, order: str) -> None:

@@ -1,6 +1,7 @@
 """Token ids to text:
 
-- streamed text is the whole text: byte-level with broken UTF-8 included, and SentencePiece-like (property)
+- the whole text is the tokenizer's, and streamed text is that: byte-level with broken UTF-8 included, and
+  SentencePiece-like (property)
 - text leaves with the token that completes a character
 - the bytes of an id are exact; a token beyond the vocabulary has none; special tokens are known
 """
@@ -36,6 +37,7 @@ def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, token_ids: list[i
     stream = detokenizer.stream()
     streamed = "".join([*map(stream.feed, token_ids), stream.finish()])
     whole = detokenizer.text_of(token_ids)
+    assert whole == tokenizer.decode(token_ids, skip_special_tokens=False)
     if tokenizer is BYTE_LEVEL or "\N{REPLACEMENT CHARACTER}" not in whole:
         assert streamed == whole
 

@@ -174,7 +174,7 @@ def decode_tokens(ids: Sequence[Any], logprobs: Sequence[Any], tops: Sequence[An
     """Read token ids and their log-probabilities. `tops` is empty if the likeliest tokens were not requested."""
     token_ids = as_ids(ids, "output_ids")
     sampled_ids, sampled_logprobs = _columns(logprobs)
-    if tuple(sampled_ids) != token_ids:
+    if sampled_ids != token_ids:
         raise WireError(
             f"output_token_logprobs has {len(sampled_ids)} entries that do not match {len(token_ids)} output_ids"
         )
@@ -202,11 +202,12 @@ def _decode_top(entries: object) -> TopLogprobs:
     )
 
 
-def _columns(entries: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def _columns(entries: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     """Split entries `[log-probability, token id, ...]` into token ids and log-probabilities."""
     try:
-        return [entry[1] for entry in entries], [entry[0] for entry in entries]
-    except (TypeError, IndexError, KeyError):
+        logprobs, token_ids, *_ = zip(*entries, strict=False) if entries else ((), ())
+        return token_ids, logprobs
+    except (TypeError, ValueError):
         raise WireError(
             f"log-probabilities are {entries!r:.80}; each must be [log-probability, token id, ...]"
         ) from None
@@ -304,7 +305,7 @@ def decode_scores(body: object, ids: Sequence[int], start: int) -> tuple[float, 
     """Read the log-probabilities of `ids` after position `start`."""
     meta = as_object(get(as_object(body, "the answer"), "meta_info", dict), "meta_info")
     scored_ids, logprobs = _columns(get(meta, "input_token_logprobs", list))
-    if scored_ids != list(ids[start:]):
+    if scored_ids != tuple(ids[start:]):
         raise WireError(
             f"input_token_logprobs has {len(scored_ids)} entries that are not the last tokens of the prompt"
         )

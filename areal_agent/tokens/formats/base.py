@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from areal_agent.tokens.canonical import format_json, is_deeper
 from areal_agent.tokens.formats.cursor import Cursor, MalformedCall
 from areal_agent.tokens.formats.values import ParameterTypes
-from areal_agent.types import JsonObject
+from areal_agent.types import JsonObject, record
 
 BARE_NAME = re.compile(r"[\w.:/-]*")
 """The name of a tool without quotes around it."""
@@ -40,7 +40,7 @@ class ToolCall:
         return format_json(self.arguments)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class ParsedAnswer:
     """The parts of an answer. `reasoning` is None when it did not think, "" when its reasoning is empty."""
 
@@ -83,7 +83,7 @@ def answer_message(parsed: ParsedAnswer, content: str, completion_id: str) -> Js
     return message
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@record
 class AnswerDelta:
     """A piece of an answer as it leaves: some reasoning, some content, or one whole call.
 

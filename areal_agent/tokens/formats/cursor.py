@@ -109,8 +109,10 @@ class Cursor:
 
     def _next(self, literals: tuple[str, ...]) -> tuple[str, int]:
         """Return the literal that comes next, and its position."""
-        space = SPACE.match(self.text, self.position)
-        begin = space.end() if space else self.position
+        begin = self.position
+        if self.text[begin : begin + 1].isspace():  # asked before the search, which costs more
+            space = SPACE.match(self.text, begin)
+            begin = space.end() if space else begin
         for literal in literals:
             if self.text.startswith(literal, begin):
                 return literal, begin
