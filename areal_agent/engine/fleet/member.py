@@ -22,6 +22,7 @@ import numpy as np
 
 from areal_agent.engine.wire.control import EngineStats
 from areal_agent.errors import EngineError, EngineUnreachable, ServerRefused
+from areal_agent.process import count_cancellations
 from areal_agent.protocols import Engine
 from areal_agent.section import Section
 from areal_agent.types import EngineInfo, VersionSpan, WeightVersion
@@ -31,32 +32,31 @@ logger = logging.getLogger(__name__)
 
 
 class Call(Generic[T]):
-    """One call to a server, which can be taken away from it. It runs in its caller's task, which lives on."""
+    """One call to a server, which can be taken away from it. Its task lives as long as `run`."""
 
     def __init__(self) -> None:
-        self._task: asyncio.Task[Any] | None = None  # while it runs
+        self._task: asyncio.Task[T] | None = None
         self._taken_away: str | None = None
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`. Raises EngineUnreachable once the call has been taken away."""
-        task = self._task = asyncio.current_task()
-        assert task is not None
-        num_cancelled = task.cancelling()
+        num_cancelled = count_cancellations()
+        self._task = asyncio.create_task(work)
         try:
-            return await work
+            return await self._task
         except asyncio.CancelledError:
-            if self._taken_away is None or task.cancelling() > num_cancelled + 1:  # its caller was cancelled
+            if self._taken_away is None or count_cancellations() > num_cancelled:
                 raise
             raise EngineUnreachable(self._taken_away) from None
         finally:
-            self._task = None
-            if self._taken_away is not None:
-                task.uncancel()
+            if not self._task.done():  # waiting for a task that is done costs a turn of the event loop
+                self._task.cancel()
+                await asyncio.wait({self._task})
 
     def take_away(self, why: str) -> None:
-        """Stop waiting for the server. Does nothing if it has answered; another task has to call it."""
-        if self._task is not None and self._taken_away is None:
-            self._taken_away = why
+        """Stop waiting for the server. Does nothing if it has answered."""
+        self._taken_away = why
+        if self._task is not None:
             self._task.cancel()
 
 
