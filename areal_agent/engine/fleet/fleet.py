@@ -248,6 +248,7 @@ class Fleet:
         member = self.roster.find(url)
         if member is not None and member.state is MemberState.SERVING:
             self.roster.fall(member, why, is_lost=True)
+            self._keep()  # where nothing was asked of it yet, nobody would bring it back
 
     def view(self) -> FleetView:
         """Return what other processes with a fleet of the same servers need to know."""

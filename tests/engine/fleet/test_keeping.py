@@ -171,6 +171,12 @@ async def test_before_the_first_push_it_is_given_the_model(stage):
     assert stage.one.loaded == [(MODEL, OLD)]
 
 
+async def test_one_that_is_lost_before_anything_was_asked_of_it_comes_back(open_stage):
+    async with open_stage(Server(URLS[0])) as stage:
+        stage.fleet.lose(URLS[0], "its machine is lost")
+        await stage.until_serving(stage.one)
+
+
 async def test_after_a_push_it_is_given_what_was_pushed(stage):
     await push([stage.fleet], WEIGHTS, NEW)
     await killed(stage, stage.one)
