@@ -217,13 +217,19 @@ class Producer:
 
     async def admit_forever(self) -> None:
         """Run the admit loop. Raises RolloutsFailing when group after group fails as a whole."""
-        async with asyncio.TaskGroup() as groups:
-            while True:
-                await self._until(self._may_start)
-                draw = self.draws.draw()
-                self.admission.start(self._group_size)
-                self.running[draw.group_id] = self.admission.step
-                groups.create_task(self._produce(draw), name=draw.group_id)
+        try:
+            async with asyncio.TaskGroup() as groups:
+                while True:
+                    await self._until(self._may_start)
+                    draw = self.draws.draw()
+                    self.admission.start(self._group_size)
+                    self.running[draw.group_id] = self.admission.step
+                    groups.create_task(self._produce(draw), name=draw.group_id)
+        finally:  # those that are left were cut off: who waits until no group is under way must not wait for them
+            for _ in self.running:
+                self.admission.give_back_running(self._group_size)
+            self.running.clear()
+            self._changed.set()
 
     @asynccontextmanager
     async def drained(self) -> AsyncGenerator[None]:
@@ -319,13 +325,7 @@ class Producer:
         return ReadyGroup(group=group, trainable=trainable) if trainable else None
 
     async def _produce(self, draw: Draw) -> None:
-        try:
-            has_completed = await self._finish(await self._run_group(draw.group_id, draw.task))
-        except BaseException:  # it was cut off: who waits until no group is under way must not wait for this one
-            if self.running.pop(draw.group_id, None) is not None:
-                self.admission.give_back_running(self._group_size)
-                self._changed.set()
-            raise
+        has_completed = await self._finish(await self._run_group(draw.group_id, draw.task))
         self._failed_in_a_row = 0 if has_completed else self._failed_in_a_row + 1
         if self._failed_in_a_row >= self._max_failed_groups:
             raise RolloutsFailing(

@@ -191,6 +191,25 @@ async def test_drained_does_not_wait_for_groups_that_were_cut_off(tmp_path: Path
         assert (producer.admission.running, producer.running) == (0, {})
 
 
+async def test_drained_does_not_wait_for_a_group_that_was_cut_off_before_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, drawn = Draws.draw, list[str]()
+
+    def one_alone(draws: Draws) -> Any:
+        if drawn:
+            raise RuntimeError("in the same step of the event loop")
+        drawn.append("one")
+        return draw(draws)
+
+    monkeypatch.setattr(Draws, "draw", one_alone)
+    script = Script()
+    async with producing(tmp_path, script, max_staleness=1) as producer:
+        await settled(lambda: bool(drawn))
+        async with asyncio.timeout(10), producer.drained():
+            assert (script.started, producer.running) == ([], {})
+
+
 async def test_wait_waits_for_the_group_that_would_be_too_stale(tmp_path: Path) -> None:
     script = Script(lambda number: [[min(number, 1)]] * 2, held=(0,))
     async with producing(tmp_path, script, max_staleness=1) as producer:
