@@ -168,7 +168,7 @@ async def test_a_workflow_that_blocks_is_named_and_counted(make_crew, caplog: py
     with caplog.at_level(logging.WARNING):
         await asyncio.gather(*await roll_out(crew, 0))
         async with asyncio.timeout(30):
-            while (await crew.pool.stats()).loop_blocked_s == 0.0:  # it is counted once the loop runs again
+            while (await crew.pool.stats()).loop_blocked_s == 0.0:  # noqa: ASYNC110 (counted once the loop runs again)
                 await asyncio.sleep(0.1)
     warnings = [record.getMessage() for record in caplog.records]
     assert any("worker 0: rollout s-0 has blocked the event loop for" in text for text in warnings), warnings
