@@ -217,19 +217,13 @@ class Producer:
 
     async def admit_forever(self) -> None:
         """Run the admit loop. Raises RolloutsFailing when group after group fails as a whole."""
-        try:
-            async with asyncio.TaskGroup() as groups:
-                while True:
-                    await self._until(self._may_start)
-                    draw = self.draws.draw()
-                    self.admission.start(self._group_size)
-                    self.running[draw.group_id] = self.admission.step
-                    groups.create_task(self._produce(draw), name=draw.group_id)
-        finally:  # those that are left were cut off: who waits until no group is under way must not wait for them
-            for _ in self.running:
-                self.admission.give_back_running(self._group_size)
-            self.running.clear()
-            self._changed.set()
+        async with asyncio.TaskGroup() as groups:
+            while True:
+                await self._until(self._may_start)
+                draw = self.draws.draw()
+                self.admission.start(self._group_size)
+                self.running[draw.group_id] = self.admission.step
+                groups.create_task(self._produce(draw), name=draw.group_id).add_done_callback(self._give_up)
 
     @asynccontextmanager
     async def drained(self) -> AsyncGenerator[None]:
@@ -334,6 +328,12 @@ class Producer:
             )
         if self._dynamic_sampling is not None and self._dynamic_sampling.is_exhausted:
             raise RolloutsFailing(self._dynamic_sampling.describe())
+
+    def _give_up(self, task: asyncio.Task[None]) -> None:
+        """Give the capacity of a group back that was cut off, even before it began, so that nobody waits for it."""
+        if self.running.pop(task.get_name(), None) is not None:
+            self.admission.give_back_running(self._group_size)
+            self._changed.set()
 
     async def _finish(self, group: TrajectoryGroup) -> bool:
         """Put an ended group into the buffer, or give its capacity back. Return whether any rollout completed."""

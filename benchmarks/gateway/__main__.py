@@ -156,7 +156,8 @@ async def _instructions_of_turns(world: World, name: str, num_agents: int, num_t
         counter.start(side.process.pid)
         started_s = time.monotonic()
         await play(agents, num_turns)
-        in_all, took_s = counter.stop(side.process.pid), time.monotonic() - started_s
+        took_s = time.monotonic() - started_s
+        in_all = counter.stop(side.process.pid)
         counter.start(side.process.pid)
         await asyncio.sleep(IDLE_S)
         idle = counter.stop(side.process.pid) / IDLE_S * took_s

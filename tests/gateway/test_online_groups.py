@@ -45,6 +45,14 @@ def ready_ids(groups: Groups, now_s: float = 0.0) -> list[str]:
     return [group.id for group in groups.ready(now_s)]
 
 
+def test_a_session_that_waits_keeps_its_name() -> None:
+    groups = make_groups()
+    finish(groups, "s", group_id="a")
+    with pytest.raises(RequestError, match="exists already"):
+        groups.start("s", "b", 1, 0.0)
+    assert ready_ids(groups) == ["a"]
+
+
 @given(
     st.integers(1, 6),
     st.integers(0, 2),

@@ -210,6 +210,16 @@ async def test_drained_does_not_wait_for_a_group_that_was_cut_off_before_it_bega
             assert (script.started, producer.running) == ([], {})
 
 
+async def test_a_group_that_ends_cancelled_gives_its_capacity_back(tmp_path: Path) -> None:
+    def versions(number: int) -> list[list[int]]:
+        if number == 0:
+            raise asyncio.CancelledError
+        return [[0], [0]]
+
+    async with producing(tmp_path, Script(versions)) as producer, asyncio.timeout(60):
+        assert numbers(await producer.take(1, 1)) == [1]
+
+
 async def test_wait_waits_for_the_group_that_would_be_too_stale(tmp_path: Path) -> None:
     script = Script(lambda number: [[min(number, 1)]] * 2, held=(0,))
     async with producing(tmp_path, script, max_staleness=1) as producer:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 from areal_agent.errors import RequestError
+from areal_agent.gateway.sessions import session_exists
 from areal_agent.ledger.encoding import Lease
 from areal_agent.ledger.writes import FATE_OF_STATUS
 from areal_agent.staleness import is_stale, oldest_step, room
@@ -216,8 +217,11 @@ class Groups:
     def start(self, session_id: str, group_id: str, size: int | None, now_s: float) -> None:
         """Admit a session: any sibling of an admitted group, or the first of a group that fits as a whole.
 
-        Raises RequestError: 429 at the bound, 409 when the group is full or leased, 400 for an impossible size.
+        Raises RequestError: 429 at the bound, 409 when the group is full or leased, or there is such a session, 400 for
+        an impossible size.
         """
+        if session_id in self._group_of:  # it has ended and waits
+            raise session_exists(session_id)
         self._require_unleased(group_id)
         group = self._groups.get(group_id)
         if group is None:
