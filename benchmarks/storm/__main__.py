@@ -4,7 +4,7 @@
 
 Each round is a run of two engines, two workers with a gateway each, and two ranks of the trainer. At random moments one
 of its processes, its main process included, gets SIGKILL, or SIGSTOP and some seconds later SIGCONT; each kind as
-often. A run that ends is resumed at once. When its steps are done it has to have `completed` with all of them, `ledger
+often, where one lives soon. A run that ends is resumed at once. When its steps are done it has to have `completed` with all of them, `ledger
 verify` has to prove its ledger, and `ledger replay` to make the weights of its last step again. Rounds follow until all
 kills are done. `--dockerd` is the command that starts the Docker engine, which is then killed, too (with
 `--config configs/code_docker.yaml`). A fifth of the signals are left alone until a step is done; the others
@@ -117,10 +117,8 @@ class Storm:
 
     def _hit(self) -> None:
         """Choose a kind, and one process of it; a frozen one goes on after a while."""
-        kind, until_s = (
-            self.chance.choice((MAIN, *PROGRAMS, *[DOCKERD] * bool(self.dockerd))),
-            time.monotonic() + START_S,
-        )
+        kind = self.chance.choice((MAIN, *PROGRAMS, *[DOCKERD] * bool(self.dockerd)))
+        until_s = time.monotonic() + START_S
         while kind not in (by_kind := self._processes()) and time.monotonic() < until_s:
             self._wait(POLL_S)
             if self._has_ended():
