@@ -4,12 +4,12 @@
 
 Each round is a run of two engines, two workers with a gateway each, and two ranks of the trainer. At random moments one
 of its processes, its main process included, gets SIGKILL, or SIGSTOP and some seconds later SIGCONT; each kind as
-often, where one lives soon. A run that ends is resumed at once. When its steps are done it has to have `completed` with all of them, `ledger
-verify` has to prove its ledger, and `ledger replay` to make the weights of its last step again. Rounds follow until all
-kills are done. `--dockerd` is the command that starts the Docker engine, which is then killed, too (with
-`--config configs/code_docker.yaml`). A fifth of the signals are left alone until a step is done; the others
-may find the run on its way back. The table: by kind, how often it was hit; of those left alone, how often the run
-ended and was resumed, and the seconds until the next step was done.
+often, where one lives soon. A run that ends is resumed at once. When its steps are done it has to have `completed` with
+all of them, `ledger verify` has to prove its ledger, and `ledger replay` to make the weights of its last step again.
+Rounds follow until all kills are done. `--dockerd` is the command that starts the Docker engine, which is then killed,
+too (with `--config configs/code_docker.yaml`). A fifth of the signals are left alone until a step is done; the others
+may find the run on its way back. The table: by kind, how often it was hit; of those left alone, how often the run ended
+and was resumed, and the seconds until the next step was done.
 """
 
 import argparse
