@@ -7,9 +7,9 @@ of its processes, its main process included, gets SIGKILL, or SIGSTOP and some s
 often, where one lives soon. A run that ends is resumed at once. When its steps are done it has to have `completed` with
 all of them, `ledger verify` has to prove its ledger, and `ledger replay` to make the weights of its last step again.
 Rounds follow until all kills are done. `--dockerd` is the command that starts the Docker engine, which is then killed,
-too (with `--config configs/code_docker.yaml`). A fifth of the signals are left alone until a step is done; the others
-may find the run on its way back. The table: by kind, how often it was hit; of those left alone, how often the run ended
-and was resumed, and the seconds until the next step was done.
+too (with `--config configs/code_docker.yaml`), and started again. A fifth of the signals are left alone until a step is
+done; the others may find the run on its way back. The table: by kind, how often it was hit; of those left alone, how
+often the run ended and was resumed, and the seconds until the next step was done.
 """
 
 import argparse
@@ -70,6 +70,27 @@ class Hit:
 
 
 @dataclass(kw_only=True)
+class DockerEngine:
+    """The Docker engine, which is started whenever it has ended, as a machine's init does. Without a command: none."""
+
+    command: Sequence[str]
+    _process: "subprocess.Popen[bytes] | None" = None
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the living ones."""
+        found = psutil.process_iter(["name", "status"]) if self.command else ()
+        return [one for one in found if one.info["name"] == DOCKERD and one.info["status"] != psutil.STATUS_ZOMBIE]
+
+    def keep(self) -> None:
+        if self._process is not None:
+            self._process.poll()  # the next one does not start while a dead child has the number in its file
+        if self.command and not self.processes():
+            self._process = subprocess.Popen(
+                self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+
+
+@dataclass(kw_only=True)
 class Storm:
     """A round: one run, and the signals that its processes get."""
 
@@ -77,7 +98,7 @@ class Storm:
     config: Path
     overrides: Sequence[str]
     chance: random.Random
-    dockerd: Sequence[str] = ()
+    docker: DockerEngine
     hits: list[Hit] = field(default_factory=list[Hit])
     num_resumes: int = 0
     _main: "subprocess.Popen[bytes] | None" = None
@@ -113,11 +134,12 @@ class Storm:
     def _wait(self, seconds: float) -> None:
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s and not self._has_ended():
+            self.docker.keep()
             time.sleep(POLL_S)
 
     def _hit(self) -> None:
         """Choose a kind, and one process of it; a frozen one goes on after a while."""
-        kind = self.chance.choice((MAIN, *PROGRAMS, *[DOCKERD] * bool(self.dockerd)))
+        kind = self.chance.choice((MAIN, *PROGRAMS, *[DOCKERD] * bool(self.docker.command)))
         until_s = time.monotonic() + START_S
         while kind not in (by_kind := self._processes()) and time.monotonic() < until_s:
             self._wait(POLL_S)
@@ -134,9 +156,6 @@ class Storm:
                 victim.resume()
             else:
                 victim.kill()
-        if kind == DOCKERD and not is_freeze:
-            victim.wait()
-            subprocess.Popen(self.dockerd, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         hit, resumes = Hit(kind=kind, is_freeze=is_freeze, until_step_s=None), self.num_resumes
         if self.chance.random() < SHARE_LEFT_ALONE and self._wait_for_a_step(step):
             has_ended, until_step_s = self.num_resumes > resumes, time.monotonic() - started_s
@@ -156,8 +175,7 @@ class Storm:
                     if mark in " ".join(process.cmdline()):
                         found.setdefault(kind, []).append(process)
                         break
-        if self.dockerd:
-            found[DOCKERD] = [one for one in psutil.process_iter(["name"]) if one.name() == "dockerd"]
+        found[DOCKERD] = self.docker.processes()
         return {kind: processes for kind, processes in found.items() if processes}
 
     def _step(self) -> int:
@@ -182,7 +200,7 @@ class Storm:
 def main() -> int:
     args = _parse()
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}", flush=True)
-    chance = random.Random(args.seed)
+    chance, docker = random.Random(args.seed), DockerEngine(command=shlex.split(args.dockerd))
     hits: list[Hit] = []
     is_proved = True
     with _folder(args.out) as out:
@@ -193,7 +211,7 @@ def main() -> int:
                 config=args.config,
                 overrides=[f"steps={args.steps}", f"seed={args.seed + number}", *args.overrides],
                 chance=chance,
-                dockerd=shlex.split(args.dockerd),
+                docker=docker,
             )
             storm.play(args.kills - len(hits), args.every_s)
             hits += storm.hits
