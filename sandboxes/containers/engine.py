@@ -76,6 +76,7 @@ class Engine:
     def __init__(self, client: Any, way: "Way", info: Mapping[str, Any]) -> None:
         self.host = way.host
         self.socket_path = way.path
+        self.lifeline = way.lifeline
         self._way = way
         self.machine: str = info["Architecture"]
         self.runtimes: frozenset[str] = frozenset(info.get("Runtimes") or ())
@@ -298,6 +299,8 @@ class Way:
         self.host = host
         self.is_local = host.startswith(UNIX_SCHEME)
         self.path = host.removeprefix(UNIX_SCHEME)
+        self.lifeline: tuple[int, ...] = ()
+        """The file descriptor that keeps it open as long as any process has it."""
         if self.is_local:
             return
         if not host.startswith(REMOTE_SCHEMES):
@@ -312,7 +315,8 @@ class Way:
             [sys.executable, "-I", "-S", str(WAY), self.path],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/", start_new_session=True,
         )  # fmt: skip
-        assert self._process.stdout is not None
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self.lifeline = (self._process.stdin.fileno(),)
         self._process.stdout.readline()  # it listens, or has said what is wrong
 
     def close(self) -> None:

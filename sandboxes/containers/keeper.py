@@ -12,7 +12,10 @@ import time
 import urllib.parse
 from contextlib import closing
 
-PATIENCE_S = 25.0
+PATIENCE_S = 600.0
+"""The daemon may have been killed together with the host, and be down for a while."""
+
+ANSWER_S = 25.0
 PAUSE_S = 0.5
 NUM_CLEAN_LOOKS = 3
 """Consecutive empty listings to wait for: the daemon may still be making a container when the host ends."""
@@ -21,7 +24,7 @@ NUM_CLEAN_LOOKS = 3
 def ask(path: str, method: str, target: str) -> bytes:
     with closing(http.client.HTTPConnection("engine")) as connection:
         connection.sock = socket.socket(socket.AF_UNIX)
-        connection.sock.settimeout(PATIENCE_S)
+        connection.sock.settimeout(ANSWER_S)
         connection.sock.connect(path)
         connection.request(method, target)
         return connection.getresponse().read()

@@ -77,7 +77,7 @@ class DockerProvider:
             if needs_default_image:
                 await engine.image(DEFAULT_IMAGE)
             filters = {traces: allowing_filter(engine.machine, with_tracing=traces) for traces in (False, True)}
-            keeper = await start_keeper(engine.socket_path, ownership.filter)
+            keeper = await start_keeper(engine, ownership.filter)
         except BaseException:
             await engine.aclose()
             raise
@@ -272,11 +272,12 @@ def environment_of(spec: CellSpec, user: User, image: Image) -> dict[str, str]:
     return {"PATH": PROGRAM_PATH, "HOME": "/root" if user.uid == 0 else workdir, **image.env}
 
 
-async def start_keeper(socket_path: str, label: str) -> asyncio.subprocess.Process:
+async def start_keeper(engine: Engine, label: str) -> asyncio.subprocess.Process:
+    devnull = asyncio.subprocess.DEVNULL  # it may outlive this process for minutes, whose output then has its end
     try:
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", str(KEEPER), socket_path, label,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, env={}, cwd="/", start_new_session=True,
+            sys.executable, "-I", "-S", str(KEEPER), engine.socket_path, label, pass_fds=engine.lifeline,
+            stdin=asyncio.subprocess.PIPE, stdout=devnull, stderr=devnull, env={}, cwd="/", start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         raise SandboxError(f"the keeper of the containers could not be started: {error}") from error

@@ -3,19 +3,23 @@
 1. closing a cell ends its programs, and its container is removed; 2. closing the provider removes all, also one that is
 just being made, or whose caller is cancelled; 3. a closed one makes no more; 4. a container, forker or
 relay that is killed from outside fails its calls, and the cell is known to be dead; a keeper may be killed; 5. after a
-`kill -9` of its process nothing is left, though nobody reaps; 6. reaping takes what dead owners left, and nothing else.
+`kill -9` of its process nothing is left, though nobody reaps, and though the daemon is down for minutes; 6. reaping
+takes what dead owners left, and nothing else.
 """
 
 import asyncio
+import io
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from areal_agent.errors import SandboxError
+from sandboxes.containers import keeper
 from sandboxes.containers.confinement import OWNER_LABEL, Ownership
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE
@@ -133,6 +137,27 @@ async def test_after_kill_of_its_process_nothing_is_left(engine: Engine) -> None
     async with asyncio.timeout(GONE_WITHIN_S):
         while await engine.containers(label):
             pass
+
+
+def test_a_keeper_waits_for_a_daemon_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, removed = 0.0, list[float]()
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    def remove_all(path: str, label: str) -> int:
+        if now_s < 300:
+            raise ConnectionRefusedError
+        removed.append(now_s)
+        return 1 if len(removed) == 1 else 0
+
+    monkeypatch.setattr(keeper, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now_s))
+    monkeypatch.setattr(keeper, "remove_all", remove_all)
+    monkeypatch.setattr(sys, "argv", ["keeper.py", "SOCKET", "LABEL"])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    keeper.main()
+    assert len(removed) == 1 + keeper.NUM_CLEAN_LOOKS
 
 
 async def test_reaping_takes_what_dead_owners_left(engine: Engine, provider: DockerProvider) -> None:

@@ -1,13 +1,15 @@
 """An engine on another machine, by DOCKER_HOST: here the same engine behind TCP, and behind an `ssh` of our own.
 
-1. programs, builds and the keeper work, and `doctor` names the host; 2. nothing is left of the way; 3. a host that does
-not answer, and one of another kind, are one line.
+1. programs and builds work, and `doctor` names the host; 2. nothing is left of the way, nor of the containers of a
+process that was killed; 3. a host that does not answer, and one of another kind, are one line.
 """
 
 import asyncio
 import os
+import signal
 import socketserver
 import subprocess
+import sys
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from sandboxes.__main__ import print_findings
 from sandboxes.containers.engine import Engine
 from sandboxes.containers.images import DEFAULT_IMAGE, build_image
 from sandboxes.containers.way import DIAL
+from tests.sandboxes.containers.test_provider import GONE_WITHIN_S, HOST, unstarted
 
 
 @pytest_asyncio.fixture(params=["tcp", "ssh"], loop_scope="module")
@@ -70,6 +73,26 @@ async def test_way_leaves_nothing(host: str) -> None:
     assert folder.stat().st_mode & 0o777 == 0o700
     await engine.aclose()
     assert not folder.exists()
+
+
+async def test_after_kill_of_its_process_nothing_is_left(host: str, engine: Engine, tmp_path: Path) -> None:
+    folder = {"TMPDIR": str(tmp_path)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HOST, stdout=asyncio.subprocess.PIPE, env=os.environ | folder
+    )
+    assert process.stdout is not None
+    label = (await process.stdout.readline()).decode().strip()
+    await engine.create(unstarted(dict([label.split("=")])))  # has no agent, which would end it: the keeper has to
+    assert len(await engine.containers(label)) == 2 and folders_of_ways(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    await process.wait()
+    async with asyncio.timeout(GONE_WITHIN_S):
+        while await engine.containers(label) or folders_of_ways(tmp_path):
+            pass
+
+
+def folders_of_ways(folder: Path) -> list[Path]:
+    return [*folder.glob("areal-agent-engine-*")]
 
 
 @pytest.mark.parametrize(
