@@ -27,8 +27,9 @@ import orjson
 from areal_agent.conformance.shapes import NAMES, ROLES, TEXTS, Play
 from areal_agent.conformance.templates import UNSAID, Subject
 from areal_agent.errors import RequestError
-from areal_agent.gateway.conversation import Conversation, ToolChoice, ToolUse, read_message, read_tools
+from areal_agent.gateway.conversation import Conversation, read_message
 from areal_agent.gateway.draft import Draft
+from areal_agent.gateway.tools import ToolChoice, ToolUse, read_tools
 from areal_agent.tokens.forest import Forest
 from areal_agent.tokens.formats.base import ToolCall, answer_message
 from areal_agent.tokens.prompt import Prompt, Reply

@@ -8,7 +8,8 @@
     images.py         images out of the bodies of every protocol, into the run's folder
     order.py          what a request asks for, whichever protocol it came in
     chat.py           /v1/chat/completions: its body and its answer
-    conversation.py   the conversation of every protocol: messages, tools, and placing it
+    conversation.py   the conversation of every protocol: its messages, and placing it
+    tools.py          its tools, their schemas, and how an answer may use them
     completions.py    /v1/completions: its body and its answer
     responses.py      /v1/responses, what comes in: its body, and items as messages
     responses_answer.py   what goes out: items, events, and the responses that are kept

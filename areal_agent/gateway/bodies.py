@@ -105,6 +105,17 @@ class Body(BaseModel):
         return fields
 
 
+class Open(Body):
+    """An object that is kept as it came; it may have fields beside the listed ones."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_depth(cls, value: object) -> object:
+        return require_shallow(value)
+
+
 def read_as(adapter: TypeAdapter[T], value: object, where: str) -> T:
     """Check decoded JSON that is not a `Body`; `where` is the name of its parameter. Raises RequestError."""
     try:

@@ -13,23 +13,11 @@ from pydantic import Discriminator, Field, PlainValidator, Tag, model_validator
 
 from areal_agent.gateway.answers import Answer, Choice, chat_logprobs, completion_ids
 from areal_agent.gateway.bodies import Body, Name, PositiveCount, ShallowObject, Unsupported, json_kind, refuse
-from areal_agent.gateway.conversation import (
-    NO_TOOLS,
-    PASSED_ON,
-    Conversation,
-    Message,
-    NamedTool,
-    TemplateOptions,
-    Tool,
-    ToolChoice,
-    Tools,
-    ToolUse,
-    read_tools,
-    template_options,
-)
+from areal_agent.gateway.conversation import PASSED_ON, Conversation, Message, TemplateOptions, template_options
 from areal_agent.gateway.draft import Gain, Piece, TokenRow
 from areal_agent.gateway.order import DEFAULT_MODEL, MAX_TOP_LOGPROBS, Order, OrderBody
 from areal_agent.gateway.server import DONE, error_object
+from areal_agent.gateway.tools import NO_TOOLS, NamedTool, Tool, ToolChoice, Tools, ToolUse, read_tools
 from areal_agent.gateway.turn import Exchange
 from areal_agent.tokens.formats.base import AnswerDelta, answer_message, call_form, call_id
 from areal_agent.tokens.renderer import Detokenizer

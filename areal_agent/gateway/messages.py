@@ -28,6 +28,7 @@ from areal_agent.gateway.bodies import (
     Harmless,
     Name,
     Number,
+    Open,
     PositiveCount,
     ShallowObject,
     Unsupported,
@@ -35,30 +36,31 @@ from areal_agent.gateway.bodies import (
     refuse,
 )
 from areal_agent.gateway.conversation import (
-    NO_TOOLS,
     Content,
     Conversation,
     ImagePart,
-    Open,
     TextOr,
     TextPart,
-    ToolChoice,
-    ToolName,
-    Tools,
-    ToolUse,
     Translated,
     content_of,
     kind_of_part,
-    reader_of_tools,
-    strict_tools,
     template_options,
     text_of,
-    without_nulls,
 )
 from areal_agent.gateway.draft import Piece
 from areal_agent.gateway.images import schema_of
 from areal_agent.gateway.order import MAX_STOPS, Order, SamplingWishes
 from areal_agent.gateway.server import anthropic_error
+from areal_agent.gateway.tools import (
+    NO_TOOLS,
+    ToolChoice,
+    ToolName,
+    Tools,
+    ToolUse,
+    reader_of_tools,
+    strict_tools,
+    without_nulls,
+)
 from areal_agent.gateway.turn import Exchange
 from areal_agent.tokens.canonical import format_json
 from areal_agent.tokens.formats.base import call_id

@@ -41,27 +41,29 @@ from areal_agent.gateway.bodies import (
 )
 from areal_agent.gateway.chat import ANY_OBJECT, NamedSchema, PlainFormat
 from areal_agent.gateway.conversation import (
-    NO_TOOLS,
     PASSED_ON,
     Conversation,
-    Function,
     ImagePart,
     TemplateOptions,
     TextOr,
     TextPart,
-    ToolChoice,
-    ToolName,
-    Tools,
-    ToolUse,
     content_of,
     kind_of_part,
     read_arguments,
-    reader_of_tools,
-    strict_tools,
     template_options,
 )
 from areal_agent.gateway.images import schema_of
 from areal_agent.gateway.order import MAX_TOP_LOGPROBS, Order, OrderBody
+from areal_agent.gateway.tools import (
+    NO_TOOLS,
+    Function,
+    ToolChoice,
+    ToolName,
+    Tools,
+    ToolUse,
+    reader_of_tools,
+    strict_tools,
+)
 from areal_agent.types import JsonObject
 
 SEALED = "areal_agent:"

@@ -22,8 +22,9 @@ import orjson
 from areal_agent.command import nearest
 from areal_agent.errors import ConfigError, RequestError
 from areal_agent.gateway.bodies import Limits
-from areal_agent.gateway.conversation import AssistantMessage, read_message, read_tools
+from areal_agent.gateway.conversation import AssistantMessage, read_message
 from areal_agent.gateway.images import ImageIntake, has_images
+from areal_agent.gateway.tools import read_tools
 from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import ledger_in, reading

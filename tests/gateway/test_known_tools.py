@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.conversation import MAX_KNOWN_BYTES, Accepts, read_tools
+from areal_agent.gateway.tools import MAX_KNOWN_BYTES, Accepts, read_tools
 from areal_agent.tokens.formats.base import ToolCall
 
 scalars = st.sampled_from([0, 1, False, True, 0.0, -0.0, 1.0, "1", None, ""])

@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from areal_agent.errors import RequestError
-from areal_agent.gateway.conversation import strict_tools
+from areal_agent.gateway.tools import strict_tools
 
 from .conftest import OpenAgent, OpenWorld
 
