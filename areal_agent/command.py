@@ -5,10 +5,12 @@ Exit codes: 0 done, 1 the work failed, 2 the command line or the config is wrong
 
 import argparse
 import difflib
+import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Iterable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from areal_agent.errors import NO_ROOM, ArealAgentError, ConfigError
 
@@ -55,8 +57,36 @@ def report(error: ArealAgentError) -> int:
     return 2 if isinstance(error, ConfigError) else 1
 
 
-def run_command(main: Callable[[], int]) -> NoReturn:
-    """Run a command's `main` and exit with its code. Errors of areal_agent become one line, not a traceback."""
+class _LastingFile(io.FileIO):
+    """A file that goes on as /dev/null when nobody reads it any more, or its terminal is gone."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return memoryview(data).nbytes
+
+
+def _outlive_readers() -> None:
+    for name in ("stdout", "stderr"):
+        given = getattr(sys, name)
+        if given is getattr(sys, f"__{name}__") and given is not None:  # None: it was closed before we began
+            lasting = io.BufferedWriter(_LastingFile(given.fileno(), "w", closefd=False))
+            is_by_line = given.line_buffering
+            setattr(sys, name, io.TextIOWrapper(lasting, given.encoding, given.errors, line_buffering=is_by_line))
+
+
+def run_command(main: Callable[[], int], *, outlives_readers: bool = False) -> NoReturn:
+    """Run a command's `main` and exit with its code. Errors of areal_agent become one line, not a traceback.
+
+    One that `outlives_readers` goes on, saves and ends well when nobody reads its output: after Ctrl-C `| tee` is gone
+    first, and `| head` soon.
+    """
+    if outlives_readers:
+        _outlive_readers()
     try:
         code = main()
     except ArealAgentError as error:

@@ -6,7 +6,7 @@ cannot. Derived values are computed where they are needed and never asked for.
 
 import math
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from types import NoneType
@@ -458,8 +458,10 @@ def _explain(details: ErrorDetails, file: type[Section]) -> str:
     value = details["input"]
     match details["type"]:
         case "extra_forbidden":
+            namesakes = [one for one in _keys_of(file) if one.rpartition(".")[2] == location[-1]]
             siblings = [".".join([*location[:-1], name]) for name in _fields_at(location[:-1], file)]
-            return f"unknown key {key!r}; {nearest(key, siblings)}"
+            remedy = f"did you mean {' or '.join(map(repr, namesakes))}?" if namesakes else nearest(key, siblings)
+            return f"unknown key {key!r}; {remedy}"
         case "missing":
             return f"{key!r} is missing; give it a value"
         case "value_error":
@@ -472,6 +474,14 @@ def _explain(details: ErrorDetails, file: type[Section]) -> str:
         case _:
             message = details["msg"][0].lower() + details["msg"][1:]
             return f"{key} is {value!r}; {message}"
+
+
+def _keys_of(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Yield all keys, with dots, but those of sections that users name."""
+    for name, field in section.model_fields.items():
+        yield prefix + name
+        if (inner := section_of(field)) is not None and not is_named(field):
+            yield from _keys_of(inner, f"{prefix}{name}.")
 
 
 def _fields_at(location: Sequence[str], section: type[Section]) -> Sequence[str]:

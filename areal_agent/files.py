@@ -214,9 +214,8 @@ class RunFolder:
         if not run_dir or (path.exists() and not path.is_dir()):
             raise ConfigError(f"run_dir {run_dir!r} is not a folder; name one that does not exist yet")
         if not is_free(path):
-            raise ConfigError(
-                f"run_dir {run_dir!r} exists and is not empty; resume it with --resume {run_dir}, or name another"
-            )
+            remedy = f"resume it with --resume {run_dir}" if cls(path).config.is_file() else "it is no run"
+            raise ConfigError(f"run_dir {run_dir!r} exists and is not empty; {remedy}, or name another")
         require_room(path)
         if (there := shared(path)) is not None:
             if there == path.absolute():

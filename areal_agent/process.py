@@ -11,7 +11,6 @@ a loop that is blocked is interrupted and ended like any other.
 import asyncio
 import contextlib
 import ctypes
-import errno
 import fcntl
 import gc
 import logging
@@ -20,7 +19,6 @@ import re
 import resource
 import signal
 import sys
-import termios
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
@@ -179,9 +177,7 @@ def ended_by_signals(heard: Callable[[], object], tell: Callable[[str], None]) -
     os.set_blocking(write_end, False)
     threading.Thread(target=_hear_signals, args=(read_end, tell), name="signals", daemon=True).start()
 
-    def handle(number: int, _: object) -> None:
-        if number == signal.SIGHUP:
-            _leave_lost_terminal()
+    def handle(*_: object) -> None:
         heard()
 
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -209,16 +205,6 @@ def _hear_signals(read_end: int, tell: Callable[[str], None]) -> None:
                 threading.Thread(target=tell, args=(signal.Signals(number[0]).name,), daemon=True).start()
             elif time.monotonic() - first_s >= SAME_SIGNAL_S:
                 os._exit(INTERRUPTED_CODE)
-
-
-def _leave_lost_terminal() -> None:
-    """Let output go nowhere where its terminal is gone, so that the run can still save and end."""
-    for fd in (1, 2):
-        try:
-            termios.tcgetattr(fd)
-        except termios.error as error:
-            if error.args[0] == errno.EIO:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
 
 def collect_garbage_rarely() -> None:

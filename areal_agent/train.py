@@ -41,4 +41,4 @@ def _parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    run_command(main, outlives_readers=True)

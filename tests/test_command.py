@@ -1,12 +1,15 @@
 """Every command: 1. answers --help; 2. refuses an unknown option with the nearest valid one, exit 2, no traceback;
 3. prints a config fault as one line, exit 2; 4. what loads slowly is not loaded before a command line is read; 5. the
-package itself lists them all."""
+package itself lists them all. 6. A long one goes on when its output has lost its reader or its terminal."""
 
 import importlib.util
+import os
+import pty
 import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -114,7 +117,7 @@ def test_the_package_lists_all_commands(monkeypatch: pytest.MonkeyPatch, capsys:
     runnable = {
         ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__main__")
         for path in folder.rglob("*.py")
-        if "    run_command(main)\n" in path.read_text()
+        if "    run_command(main" in path.read_text() and "__main__" in path.read_text()
     }
     assert run_here(monkeypatch, "areal_agent") == 0
     listed = set(re.findall(r"python -m (areal_agent\S+)", capsys.readouterr().out))
@@ -124,3 +127,32 @@ def test_the_package_lists_all_commands(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_nearest() -> None:
     assert nearest("stepz", ["steps", "seed"]) == "did you mean 'steps'?"
     assert nearest("q", ["b", "a"]) == "valid: a, b"
+
+
+LONG = """
+import sys, time
+from pathlib import Path
+from areal_agent.command import run_command
+
+def main():
+    print("begun", flush=True)
+    sys.stdin.read()
+    for stream in (sys.stdout, sys.stderr, sys.stdout):
+        print("later", file=stream, flush=True)
+    Path(sys.argv[1]).write_text("saved")
+    return 7
+
+run_command(main, outlives_readers=True)
+"""
+
+
+@pytest.mark.parametrize("open_ends", [os.pipe, pty.openpty])
+def test_a_long_one_outlives_its_reader(open_ends: Callable[[], tuple[int, int]], tmp_path: Path) -> None:
+    reader, writer = open_ends()
+    command = [sys.executable, "-c", LONG, str(tmp_path / "file")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=writer, stderr=writer)
+    os.close(writer)
+    assert os.read(reader, 100).strip() == b"begun"
+    os.close(reader)
+    process.communicate(timeout=60)
+    assert (process.returncode, (tmp_path / "file").read_text()) == (7, "saved")

@@ -103,6 +103,13 @@ class Evaluation:
         group_id = f"eval-{label}-{version.incarnation}"
         report = await self._source.evaluate(self._tasks, group_id, count, max_concurrent)
         self._metrics.evaluated(label, version, report, time.monotonic() - started_s)
+        every = (report, *report.benchmarks.values())
+        if num_failed := sum(one.num_failed for one in every):
+            num_answers = sum(len(one.answers) for one in every)
+            self._progress.note(
+                f"{num_failed} of {num_answers} rollouts of this evaluation failed and count as no success; the causes "
+                "are in the run's logs"
+            )
         return report
 
 

@@ -148,7 +148,10 @@ def idle_clip(config: Config) -> str:
     """Return one line for a clip that is set and never binds, since the policy is the one it is clipped around."""
     algorithm = config.algorithm
     is_fresh = algorithm.proximal == "recompute" or config.max_staleness == 0
-    is_set = algorithm.model_fields_set & {"clip_low", "clip_high", "dual_clip"}
+    is_set = any(
+        getattr(algorithm, name) != AlgorithmConfig.model_fields[name].default
+        for name in ("clip_low", "clip_high", "dual_clip")
+    )  # the config of a resumed run gives every key
     if not is_set or algorithm.minibatches > 1 or not is_fresh or is_import_path(algorithm.loss):
         return ""
     of_proximal = algorithm.proximal + (" and max_staleness 0" if algorithm.proximal == "behavior" else "")

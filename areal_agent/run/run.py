@@ -372,6 +372,9 @@ class Run:
         self._stack.push_async_callback(self._metrics.aclose)
         if idle := idle_clip(config):
             self.progress.note(idle)
+        if self.preflight.is_resumed:
+            whence = "its checkpoint" if beginning.checkpoint else "the first step: it has no checkpoint yet"
+            self.progress.note(f"resumes after step {self.step}, from {whence}; finished rollouts are kept")
         await self._start_processes(model, beginning, teacher)
         await self._metrics.connect(self.source, self._gang.process_ids)
         self.evaluation = Evaluation(

@@ -1,18 +1,24 @@
 """`python -m areal_agent.storm --faults 10000 --seed 0`: a run's control plane under faults, on simulated machines."""
 
 import argparse
-import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
+from typing import TypeVar
 
 from areal_agent.command import Parser, run_command
+from areal_agent.errors import ProcessDied
+from areal_agent.process import how_it_ended
 from areal_agent.storm.faults import KINDS, Fault, draw_faults, shrink
 from areal_agent.storm.story import Told, tell
+
+T = TypeVar("T")
 
 FAULTS_A_STORY = 50
 
@@ -21,17 +27,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
     arguments = parser.parse_args(words)
-    for name in ("faults", "jobs"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} is {getattr(arguments, name)}; give 1 or more")
+    for name, least in (("faults", 1), ("jobs", 1), ("seed", 0)):
+        if getattr(arguments, name) < least:
+            parser.error(f"--{name} is {getattr(arguments, name)}; give {least} or more")
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of names have the same order in each process
         module = ["-m", "areal_agent.storm", *words]
         os.execve(sys.executable, [sys.executable, *module], {**os.environ, "PYTHONHASHSEED": "0"})
     sizes = [FAULTS_A_STORY] * (arguments.faults // FAULTS_A_STORY)
     if rest := arguments.faults % FAULTS_A_STORY:
         sizes.append(rest)
-    stories = [(arguments.seed + number, size, arguments.kinds) for number, size in enumerate(sizes)]
-    return _tell_all(stories, arguments.jobs)
+    stories = {arguments.seed + number: size for number, size in enumerate(sizes)}
+    return _tell_all(stories, arguments.kinds, arguments.jobs)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -49,57 +55,76 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _tell_all(stories: Sequence[tuple[int, int, Sequence[str]]], jobs: int) -> int:
+def _tell_all(stories: Mapping[int, int], kinds: Sequence[str], jobs: int) -> int:
+    """Tell stories: how many faults each has, by its seed. Return the exit code."""
     began_s = time.monotonic()
     struck: Counter[str] = Counter()
     num_lives = num_answers = num_steps = num_told = 0
-    with open_pool(jobs) as pool:
-        for told in pool.imap_unordered(_tell, stories):
-            struck += told.struck
-            num_told += 1
-            num_lives, num_answers = num_lives + told.num_lives, num_answers + told.num_answers
-            num_steps += told.num_steps
-            if told.broken:
-                pool.terminate()
-                _report(told)
-                return 1
-            if sys.stderr.isatty():
-                print(f"\r{num_told} of {len(stories)} stories", end="", file=sys.stderr, flush=True)
+    with ThreadPoolExecutor(jobs) as threads:
+        running = [threads.submit(apart, _tell, seed, size, kinds) for seed, size in stories.items()]
+        try:
+            for told in (future.result() for future in as_completed(running)):
+                struck += told.struck
+                num_told += 1
+                num_lives, num_answers = num_lives + told.num_lives, num_answers + told.num_answers
+                num_steps += told.num_steps
+                if told.broken:
+                    threads.shutdown(cancel_futures=True)
+                    _report(told, kinds)
+                    return 1
+                if sys.stderr.isatty():
+                    print(f"\r{num_told} of {len(stories)} stories", end="", file=sys.stderr, flush=True)
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
     if sys.stderr.isatty():
         print(file=sys.stderr)
     for kind, number in struck.most_common():
         print(f"{number:6d}  {kind}")
+    first, *_, last = (*stories, *stories)
     print(
-        f"{struck.total():6d}  faults in {len(stories)} stories, {num_lives} processes of runs, {num_steps} train "
-        f"steps and {num_answers} answers: every promise held ({time.monotonic() - began_s:.0f} s)"
+        f"{struck.total():6d}  faults that found what they hit, in {len(stories)} stories (seeds {first} to {last}), "
+        f"{num_lives} processes of runs, {num_steps} train steps and {num_answers} answers: every promise held "
+        f"({time.monotonic() - began_s:.0f} s)"
     )
     return 0
 
 
-def open_pool(jobs: int) -> Any:
-    """Return a pool in which each story has a process of its own."""
-    importlib.import_module("openai.resources")  # a client's first call does so, a second in each process
-    return multiprocessing.get_context("fork").Pool(jobs, maxtasksperchild=1)
+def apart(call: Callable[..., T], *arguments: object) -> T:
+    """Return what a call returns in a process of its own, as each story needs. Raises ProcessDied if that is killed."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(there, call, arguments), daemon=True)
+    process.start()
+    there.close()
+    try:
+        return here.recv()
+    except EOFError:
+        process.join()
+        raise ProcessDied(
+            f"the process of {call.__name__}{arguments!r} {how_it_ended(process.exitcode or 0)}"
+        ) from None
+    finally:
+        here.close()
+        process.join()
 
 
-def _tell(story: tuple[int, int, Sequence[str]]) -> Told:
-    seed, num_faults, kinds = story
+def _send(there: Connection, call: Callable[..., object], arguments: Sequence[object]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is told once, by the parent
+    there.send(call(*arguments))
+
+
+def _tell(seed: int, num_faults: int, kinds: Sequence[str]) -> Told:
     return tell(seed, draw_faults(seed, num_faults, kinds))
 
 
-def _tell_with(story: tuple[int, Sequence[Fault]]) -> Told:
-    return tell(*story)
-
-
-def _report(told: Told) -> None:
+def _report(told: Told, kinds: Sequence[str]) -> None:
     """Print the shortest story that is still broken."""
     print(f"story {told.seed} breaks {len(told.broken)} promises with {len(told.faults)} faults; making it shorter ...")
     shortest = told
 
     def fails(faults: Sequence[Fault]) -> bool:
         nonlocal shortest
-        with open_pool(1) as pool:
-            again: Told = pool.apply(_tell_with, ((told.seed, faults),))
+        again = apart(tell, told.seed, faults)
         if again.broken:
             shortest = again
         return bool(again.broken)
@@ -108,7 +133,8 @@ def _report(told: Told) -> None:
     print("\n".join(shortest.lines))
     for broken in shortest.broken:
         print(f"BROKEN: {broken}")
-    print(f"again: python -m areal_agent.storm --seed {told.seed} --faults {len(told.faults)}")
+    only = f" --kinds {' '.join(kinds)}" if kinds else ""
+    print(f"again: python -m areal_agent.storm --seed {told.seed} --faults {len(told.faults)}{only}")
 
 
 if __name__ == "__main__":

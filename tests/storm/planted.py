@@ -9,12 +9,13 @@ from areal_agent.storm import CLOCKS  # first: it replaces the clocks that the p
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from areal_agent.ledger.encoding import CompletionRow, TurnRow
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.rollout import producer
 from areal_agent.staleness import Admission
-from areal_agent.storm.__main__ import FAULTS_A_STORY, open_pool
+from areal_agent.storm.__main__ import FAULTS_A_STORY, apart
 from areal_agent.storm.faults import draw_faults
 from areal_agent.storm.story import tell
 
@@ -55,19 +56,19 @@ DEFECTS: dict[str, Callable[[], None]] = {
 }
 
 
-def story(given: tuple[str, int]) -> Sequence[str]:
-    defect, seed = given
+def story(defect: str, seed: int) -> Sequence[str]:
     DEFECTS[defect]()
     return tell(seed, draw_faults(seed, FAULTS_A_STORY)).broken
 
 
 def main(defect: str, max_faults: int, first: int) -> None:
-    stories = [(defect, seed) for seed in range(first, first + max_faults // FAULTS_A_STORY)]
-    with open_pool(2) as pool:
-        for number, broken in enumerate(pool.imap(story, stories), start=1):
-            if broken:
+    seeds = range(first, first + max_faults // FAULTS_A_STORY)
+    with ThreadPoolExecutor(2) as threads:
+        stories = [threads.submit(apart, story, defect, seed) for seed in seeds]
+        for number, told in enumerate(stories, start=1):
+            if broken := told.result():
                 print(f"found within {number * FAULTS_A_STORY} faults:", *broken, sep="\n", flush=True)
-                pool.terminate()
+                threads.shutdown(cancel_futures=True)
                 return
     print("not found")
 

@@ -2,12 +2,13 @@
 
 * without faults, and with all kinds of them, every promise holds
 * a story can be told again, event by event
-* numbers below 1 and unknown kinds are refused
+* numbers that are too low and unknown kinds are refused; a process that dies ends the command
 * faults are left out of a failing story until it is short
 * a promise that the product breaks is found: three defects are planted
 """
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_agent.storm.__main__ import main
+from areal_agent.errors import ProcessDied
+from areal_agent.storm.__main__ import apart, main
 from areal_agent.storm.faults import Fault, draw_faults, shrink
 
 PLANTED = Path(__file__).with_name("planted.py")
@@ -35,11 +37,23 @@ def test_every_promise_holds(num_faults: str) -> None:
     assert told.endswith("s)\n") and "every promise held" in told, told
 
 
-@pytest.mark.parametrize(("words", "told"), [(["--faults", "0"], "--faults is 0"), (["--kinds", "rain"], "rain")])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [(["--faults", "0"], "--faults is 0"), (["--seed", "-1"], "--seed is -1"), (["--kinds", "rain"], "rain")],
+)
 def test_what_is_refused(words: Sequence[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(words)
     assert told in capsys.readouterr().err
+
+
+def test_a_process_that_is_killed_is_told() -> None:
+    with pytest.raises(ProcessDied, match=r"the process of kill_me\(.*SIGKILL.*\) was killed by SIGKILL"):
+        apart(kill_me, signal.SIGKILL)
+
+
+def kill_me(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
 
 
 TELL_TWICE = """
