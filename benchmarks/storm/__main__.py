@@ -9,24 +9,29 @@ all of them, `ledger verify` has to prove its ledger, and `ledger replay` to mak
 Rounds follow until all kills are done. `--dockerd` is the command that starts the Docker engine, which is then killed,
 too (with `--config configs/code_docker.yaml`), and started again. A fifth of the signals are left alone until a step is
 done; the others may find the run on its way back. The table: by kind, how often it was hit; of those left alone, how
-often the run ended and was resumed, and the seconds until the next step was done.
+often the run ended and was resumed, and the seconds until the next step was done. Below it are the errors that runs
+ended with. The exit status is 1 if a proof failed; a run that does not go on, or ends again and again, ends it, too.
 """
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import platform
 import random
+import re
 import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 
@@ -57,6 +62,8 @@ START_S = 15.0
 """So long a signal waits for a process of its kind: a run that is resumed has its main process alone at first."""
 DEADLINE_S = 600.0
 """For a run that gets no further fault: until its next step."""
+MAX_VAIN_STARTS = 3
+"""In a row, each without a signal or a step since the one before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +108,7 @@ class Storm:
     docker: DockerEngine
     hits: list[Hit] = field(default_factory=list[Hit])
     num_resumes: int = 0
+    _starts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # signals and steps before each
     _main: "subprocess.Popen[bytes] | None" = None
 
     def play(self, num_kills: int, every_s: float) -> None:
@@ -116,12 +124,19 @@ class Storm:
                 self._wait_for_a_step()
 
     def _start(self) -> None:
+        self._starts.append((len(self.hits), self.step()))
+        if len(self._starts) > MAX_VAIN_STARTS and len({*self._starts[-MAX_VAIN_STARTS - 1 :]}) == 1:
+            self._give_up("it ends by itself, again and again")
         given = ["--resume", str(self.run_dir)] if (self.run_dir / "config.yaml").exists() else None
         self.num_resumes += given is not None
         first = ["--config", str(self.config), f"run_dir={self.run_dir}", *SETTINGS, *self.overrides]
         command = [*ENDING_WITH_US, sys.executable, "-m", "areal_agent.train", *(given or first)]
         with self.run_dir.with_suffix(".log").open("ab") as log:
             self._main = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+
+    def _give_up(self, why: str) -> NoReturn:
+        said = self.run_dir.with_suffix(".log").read_text(errors="replace")
+        sys.exit(f"{self.run_dir}: {why}; its log ends with:\n{said[-1000:]}")
 
     def _has_ended(self) -> bool:
         assert self._main is not None
@@ -148,14 +163,16 @@ class Storm:
         if kind not in by_kind:
             kind = self.chance.choice(sorted(by_kind))
         victim, is_freeze = self.chance.choice(by_kind[kind]), self.chance.random() < SHARE_OF_FREEZES
-        started_s, step = time.monotonic(), self._step()
-        with contextlib.suppress(psutil.NoSuchProcess):
+        started_s, step = time.monotonic(), self.step()
+        try:
             if is_freeze:
                 victim.suspend()
                 self._wait(self.chance.uniform(*FREEZE_S))
                 victim.resume()
             else:
                 victim.kill()
+        except psutil.NoSuchProcess:
+            return
         hit, resumes = Hit(kind=kind, is_freeze=is_freeze, until_step_s=None), self.num_resumes
         if self.chance.random() < SHARE_LEFT_ALONE and self._wait_for_a_step(step):
             has_ended, until_step_s = self.num_resumes > resumes, time.monotonic() - started_s
@@ -178,21 +195,21 @@ class Storm:
         found[DOCKERD] = self.docker.processes()
         return {kind: processes for kind, processes in found.items() if processes}
 
-    def _step(self) -> int:
+    def step(self) -> int:
         file = self.run_dir / "metrics.jsonl"
         return max((row["step"] for row in step_rows(read_metrics(file))), default=0) if file.exists() else 0
 
     def _wait_for_a_step(self, step: int | None = None) -> bool:
         """Wait until a further step is done, resuming a run that ends. Return False when the run is completed."""
-        step = self._step() if step is None else step
+        step = self.step() if step is None else step
         deadline_s = time.monotonic() + DEADLINE_S
-        while self._step() <= step:
+        while self.step() <= step:
             if self._is_completed():
                 return False
             if self._has_ended():
                 self._start()
             if time.monotonic() > deadline_s:
-                sys.exit(f"{self.run_dir}: no step after {step} within {DEADLINE_S:g} s; its log is beside it")
+                self._give_up(f"no step after {step} within {DEADLINE_S:g} s")
             self._wait(POLL_S)
         return True
 
@@ -202,6 +219,7 @@ def main() -> int:
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}", flush=True)
     chance, docker = random.Random(args.seed), DockerEngine(command=shlex.split(args.dockerd))
     hits: list[Hit] = []
+    ends: Counter[str] = Counter()
     is_proved = True
     with _folder(args.out) as out:
         number = 0
@@ -216,11 +234,14 @@ def main() -> int:
             storm.play(args.kills - len(hits), args.every_s)
             hits += storm.hits
             proofs = {name: proved(name, storm.run_dir) for name in ("verify", "replay")}
+            proofs["number of steps"] = storm.step() == args.steps
+            ends += ends_of(storm.run_dir)
             is_proved &= all(proofs.values())
             told = ", ".join(f"{name} {'holds' if holds else 'FAILED'}" for name, holds in proofs.items())
             print(f"round {number}: {len(storm.hits)} faults, {storm.num_resumes} resumes; {told}", flush=True)
             number += 1
-    print("\n" + table(hits))
+    print("\n" + table(hits, [MAIN, *PROGRAMS, *[DOCKERD] * bool(args.dockerd)]) + "\n")
+    print("\n".join(f"{number:4d}  {end}" for end, number in ends.most_common()))
     return 0 if is_proved else 1
 
 
@@ -238,7 +259,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="keep the run folders there")
     parser.add_argument("--dockerd", default="", metavar="COMMAND", help="kill the Docker engine, too; this starts it")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.kills < 1:
+        parser.error(f"--kills is {args.kills}; give 1 or more")
+    return args
 
 
 @contextlib.contextmanager
@@ -257,11 +281,17 @@ def proved(command: str, run_dir: Path) -> bool:
         return subprocess.run(ledger, cwd=ROOT, stdout=log, stderr=log, check=False).returncode == 0
 
 
-def table(hits: Sequence[Hit]) -> str:
-    """Lay out the hits by kind and signal."""
+def ends_of(run_dir: Path) -> Counter[str]:
+    """Count the errors with which a run ended, without numbers and what follows."""
+    errors = re.findall(r"^(error: .*|Traceback .*)$", run_dir.with_suffix(".log").read_text(errors="replace"), re.M)
+    return Counter(re.sub(r"\d+", "N", error.partition(";")[0]) for error in errors)
+
+
+def table(hits: Sequence[Hit], kinds: Sequence[str]) -> str:
+    """Lay out the hits by kind and signal, also of kinds that were never there."""
     columns = ("process", "signal", "hits", "left alone", "the run ended", "s to the next step, median", "at most")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for kind, is_freeze in sorted({(hit.kind, hit.is_freeze) for hit in hits}):
+    for kind, is_freeze in itertools.product(sorted(kinds), (False, True)):
         of_it = [hit for hit in hits if (hit.kind, hit.is_freeze) == (kind, is_freeze)]
         seconds = [hit.until_step_s for hit in of_it if hit.until_step_s is not None]
         cells = [kind, "SIGSTOP" if is_freeze else "SIGKILL", str(len(of_it)), str(len(seconds))]
