@@ -54,8 +54,9 @@ from areal_agent.sft.data import read_chats
 from areal_agent.threads import cores_for
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import ChatTemplate
-from areal_agent.trainer.checkpoint import read_checkpoint
+from areal_agent.trainer.checkpoint import TRAINING, read_checkpoint
 from areal_agent.trainer.model import Policy
+from areal_agent.trainer.state import PROGRESS, TrainingProgress
 from sandboxes.cell import Archives
 from sandboxes.containers.images import images_of
 from sandboxes.folder import Entry, entries_in, entries_of, pack
@@ -324,6 +325,12 @@ PARSERS = {
         "no name": '{"files": {"\\u0000": {"num_bytes": 0, "sha256": ""}}, "step": 1, "incarnation": 0}',
         "a long name": f'{{"files": {{"{LONG}": {{"num_bytes": 0, "sha256": ""}}}}, "step": 1, "incarnation": 0}}',
     }),
+    "training state": Parser(file(f"{TRAINING}/{PROGRESS}", '{"parts": ["policy"], "num_updates": {"policy": 3}}'),
+        f"{TRAINING}/*", TrainingProgress.read, ConfigError, {
+            "deep": DEEP, "a long integer": LONG, "a list": "[]",
+            "below 0": '{"parts": [], "num_updates": {"policy": -1}}',
+            "a word": '{"parts": ["policy"], "num_updates": {"policy": "3"}}',
+        }),
     "weights": Parser(make_weights, "*", read_weights, WeightUpdateError, {
         "a pickle": file("model-1.safetensors", PICKLE), "a huge header": file("model-1.safetensors", b"\xff" * 8),
         "huge": file("model-1.safetensors", header(x={"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]})),

@@ -27,7 +27,7 @@ def test_a_small_soak_finds_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("a_sample_more", [0.0, 1.0])
 def test_what_grows_is_told_from_what_is_flat(a_sample_more: float) -> None:
-    numbers = range(2 * MIN_SAMPLES)
+    numbers = range(4 * MIN_SAMPLES)
     figures = [{WAITED: 0.0} | {name: 100 + a_sample_more * 10 * number for name in LIMITS} for number in numbers]
     judged = growth([Sample(float(number), one, {}) for number, one in enumerate(figures)])
     assert list(judged) == list(LIMITS)

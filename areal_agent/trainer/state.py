@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, cast
 
-import orjson
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -47,7 +47,7 @@ from areal_agent.trainer.config import LoraConfig
 from areal_agent.trainer.model import Critic, Policy
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.ranks import shard_of, whole
-from areal_agent.types import JsonObject, TensorEntry
+from areal_agent.types import TensorEntry
 from areal_agent.weights.channels import write_adapter, write_model
 
 PROGRESS = "progress.json"
@@ -62,6 +62,29 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 """Key an optimiser's state by parameter name, because parameter numbers differ between ranks."""
 
 
+class TrainingProgress(BaseModel):
+    """What the training state has beside tensors: `PROGRESS`."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    parts: list[str]  # which were there
+    num_updates: dict[str, NonNegativeInt]  # by optimiser
+    norms: dict[str, list[float]] = {}  # of the last gradients; older checkpoints have none
+    lora: dict[str, Any] | None = None  # the adapters' settings
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Read that of a checkpoint. Raises ConfigError when it is damaged."""
+        path = folder / TRAINING / PROGRESS
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise ConfigError(
+                f"cannot resume: {str(path)!r} cannot be read ({error!s:.300}); delete the checkpoint {str(folder)!r} "
+                "to go on from the one before it"
+            ) from error
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
     """What a checkpoint is written from: this rank's shards of all tensors by name."""
@@ -69,7 +92,7 @@ class Content:
     layout: tuple[TensorEntry, ...]  # of the exported weights
     parameters: Mapping[str, Tensor]  # the policy's with its adapters, of which the export is made
     training: Mapping[str, Tensor]
-    progress: JsonObject
+    progress: TrainingProgress
 
     @classmethod
     def of(cls, training: "Training") -> Self:
@@ -80,12 +103,12 @@ class Content:
             layout=training.policy.published(torch.float32),
             parameters=dict(training.policy.model.named_parameters()),
             training=_tensors(training, parts),
-            progress={
-                "parts": parts,
-                "num_updates": {name: one.num_updates for name, one in optimizers.items()},
-                "norms": {name: list(one.norms) for name, one in optimizers.items()},
-                "lora": _lora(training),
-            },
+            progress=TrainingProgress(
+                parts=parts,
+                num_updates={name: one.num_updates for name, one in optimizers.items()},
+                norms={name: list(one.norms) for name, one in optimizers.items()},
+                lora=_lora(training),
+            ),
         )
 
     @property
@@ -208,22 +231,24 @@ def write_training(folder: Path, content: Content, world: dist.ProcessGroup | No
         faults = [fault for fault, _ in failed.failures.values()]
         raise next((one for one in faults if not isinstance(one, OSError)), faults[0]) from None
     if _is_first_rank():
-        (folder / TRAINING / PROGRESS).write_bytes(orjson.dumps(content.progress))
+        (folder / TRAINING / PROGRESS).write_text(content.progress.model_dump_json())
 
 
 def read_training(folder: Path, training: Training) -> None:
     """Restore what `write_training` wrote.
 
-    Raises ConfigError when the checkpoint lacks a critic or reference that the algorithm needs, or has other adapters.
+    Raises ConfigError when the checkpoint is damaged, lacks a critic or reference that the algorithm needs, or has
+    other adapters.
     """
-    progress: dict[str, Any] = orjson.loads((folder / TRAINING / PROGRESS).read_bytes())
-    if (saved := progress.get("lora")) != _lora(training):
+    progress = TrainingProgress.read(folder)
+    if progress.lora != _lora(training):
         raise ConfigError(
-            f"cannot resume: the checkpoint {str(folder)!r} was saved with trainer.lora = {saved}, but the config now "
-            f"has {_lora(training)}; resume with the setting that the run began with"
+            f"cannot resume: the checkpoint {str(folder)!r} was saved with trainer.lora = {progress.lora}, but the "
+            f"config now has {_lora(training)}; resume with the setting that the run began with"
         )
-    parts = [name for name in progress["parts"] if name in {*training.weights(), *training.optimizers()}]
-    if missing := [name for name in training.weights() if name not in parts]:
+    parts = [name for name in progress.parts if name in {*training.weights(), *training.optimizers()}]
+    missing = [name for name in training.weights() if name not in parts]
+    if missing := [*missing, *(training.optimizers().keys() - progress.num_updates.keys())]:
         raise ConfigError(
             f"cannot resume: the checkpoint {str(folder)!r} was saved without a {missing[0]}, which the algorithm now "
             "needs; resume with the algorithm that the run began with"
@@ -238,8 +263,8 @@ def read_training(folder: Path, training: Training) -> None:
             read = {key: tensors[f"{name}.{key}"].reshape(one.shape) for key, one in _only_tensors(state).items()}
             state |= cast(dict[str, Any], read)
             set_optimizer_state_dict(model, optimizer.adamw, state, options=FLAT)
-        optimizer.num_updates = int(progress["num_updates"][name])
-        optimizer.norms.extend(progress.get("norms", {}).get(name, ()))  # older checkpoints have none
+        optimizer.num_updates = progress.num_updates[name]
+        optimizer.norms.extend(progress.norms.get(name, ()))
     if training.lora is not None:
         _require_same_base(folder, training.policy)
 

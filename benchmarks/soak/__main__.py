@@ -7,7 +7,7 @@ balancer (`engine.py`): every `KILL_EVERY_S` one is killed and started again, an
 weights. Agents and a trainer (`load.py`) and a fuzzer (`fuzz.py`) call it. Meanwhile memory, descriptors, threads and
 CPU of the gateway are read from /proc, the size of its ledger, and what a turn took beyond the engine's time.
 
-DIR gets samples.json, soak.png and the logs. A figure is flat if its median in the second half is within `LIMITS` of
+DIR gets samples.json, soak.png and the logs. A figure is flat if its median in the last quarter is within `LIMITS` of
 that in the first; the time until there are sessions of every age is left out. The exit status is 1 if a figure grew, an
 answered turn was lost, there was any 5xx (an engine always serves), the gateway ended with another status than 0, or
 `ledger verify` found a fault. Linux only.
@@ -57,14 +57,14 @@ NUM_LAST_STEPS = 3  # what the fuzzer finished may take places in the first
 NUM_PARTS = 10  # of the table
 WINDOW = 12  # samples over which the ledger's growth is measured: it grows in leaps
 MAX_WAITED = 0.2  # cores; a gateway that waits for more says nothing of its own times
-MIN_SAMPLES = 10  # of a half; with fewer nothing is said of growth
+MIN_SAMPLES = 10  # of a quarter; with fewer nothing is said of growth
 WAITED = "cores waited for"
-LIMITS = {  # by figure: the second half over the first, and what it may have more besides
-    "memory, MiB": (1.05, 8.0),
-    "descriptors": (1.1, 20.0),
-    "threads": (1.0, 2.0),
+LIMITS = {  # by figure: the last quarter over the first, and what it may have more besides
+    "memory, MiB": (1.05, 4.0),
+    "descriptors": (1.1, 10.0),
+    "threads": (1.0, 1.0),
     "disk a session, KiB": (1.1, 0.0),
-    "p99, ms": (1.5, 20.0),
+    "p99, ms": (1.3, 10.0),
 }
 
 
@@ -261,14 +261,15 @@ def table(samples: Sequence[Sample]) -> str:
 
 def growth(samples: Sequence[Sample]) -> dict[str, str]:
     """Return a sentence on each figure; none if there are too few samples."""
-    halves = samples[: len(samples) // 2], samples[len(samples) // 2 :]
+    quarter = len(samples) // 4
+    ends = samples[:quarter], samples[len(samples) - quarter :]
     judged: dict[str, str] = {}
-    for name, (factor, more) in LIMITS.items() if len(halves[0]) >= MIN_SAMPLES else ():
-        first, second = (statistics.median(one.figures[name] for one in half) for half in halves)
-        verdict = "GREW" if second > factor * first + more else "flat"
+    for name, (factor, more) in LIMITS.items() if quarter >= MIN_SAMPLES else ():
+        first, last = (statistics.median(one.figures[name] for one in end) for end in ends)
+        verdict = "GREW" if last > factor * first + more else "flat"
         if name == "p99, ms" and statistics.median(one.figures[WAITED] for one in samples) > MAX_WAITED:
             verdict = "not judged, as the gateway had to wait for a core"
-        judged[name] = f"{name}: {verdict}, {first:.4g} in the first half and {second:.4g} in the second"
+        judged[name] = f"{name}: {verdict}, {first:.4g} in the first quarter and {last:.4g} in the last"
     return judged
 
 
