@@ -373,8 +373,10 @@ class Run:
         if idle := idle_clip(config):
             self.progress.note(idle)
         if self.preflight.is_resumed:
-            whence = "its checkpoint" if beginning.checkpoint else "the first step: it has no checkpoint yet"
-            self.progress.note(f"resumes after step {self.step}, from {whence}; finished rollouts are kept")
+            whence = (
+                f"after step {self.step}" if beginning.checkpoint else "from the first step: there is no checkpoint"
+            )
+            self.progress.note(f"resumes {whence}; finished rollouts are kept")
         await self._start_processes(model, beginning, teacher)
         await self._metrics.connect(self.source, self._gang.process_ids)
         self.evaluation = Evaluation(
