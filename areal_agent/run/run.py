@@ -373,9 +373,7 @@ class Run:
         if idle := idle_clip(config):
             self.progress.note(idle)
         if self.preflight.is_resumed:
-            whence = (
-                f"after step {self.step}" if beginning.checkpoint else "from the first step: there is no checkpoint"
-            )
+            whence = f"after step {self.step}" if beginning.checkpoint else "with the first step, without a checkpoint"
             self.progress.note(f"resumes {whence}; finished rollouts are kept")
         await self._start_processes(model, beginning, teacher)
         await self._metrics.connect(self.source, self._gang.process_ids)
