@@ -6,11 +6,13 @@
 - There AdamW is one pass; what it keeps is what it keeps on a CPU, and goes on in either place.
 - What the trainer pushes is what an engine on the GPU then holds.
 - A checkpoint is written beside training, unless the machine has too little memory for its copies.
-- The fake GPU finds a tensor on the wrong device, one that was not moved, and an `item` in a loop.
+- The fake GPU finds a tensor on the wrong device, one that was not moved, an `item` in a loop, and the same within
+  backward passes. It sees what copies to the host or waits, and only that.
 """
 
 import threading
 from dataclasses import replace
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from areal_agent.trainer import saving
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.ranks import Group
-from tests.fake_gpu import CPU, GPU, TO_HOST, WAITS, FakeGpu, WrongDevice
+from tests.fake_gpu import CPU, GPU, TO_GPU, TO_HOST, WAITS, FakeGpu, WrongDevice
 
 LORA = LoraConfig(rank=2, alpha=4.0)
 PENALISED = {"reference": "initial", "kl_coefficient": 0.1, "entropy_coefficient": 0.01}
@@ -164,6 +166,23 @@ def test_a_save(model_folder, step_input, open_trainer, tmp_path, monkeypatch):
     assert {name: one.tolist() for name, one in saved.items()} == held
 
 
+class Reading(torch.autograd.Function):
+    """Doubles, and reads values on the host in its backward pass."""
+
+    @staticmethod
+    def forward(ctx, values):
+        return 2.0 * values
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (gradient,) = gradients
+        gradient.cpu()
+        assert (gradient.device, float(gradient[0])) == (GPU, 1.0)
+        with pytest.raises(WrongDevice):
+            gradient + torch.zeros(3)  # made on the host
+        return 2.0 * gradient
+
+
 def test_what_the_fake_gpu_finds():
     with FakeGpu() as gpu:
         weights = torch.nn.Linear(3, 2).to(GPU)
@@ -184,3 +203,53 @@ def test_what_the_fake_gpu_finds():
         assert (sums, gpu.copies[WAITS, "a test"]) == ([3.0] * 5, 5)
         torch.ones(5, device=GPU)[torch.ones(5, device=GPU) > 0].cpu()
         assert (gpu.copies[WAITS, "a test"], gpu.copies[TO_HOST, "a test"]) == (6, 1)
+        weights = torch.ones(3, device=GPU).requires_grad_()
+        hooked = []
+        weights.register_hook(lambda gradient: hooked.append(gradient.device))
+        for differentiate in (torch.Tensor.backward, lambda loss: torch.autograd.grad(loss, weights)):
+            gpu.copies.clear()
+            differentiate(Reading.apply(weights).sum())
+            assert gpu.copies == {(TO_HOST, "a test"): 1, (WAITS, "a test"): 1}
+        assert (hooked, weights.grad.device) == ([GPU, GPU], GPU)
+    with pytest.raises(AssertionError):
+        Reading.apply(torch.ones(3).requires_grad_()).sum().backward()  # outside, a host is a host
+
+
+NUMBERS = torch.tensor([2, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("use", "seen"),
+    [
+        (np.asarray, WrongDevice),
+        (lambda x: np.asarray([*x]), WrongDevice),
+        (lambda x: torch.tensor([x[0], x[1]]), {TO_HOST: 2}),
+        (lambda x: torch.tensor([x[0], 5], device=GPU), {TO_HOST: 1, TO_GPU: 1}),
+        (lambda x: torch.as_tensor(x, device=CPU), {TO_HOST: 1}),
+        (lambda x: x.tolist(), {TO_HOST: 1}),
+        (str, {TO_HOST: 1}),
+        (lambda x: torch.save({"of": [x, x]}, BytesIO()), {TO_HOST: 2}),
+        (lambda x: x.repeat_interleave(x), {WAITS: 1}),
+        (torch.bincount, {WAITS: 1}),
+        (torch.unique, {WAITS: 1}),
+        (torch.unique_consecutive, {WAITS: 1}),
+        (lambda x: x[:, None].unique(dim=0), {WAITS: 1}),
+        (lambda x: torch.allclose(x, x), {WAITS: 1}),
+        (lambda x: [int(one) for one in x], {WAITS: 3}),
+        (list, {}),
+        (lambda x: x.clone().detach(), {}),
+        (lambda x: torch.as_tensor(x, device=GPU), {}),
+        (lambda x: x.repeat_interleave(2), {}),
+        (lambda x: x.repeat_interleave(x, output_size=3), {}),
+    ],
+)
+def test_what_crosses(use, seen):
+    with FakeGpu() as gpu:
+        numbers = NUMBERS.to(GPU)
+        gpu.copies.clear()
+        if seen is WrongDevice:
+            with pytest.raises(WrongDevice):
+                use(numbers)
+            return
+        use(numbers)
+    assert gpu.copies == {(kind, "a test"): n for kind, n in seen.items()}
