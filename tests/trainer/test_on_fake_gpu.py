@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict, ...]] = {
     "gspo": ({"packing": "first_fit", "gradient_checkpointing": True}, BY_SEQUENCE),
     "cispo": ({"packing": "padded"}, {"preset": "cispo", **PENALISED}),
     "tree": ({"packing": "tree"}, {**PENALISED, "kl_in": "reward", "kl_estimator": "k2", "minibatches": 2}),
-    "tree, gspo": ({"packing": "tree"}, {**BY_SEQUENCE, "minibatches": 1}),
+    "tree, gspo": ({"packing": "tree", "gradient_checkpointing": True}, {**BY_SEQUENCE, "minibatches": 1}),
     "tree, cispo": ({"packing": "tree"}, {"preset": "cispo", "aggregation": "constant", "aggregation_tokens": 16}),
     "tree, windows": ({"packing": "tree"}, {}, WINDOWS),
     "tree, half": ({"packing": "tree", "dtype": "bfloat16"}, {}),
