@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -141,8 +140,7 @@ class FakeGpu(TorchFunctionMode):
             return self._to(*args, **kwargs)
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type != "meta":
             return self._made(func, args, kwargs)
-        makes_on_gpu = isinstance(func, FunctionType) and any(map(on_gpu, _tensors((args, kwargs))))
-        with self.setting("makes_on_gpu", makes_on_gpu):
+        with self.setting("makes_on_gpu", any(map(on_gpu, _tensors((args, kwargs))))):
             return func(*args, **kwargs)
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
