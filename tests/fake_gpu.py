@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -37,9 +36,12 @@ TO_HOST, TO_GPU, WAITS = "to host", "to GPU", "waits"
 
 aten, functorch = torch.ops.aten, torch._C._functorch
 COPIES = (aten.copy_, aten._foreach_copy_)
-WAITING = (aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten._unique2, aten.is_nonzero)
+WAITING = (aten._local_scalar_dense, aten.equal, aten.allclose, aten.is_nonzero, aten.nonzero, aten.masked_select)
+WAITING += (aten._unique2, aten.unique_dim, aten.unique_consecutive, aten.unique_dim_consecutive, aten.bincount)
 INDEXING = (aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_)
-FROM_HOST = (torch.tensor, torch.as_tensor)
+FROM_HOST = (torch.tensor, torch.as_tensor, torch.asarray)
+READING = (Tensor.tolist, Tensor.__repr__, Tensor.__format__)
+REFUSED = (Tensor.numpy, Tensor.__array__)
 
 
 class WrongDevice(RuntimeError):
@@ -74,7 +76,11 @@ class FakeGpu(TorchFunctionMode):
         self._operations = _Operations(self)
 
     def __enter__(self) -> Any:
-        own = {"areal_agent.trainer.tree_attention.create_block_mask": self._mask}
+        own = {
+            "areal_agent.trainer.tree_attention.create_block_mask": self._mask,
+            "torch.autograd._engine_run_backward": self._backward,
+            "torch.save": self._save,
+        }
         self._replaced = [patch(name, one) for name, one in (_REPLACED | own).items()]
         for one in self._replaced:
             one.start()
@@ -95,6 +101,22 @@ class FakeGpu(TorchFunctionMode):
         with self.setting("is_moving", True):
             return create_block_mask(*args, **more)
 
+    def _backward(self, *args: Any, **more: Any) -> Any:
+        """Run autograd's engine within this mode, which torch left: it calls functions and hooks of the project."""
+        super().__enter__()
+        try:
+            return _ENGINE(*args, **more)
+        finally:
+            super().__exit__(None, None, None)
+
+    def _save(self, tree: Any, *args: Any, **more: Any) -> None:
+        self._read(tree)
+        _SAVE(tree, *args, **more)
+
+    def _read(self, tree: Any) -> None:
+        for _ in filter(on_gpu, _tensors(tree)):
+            self.note(TO_HOST)
+
     @contextmanager
     def setting(self, name: str, value: bool) -> Iterator[None]:
         before = getattr(self, name)
@@ -108,31 +130,26 @@ class FakeGpu(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _SAID and on_gpu(args[0]) and not _in_distributed():
             return _SAID[func]
-        if func is Tensor.backward:  # a function of torch in which code of the project runs
-            super().__enter__()
-            try:
-                return torch.autograd.backward(args[0])
-            finally:
-                super().__exit__(None, None, None)
-        if func is Tensor.tolist and on_gpu(args[0]):
-            self.note(TO_HOST)
-        if func is Tensor.numpy and on_gpu(args[0]):
-            raise WrongDevice("numpy() of a tensor on the GPU")
+        if func in REFUSED and on_gpu(args[0]):
+            raise WrongDevice(f"{func.__name__} of a tensor on the GPU, at {_line()}")
+        if func in READING or (func in FROM_HOST and not isinstance(args[0], Tensor)):
+            self._read(args[0])
         if func is Tensor.cpu:
             return self._moved(args[0], CPU)
         if func is Tensor.to:
             return self._to(*args, **kwargs)
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type != "meta":
             return self._made(func, args, kwargs)
-        with self.setting("makes_on_gpu", self.makes_on_gpu or any(map(on_gpu, _tensors((args, kwargs))))):
-            if isinstance(func, FunctionType):
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        with self.setting("makes_on_gpu", any(map(on_gpu, _tensors((args, kwargs))))):
+            return func(*args, **kwargs)
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
         is_gpu = torch.device(kwargs["device"]).type == "cuda"
-        if is_gpu and func in FROM_HOST:
-            self.note(TO_GPU)
+        if func in FROM_HOST:
+            if isinstance(args[0], Tensor):
+                args = (self._moved(args[0], torch.device(kwargs["device"])), *args[1:])
+            elif is_gpu:
+                self.note(TO_GPU)
         with self.setting("is_moving", True):
             made = func(*args, **{**kwargs, "device": CPU})
         return put(made) if is_gpu else made
@@ -188,12 +205,16 @@ _REPLACED = {
     "torch.nn.utils.clip_grad._group_tensors_by_device_and_dtype": lambda tensors: {
         (GPU if on_gpu(group[0][0][0]) else CPU, dtype): group for (_, dtype), group in _GROUPED(tensors).items()
     },
+    "torch.utils.checkpoint._allowed_determinism_checks_to_fns": {  # asked within and without the mode
+        "default": lambda one: (one.shape, one.dtype, on_gpu(one))
+    },
     "torch.autocast": lambda _, **more: _AUTOCAST("cpu", **more),
     "areal_agent.trainer.model.packed_kernel": lambda: kernel,
     "areal_agent.trainer.trainer.Compiled": lambda: Compiled(lambda _: _refuse_graphs),
     "areal_agent.engine.embedded.model.packed_kernel": lambda: kernel,
 }
 _AUTOCAST, _GROUPED = torch.autocast, clip_grad._group_tensors_by_device_and_dtype
+_ENGINE, _SAVE = torch.autograd._engine_run_backward, torch.save
 _SAID = {Tensor.device.__get__: GPU, Tensor.is_cuda.__get__: True, Tensor.is_cpu.__get__: False}
 
 
@@ -214,7 +235,7 @@ class _Operations(TorchDispatchMode):
         name = func.overloadpacket
         if any(on) and not all(on):
             self._check(name, given, on)
-        if name in WAITING or (name in INDEXING and any(one.dtype == torch.bool for one in _tensors(args[1]))):
+        if name in WAITING or _asks_for_size(name, args, kwargs):
             self._gpu.note(WAITS)
         found = func(*args, **kwargs)
         if name not in COPIES:
@@ -234,6 +255,13 @@ class _Operations(TorchDispatchMode):
                 f"{tuple(one.shape)} on {GPU if is_on else CPU}" for one, is_on in zip(given, on, strict=True)
             )
             raise WrongDevice(f"{name} got tensors of two devices: {places}, at {_line()}")
+
+
+def _asks_for_size(name: Any, args: Any, kwargs: Any) -> bool:
+    """Whether what comes out is as long as values say: of a mask as an index, and of counts without their sum."""
+    if name in INDEXING:
+        return any(one.dtype == torch.bool for one in _tensors(args[1]))
+    return name is aten.repeat_interleave and kwargs.get("output_size") is None
 
 
 def _frames() -> Iterator[Any]:

@@ -63,7 +63,8 @@ class Block:
 
     start: int
     end: int
-    keys: Tensor  # [K] int64, places: ancestors of the first query, then the block's own
+    keys: Tensor  # [K] int64, places: ancestors of the first query, from the top down, then the block's own
+    num_above: int  # how many of these ancestors, from the top down, are above all queries under the same root
     is_chain: bool  # each query is the child of the one before, so that it sees all keys up to itself
 
 
@@ -147,4 +148,5 @@ def _blocks(depths: NDArray[np.int64], ends: NDArray[np.int64]) -> Iterator[Bloc
 def _block(start: int, end: int, depths: NDArray[np.int64], ends: NDArray[np.int64]) -> Block:
     keys = np.concatenate([np.flatnonzero(ends[:start] > start), np.arange(start, end)])
     is_chain = bool(depths[end - 1] - depths[start] == end - 1 - start)  # a step goes down by one at the most
-    return Block(start=start, end=end, keys=torch.from_numpy(keys), is_chain=is_chain)
+    num_above = int(depths[start : min(end, ends[keys[0]])].min())
+    return Block(start=start, end=end, keys=torch.from_numpy(keys), num_above=num_above, is_chain=is_chain)

@@ -189,7 +189,7 @@ def _seen(tree: Tree, block: Block, rule: Rule | None) -> tuple[Tensor, Tensor]:
     if rule is None:
         return keys, tree.seen(block, keys)[None, None]
     if rule.reach is not None:
-        keys = keys[tree.depths[keys] > depths.min() - rule.reach]
+        keys = keys[max(0, block.num_above - rule.reach + 1) :]  # no mask: its size would have to come from the GPU
     return keys, tree.seen(block, keys) & rule.seen(depths, tree.depths[keys])
 
 

@@ -3,6 +3,7 @@
 - Answers are those of the CPU, token by token: prefills in chunks and over a prefix, one by one and in one call, every
   kind of sampling, a grammar, a swap of weights, memory that is released and taken again. All tensors of an operation
   are on one device.
+- In bfloat16, log-probabilities are nearly those of float32, also after a swap of weights.
 - A decode step crosses between host and GPU as often for six rows as for two, and launches so few kernels a layer.
 """
 
@@ -45,9 +46,9 @@ class EvenIds:
         return None
 
 
-def work_on(folder, device: str, kernel: Kernel | None = None) -> Workload:
+def work_on(folder, device: str, kernel: Kernel | None = None, dtype: str = "float32") -> Workload:
     runner = ModelRunner(
-        str(folder), device=device, dtype="float32", num_slots=8, max_context_tokens=512, kv_tokens=16 * 512
+        str(folder), device=device, dtype=dtype, num_slots=8, max_context_tokens=512, kv_tokens=16 * 512
     )
     runner.kernel = kernel
     return Workload(runner, WeightVersion(step=7))
@@ -61,9 +62,9 @@ def answers(work: Workload, *rows: Row):
     return [row.answer.result() for row in rows]
 
 
-def conversation(folder, other, device: str, ask, kernel: Kernel | None = None, **sampling):
+def conversation(folder, other, device: str, ask, kernel: Kernel | None = None, dtype="float32", **sampling):
     """Answers of several rows, of two that go on from them, after new weights, and after a release of memory."""
-    work = work_on(folder, device, kernel)
+    work = work_on(folder, device, kernel, dtype)
     rows = [
         Row(request=ask(n, prompt_length=9 + 5 * n, **sampling), matcher=EvenIds() if n == 2 else None)
         for n in range(4)
@@ -92,6 +93,17 @@ def test_answers_are_those_of_the_cpu(kind, kernel, tiny, other, ask):
         assert (ours.token_ids, ours.cached_tokens) == (theirs.token_ids, theirs.cached_tokens)
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
     assert found[4].cached_tokens > 10, "it began as an answer before"
+
+
+def test_half_precision(tiny, other, ask, truth):
+    with FakeGpu():
+        found = conversation(tiny, other, "cuda", ask, fake_gpu.kernel, "bfloat16")
+    assert found[4].cached_tokens > 10
+    for n, place, folder in ((0, 0, tiny), (1, 1, tiny), (3, 3, tiny), (20, 6, other), (21, 7, other)):
+        prompt = ask(n, prompt_length=9 + 5 * n if n < 4 else 10).input_ids
+        exact = truth(folder).logprobs(prompt, found[place].token_ids)
+        assert found[place].logprobs == pytest.approx(exact, abs=0.1)
+        assert found[place].logprobs != pytest.approx(exact, abs=1e-3), "it was not in 16 bits"
 
 
 @pytest.mark.parametrize("kind", KINDS)

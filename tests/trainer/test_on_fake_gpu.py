@@ -1,16 +1,22 @@
 """The train step and pushes on a GPU that is not there (tests/fake_gpu.py).
 
-- With every loss, layout, precision, adapters, critic, reference and shared prefixes all tensors of an operation are on
-  one device. In float32 metrics are those of the CPU.
+- With every loss, layout, precision, adapters, critic, reference, windows and shared prefixes all tensors of an
+  operation are on one device. In float32 metrics are those of the CPU.
 - What crosses between host and GPU in a step is known, and grows with the micro-batches, not with the samples.
 - There AdamW is one pass; what it keeps is what it keeps on a CPU, and goes on in either place.
-- What the trainer pushes is what an engine on the GPU then holds.
+- What the trainer pushes is what an engine on the GPU then holds; of adapters alone, what the trainer has.
 - A checkpoint is written beside training, unless the machine has too little memory for its copies.
-- The fake GPU finds a tensor on the wrong device, one that was not moved, and an `item` in a loop.
+- The fake GPU finds a tensor on the wrong device, one that was not moved, an `item` in a loop, and the same within
+  backward passes. It sees what copies to the host or waits, and only that.
 """
 
+import json
+import shutil
 import threading
 from dataclasses import replace
+from functools import partial
+from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,20 +30,26 @@ from areal_agent.trainer import saving
 from areal_agent.trainer.config import LoraConfig, TrainerConfig
 from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.ranks import Group
-from tests.fake_gpu import CPU, GPU, TO_HOST, WAITS, FakeGpu, WrongDevice
+from areal_agent.weights.channels import ADAPTER_WEIGHTS, PREFIX
+from tests.fake_gpu import CPU, GPU, TO_GPU, TO_HOST, WAITS, FakeGpu, WrongDevice
 
 LORA = LoraConfig(rank=2, alpha=4.0)
 PENALISED = {"reference": "initial", "kl_coefficient": 0.1, "entropy_coefficient": 0.01}
 BY_SEQUENCE = {"preset": "gspo", "aggregation": "sequence_mean", "behavior_weight_level": "sequence"}
-CASES = {
+WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+CASES: dict[str, tuple[dict, ...]] = {
     "ppo_clip": ({"packing": "balanced"}, {"dual_clip": 3.0}),
     "gspo": ({"packing": "first_fit", "gradient_checkpointing": True}, BY_SEQUENCE),
     "cispo": ({"packing": "padded"}, {"preset": "cispo", **PENALISED}),
-    "tree": ({"packing": "tree"}, {**PENALISED, "kl_in": "reward", "minibatches": 2}),
+    "tree": ({"packing": "tree"}, {**PENALISED, "kl_in": "reward", "kl_estimator": "k2", "minibatches": 2}),
+    "tree, gspo": ({"packing": "tree", "gradient_checkpointing": True}, {**BY_SEQUENCE, "minibatches": 1}),
+    "tree, cispo": ({"packing": "tree"}, {"preset": "cispo", "aggregation": "constant", "aggregation_tokens": 16}),
+    "tree, windows": ({"packing": "tree"}, {}, WINDOWS),
     "tree, half": ({"packing": "tree", "dtype": "bfloat16"}, {}),
     "tree, critic": ({"packing": "tree"}, {"preset": "ppo", "minibatches": 2}),
     "critic, half": ({"packing": "balanced", "dtype": "bfloat16"}, {"preset": "ppo"}),
     "adapters": ({"lora": LORA}, PENALISED),
+    "adapters, critic": ({"lora": LORA}, {"preset": "ppo"}),
     "adapters, half": ({"lora": LORA, "dtype": "bfloat16", "packing": "balanced"}, PENALISED),
     "float32 head": (
         {"dtype": "bfloat16", "fp32_lm_head": True, "packing": "padded"},
@@ -82,7 +94,11 @@ def step_input(make_batch, as_input):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step(case, model_folder, step_input, open_trainer, tmp_path):
-    changes, algorithm = CASES[case]
+    changes, algorithm, *shape = CASES[case]
+    for changed in shape:
+        model_folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
+        written = model_folder / "config.json"
+        written.write_text(json.dumps(json.loads(written.read_text()) | changed))
     config = TrainerConfig(**({"device": "cuda", "dtype": "float32"} | changes))
     more = {"token_records": tmp_path, "token_records_share": 1.0}
     small, large = step_input(1, 1), step_input(2, 3)
@@ -145,6 +161,18 @@ def test_a_push(changes, model_folder, step_input, open_trainer):
         assert runner.layout.holds(proved)
 
 
+def test_a_push_of_adapters_alone(model_folder, step_input, open_trainer):
+    with FakeGpu() as gpu:
+        config = TrainerConfig(device="cuda", dtype="float32", lora=LORA.model_copy(update={"push": "adapter"}))
+        trainer = open_trainer(model_folder, config, AlgorithmConfig())
+        trainer.train_step(step_input(1, 1))
+        held = {PREFIX + name: one.tolist() for name, one in trainer._policy.whole_adapter().items()}
+        gpu.copies.clear()
+        pushed = load_file(Path(trainer.publish().path) / ADAPTER_WEIGHTS)
+    assert sum(gpu.copies.values()) == len(held)
+    assert {name: one.tolist() for name, one in pushed.items()} == held
+
+
 def test_a_save(model_folder, step_input, open_trainer, tmp_path, monkeypatch):
     may_write = threading.Event()
     with FakeGpu():
@@ -162,6 +190,23 @@ def test_a_save(model_folder, step_input, open_trainer, tmp_path, monkeypatch):
     assert (at_once, beside) == ("published", None)
     saved = load_file(trainer.saver.ended().path / "model.safetensors")
     assert {name: one.tolist() for name, one in saved.items()} == held
+
+
+class Reading(torch.autograd.Function):
+    """Doubles, and reads values on the host in its backward pass."""
+
+    @staticmethod
+    def forward(ctx, values):
+        return 2.0 * values
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        (gradient,) = gradients
+        gradient.cpu()
+        assert (gradient.device, float(gradient[0])) == (GPU, 1.0)
+        with pytest.raises(WrongDevice):
+            gradient + torch.zeros(3)  # made on the host
+        return 2.0 * gradient
 
 
 def test_what_the_fake_gpu_finds():
@@ -184,3 +229,54 @@ def test_what_the_fake_gpu_finds():
         assert (sums, gpu.copies[WAITS, "a test"]) == ([3.0] * 5, 5)
         torch.ones(5, device=GPU)[torch.ones(5, device=GPU) > 0].cpu()
         assert (gpu.copies[WAITS, "a test"], gpu.copies[TO_HOST, "a test"]) == (6, 1)
+        weights = torch.ones(3, device=GPU).requires_grad_()
+        hooked = []
+        weights.register_hook(lambda gradient: hooked.append(gradient.device))
+        for differentiate in (torch.Tensor.backward, lambda loss: torch.autograd.grad(loss, weights)):
+            gpu.copies.clear()
+            differentiate(Reading.apply(weights).sum())
+            assert gpu.copies == {(TO_HOST, "a test"): 1, (WAITS, "a test"): 1}
+        assert (hooked, weights.grad.device) == ([GPU, GPU], GPU)
+    with pytest.raises(AssertionError):
+        Reading.apply(torch.ones(3).requires_grad_()).sum().backward()  # outside, a host is a host
+
+
+NUMBERS = torch.tensor([2, 0, 1])
+causal = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+
+
+@pytest.mark.parametrize(
+    ("use", "seen"),
+    [
+        (np.asarray, WrongDevice),
+        (lambda x: np.asarray([*x]), WrongDevice),
+        (lambda x: torch.tensor([x[0], x[1]]), {TO_HOST: 2}),
+        (lambda x: torch.tensor([x[0], 5], device=GPU), {TO_HOST: 1, TO_GPU: 1}),
+        (lambda x: torch.as_tensor(x, device=CPU), {TO_HOST: 1}),
+        (lambda x: x.tolist(), {TO_HOST: 1}),
+        (str, {TO_HOST: 1}),
+        (lambda x: torch.save({"of": [x, x]}, BytesIO()), {TO_HOST: 2}),
+        (lambda x: x.repeat_interleave(x), {WAITS: 1}),
+        (torch.bincount, {WAITS: 1}),
+        (torch.unique, {WAITS: 1}),
+        (torch.unique_consecutive, {WAITS: 1}),
+        (lambda x: x[:, None].unique(dim=0), {WAITS: 1}),
+        (lambda x: torch.allclose(x, x), {WAITS: 1}),
+        (lambda x: [int(one) for one in x], {WAITS: 3}),
+        (list, {}),
+        (lambda x: causal(*(x[:size].float().expand(1, 1, 3, size) for size in (3, 3, 2))), {}),  # torch makes a mask
+        (lambda x: torch.as_tensor(x, device=GPU), {}),
+        (lambda x: x.repeat_interleave(2), {}),
+        (lambda x: x.repeat_interleave(x, output_size=3), {}),
+    ],
+)
+def test_what_crosses(use, seen):
+    with FakeGpu() as gpu:
+        numbers = NUMBERS.to(GPU)
+        gpu.copies.clear()
+        if seen is WrongDevice:
+            with pytest.raises(WrongDevice):
+                use(numbers)
+            return
+        use(numbers)
+    assert gpu.copies == {(kind, "a test"): n for kind, n in seen.items()}
