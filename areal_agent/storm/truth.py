@@ -5,7 +5,7 @@ agent, weights begin to serve under a version, a step is trained.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,12 +28,18 @@ def letter_of(weights: str) -> str:
     return LETTERS[int(weights, 16) % len(LETTERS)]
 
 
+def _text(ids: Iterable[int]) -> str:
+    """Return token ids as a text, in which a part of an answer is found."""
+    return "".join(map(chr, ids))
+
+
 @dataclass(kw_only=True, slots=True)
 class Truth:
     """What happened so far. `faults` are broken promises that were seen as they broke."""
 
     max_staleness: int
     answers: set[str] = field(default_factory=set[str])  # ids of completions that reached an agent
+    trained: dict[str, set[str]] = field(default_factory=dict[str, set[str]])  # by session: its turns' tokens in a loss
     weights: dict[WeightVersion, str] = field(default_factory=dict[WeightVersion, str])
     faults: list[str] = field(default_factory=list[str])
 
@@ -51,7 +57,15 @@ class Truth:
 
     def trains(self, given: StepInput) -> None:
         """A trainer makes this step."""
+        once: set[tuple[str, bytes, bytes]] = set()
         for record in given.records:
+            one = (record.session_id, record.token_ids.tobytes(), record.loss_mask.tobytes())
+            if one in once:
+                self.faults.append(f"step {given.step} trains a record of {record.session_id} twice")
+            once.add(one)
+            for turn in set(record.turn_index[record.loss_mask].tolist()):
+                sampled = record.token_ids[record.loss_mask & (record.turn_index == turn)]
+                self.trained.setdefault(record.session_id, set()).add(_text(sampled.tolist()))
             if record.loss_mask.any():
                 oldest = int(record.versions[record.loss_mask].min())
                 if given.step - 1 - oldest > self.max_staleness:
@@ -93,6 +107,14 @@ def _of_sessions(
                 faults.append(f"{one.id} has tokens of version {span.version}, which no engine has served")
             elif weights is not None and sampled - {letters[letter_of(weights)]}:
                 faults.append(f"{one.id} has tokens of other weights under version {span.version}")
+    answered = {
+        session.session_id: [_text(one.token_ids) for turn in session.turns for one in turn.completions]
+        for session in sessions
+    }
+    for session_id, texts in truth.trained.items():
+        answers = answered.get(session_id, [])
+        if not all(any(text in answer for answer in answers) for text in texts):
+            faults.append(f"{session_id} was trained on tokens that are in none of its answers")
     trained = {one.session_id for one in sessions if one.fate is not None and one.fate.trained_step is not None}
     if twice := sorted({one for one in lineage if lineage.count(one) > 1}):
         faults.append(f"the last weights were trained twice on {', '.join(twice)}")
