@@ -30,7 +30,7 @@ import orjson
 
 from areal_agent.config import Config
 from areal_agent.engine.address import EngineAddress
-from areal_agent.errors import ArealAgentError, DiskFull, EngineError, ProcessDied, TrainerError
+from areal_agent.errors import DiskFull, EngineError, ProcessDied, TrainerError
 from areal_agent.models.recipe import END, train_tokenizer
 from areal_agent.rollout import local
 from areal_agent.rollout import worker as worker_process
@@ -62,9 +62,11 @@ CALM_S = 120.0
 CALM_STEPS = 2
 """The train steps that the run makes after that before it ends."""
 END_S = 4 * 3600.0
-MAY_END_WITH = (DiskFull, EngineError, ProcessDied, TrainerError)
-MAX_LIVES_AFTER = 20
-"""The time, and the number of processes, in which a run has to complete after the last fault."""
+MAX_LIVES_AFTER = 3
+"""The time, and the number of new processes, in which a run has to complete after that: it is 0 or 1 as a rule."""
+
+EXPLAINED = (DiskFull, EngineError, ProcessDied, TrainerError)
+"""The errors that faults may end a run with: of its disk, engines, processes and saves. Others are a promise broken."""
 
 CHECKPOINT_EVERY = 2
 SETTINGS = {
@@ -102,7 +104,7 @@ def settings_of(seed: int) -> tuple[dict[str, Any], str]:
 
 
 class _Unexpected(logging.Handler):
-    """Makes a broken promise of each exception that a program or the loop logs, unless it is one of areal_agent's.
+    """Makes a broken promise of each exception that a program or the loop logs and that no fault explains.
 
     A gateway logs whatever it answers with status 500.
     """
@@ -115,7 +117,7 @@ class _Unexpected(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if error is None and record.name == "asyncio":
             self._truth.faults.append(f"the event loop has an error: {record.getMessage()}")
-        elif isinstance(error, Exception) and not isinstance(error, ArealAgentError):
+        elif isinstance(error, Exception) and not isinstance(error, EXPLAINED):
             self._truth.faults.append(described(error))
 
 
@@ -225,12 +227,15 @@ class Story:
         def no_watchdog(**_: object) -> Any:  # it watches by a thread
             return nullcontext(mock.Mock(blocked_s=0.0))
 
+        def no_warnings(channel: object) -> logging.Handler:  # all programs have one log, where they would go round
+            return logging.NullHandler()
+
         with ExitStack() as stack:
             for where, name, value in (
                 (EngineAddress, "connect", connect),
                 (run_module, "open_hosts", open_hosts),
                 (local.Watchdog, "of_this_loop", no_watchdog),
-                (worker_process, "_WarningsToMain", lambda channel: logging.NullHandler()),  # one log is all programs'
+                (worker_process, "_WarningsToMain", no_warnings),
                 (WriterAtOnce, "look", staticmethod(self._look)),
                 (WriterAtOnce, "delay_s", staticmethod(self._disk_delay_s)),
             ):
@@ -283,7 +288,7 @@ class Story:
         except asyncio.CancelledError:
             over.set_result("it was interrupted before training started")
         except Exception as error:
-            if not isinstance(error, MAY_END_WITH):
+            if not isinstance(error, EXPLAINED):
                 self.truth.faults.append(described(error))
             over.set_result(f"{type(error).__name__}: {error}")
 

@@ -5,6 +5,7 @@ agent, weights begin to serve under a version, a step is trained.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,12 +58,10 @@ class Truth:
 
     def trains(self, given: StepInput) -> None:
         """A trainer makes this step."""
-        once: set[tuple[str, bytes, bytes]] = set()
+        records = Counter((one.session_id, one.token_ids.tobytes(), one.loss_mask.tobytes()) for one in given.records)
+        if twice := sorted({session_id for (session_id, *_), number in records.items() if number > 1}):
+            self.faults.append(f"step {given.step} trains a record twice: {', '.join(twice)}")
         for record in given.records:
-            one = (record.session_id, record.token_ids.tobytes(), record.loss_mask.tobytes())
-            if one in once:
-                self.faults.append(f"step {given.step} trains a record of {record.session_id} twice")
-            once.add(one)
             for turn in set(record.turn_index[record.loss_mask].tolist()):
                 sampled = record.token_ids[record.loss_mask & (record.turn_index == turn)]
                 self.trained.setdefault(record.session_id, set()).add(_text(sampled.tolist()))
@@ -111,10 +110,13 @@ def _of_sessions(
         session.session_id: [_text(one.token_ids) for turn in session.turns for one in turn.completions]
         for session in sessions
     }
-    for session_id, texts in truth.trained.items():
-        answers = answered.get(session_id, [])
-        if not all(any(text in answer for answer in answers) for text in texts):
-            faults.append(f"{session_id} was trained on tokens that are in none of its answers")
+    altered = [
+        session_id
+        for session_id, texts in truth.trained.items()
+        if not all(any(text in answer for answer in answered.get(session_id, ())) for text in texts)
+    ]
+    if altered:
+        faults.append(f"the tokens that were trained are in no answer of their sessions: {', '.join(sorted(altered))}")
     trained = {one.session_id for one in sessions if one.fate is not None and one.fate.trained_step is not None}
     if twice := sorted({one for one in lineage if lineage.count(one) > 1}):
         faults.append(f"the last weights were trained twice on {', '.join(twice)}")
