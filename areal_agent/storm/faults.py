@@ -74,12 +74,12 @@ class Machines(Protocol):
         """Return the living engines."""
         ...
 
-    def kill_run(self) -> None:
-        """Kill every process of the run."""
+    def kill_run(self) -> bool:
+        """Kill every process of the run. Return whether there was one."""
         ...
 
-    def interrupt_run(self) -> None:
-        """Ask the run to save and to end, as Ctrl-C does."""
+    def interrupt_run(self) -> bool:
+        """Ask the run to save and to end, as Ctrl-C does. Return whether there was one."""
         ...
 
     def kill_at(self, point: str, times: int, felt: Callable[[], object]) -> None:
@@ -97,8 +97,8 @@ Strike = Callable[[Machines, Fault], None]
 
 def _always(do: Callable[[Machines, Fault], object]) -> Strike:
     def strike(machines: Machines, fault: Fault) -> None:
-        do(machines, fault)
-        machines.felt(fault)
+        if do(machines, fault) is not False:
+            machines.felt(fault)
 
     return strike
 

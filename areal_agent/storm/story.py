@@ -366,20 +366,21 @@ class Story:
     def engines(self) -> Sequence[StormEngine]:
         return [engine for _, engine in sorted(self.network.engines.items()) if not engine.program.is_dead]
 
-    def interrupt_run(self) -> None:
-        if self._main_task is not None and not self._is_interrupted:
-            self._is_interrupted = True
-            self._main_task.cancel()
+    def interrupt_run(self) -> bool:
+        is_there = self._main_task is not None and not self._is_interrupted and self._main_task.cancel()
+        self._is_interrupted |= is_there
+        return is_there
 
     def kill_at(self, point: str, times: int, felt: Callable[[], object]) -> None:
         self._death = (point, times, felt)
 
-    def kill_run(self) -> None:
-        if not self._life_over.done():
+    def kill_run(self) -> bool:
+        if is_there := not self._life_over.done():
             self._main.kill()
             for process in self._hosts.processes.values():
                 process.kill()
             self._life_over.set_result("it was killed")
+        return is_there
 
     def _say(self, what: str) -> None:
         self.lines.append(f"{self.now_s:9.2f} s  {what.replace(str(self._folder), '.')}")

@@ -118,7 +118,7 @@ def test_faults_are_left_out_until_a_story_is_short() -> None:
         ("capacity_returned_twice", "13", "counted as running"),  # from seed 0 it takes 700 faults
         ("stale_version_accepted", "15", "trains a token of version"),  # from seed 10 it takes 300 faults
         ("twice_in_a_step", "9", "trains a record twice"),
-        ("altered_tokens", "9", "are in no answer of their sessions"),
+        ("altered_tokens", "9", "that are in none of its answers"),
         ("a_gateway_fails", "9", "an unexpected KeyError"),
         ("a_worker_fails", "9", "an unexpected AssertionError"),
         ("a_run_ends", "9", "an unexpected LedgerError"),
