@@ -61,7 +61,7 @@ def test_a_process_that_is_killed_is_told() -> None:
 
 def test_a_process_that_takes_too_long_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(ProcessDied, match=r"spin\(8\) was killed by SIGKILL, as it had not ended within 1 s"):
+    with pytest.raises(ProcessDied, match=r"spin\(8,\) was killed by SIGKILL, as it had not ended within 1 s"):
         apart(spin, 8, limit_s=1.0)
     assert not list(tmp_path.iterdir())
 
