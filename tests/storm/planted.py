@@ -88,11 +88,11 @@ def altered_tokens() -> None:
     _records_are(lambda records: [altered(one) for one in records])
 
 
-def _every_third_fails(owner: type, name: str, error: Exception) -> None:
+def _fails(owner: type, name: str, every: int, error: Exception) -> None:
     method, calls = getattr(owner, name), itertools.count(1)
 
     def fails(*given: Any) -> Any:
-        if next(calls) % 3 == 0:
+        if next(calls) % every == 0:
             raise error
         return method(*given)
 
@@ -100,16 +100,16 @@ def _every_third_fails(owner: type, name: str, error: Exception) -> None:
 
 
 def a_gateway_fails() -> None:
-    _every_third_fails(TurnLog, "place", KeyError("planted"))
+    _fails(TurnLog, "place", 3, KeyError("planted"))
 
 
 def a_worker_fails() -> None:
-    _every_third_fails(WorkerServer, "_start", AssertionError("planted"))
+    _fails(WorkerServer, "_start", 20, AssertionError("planted"))
 
 
 def a_run_ends() -> None:
     """A run ends with an error that nothing explains."""
-    _every_third_fails(Run, "push", LedgerError("planted"))
+    _fails(Run, "push", 3, LedgerError("planted"))
 
 
 DEFECTS: dict[str, Callable[[], None]] = {
