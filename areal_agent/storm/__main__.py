@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,9 @@ from areal_agent.storm.story import Told, tell
 T = TypeVar("T")
 
 FAULTS_A_STORY = 50
+MAX_FAULTS = 10_000_000
+STORY_LIMIT_S = 300.0
+"""The real time of one story, which takes seconds: one that spins while its clock stands still would take for ever."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, least in (("faults", 1), ("jobs", 1), ("seed", 0)):
         if getattr(arguments, name) < least:
             parser.error(f"--{name} is {getattr(arguments, name)}; give {least} or more")
+    if arguments.faults > MAX_FAULTS:
+        parser.error(f"--faults is {arguments.faults}; give {MAX_FAULTS:,} or fewer")
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of names have the same order in each process
         module = ["-m", "areal_agent.storm", *words]
         os.execve(sys.executable, [sys.executable, *module], {**os.environ, "PYTHONHASHSEED": "0"})
@@ -89,27 +95,35 @@ def _tell_all(stories: Mapping[int, int], kinds: Sequence[str], jobs: int) -> in
     return 0
 
 
-def apart(call: Callable[..., T], *arguments: object) -> T:
-    """Return what a call returns in a process of its own, as each story needs. Raises ProcessDied if that is killed."""
+def apart(call: Callable[..., T], *arguments: object, limit_s: float = STORY_LIMIT_S) -> T:
+    """Return what a call returns in a process of its own, as each story needs.
+
+    Raises ProcessDied if that is killed; it is, where it takes longer than `limit_s`.
+    """
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_send, args=(there, call, arguments), daemon=True)
-    process.start()
-    there.close()
-    try:
-        return here.recv()
-    except EOFError:
-        process.join()
-        raise ProcessDied(
-            f"the process of {call.__name__}{arguments!r} {how_it_ended(process.exitcode or 0)}"
-        ) from None
-    finally:
-        here.close()
-        process.join()
+    with tempfile.TemporaryDirectory(prefix="storm-") as folder:  # which the process cannot remove once it is killed
+        process = context.Process(target=_send, args=(there, folder, call, arguments), daemon=True)
+        process.start()
+        there.close()
+        late = ""
+        try:
+            if not here.poll(limit_s):
+                process.kill()
+                late = f", as it had not ended within {limit_s:g} s"
+            return here.recv()
+        except EOFError:
+            process.join()
+            how = how_it_ended(process.exitcode or 0)
+            raise ProcessDied(f"the process of {call.__name__}{arguments!r} {how}{late}") from None
+        finally:
+            here.close()
+            process.join()
 
 
-def _send(there: Connection, call: Callable[..., object], arguments: Sequence[object]) -> None:
+def _send(there: Connection, folder: str, call: Callable[..., object], arguments: Sequence[object]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is told once, by the parent
+    tempfile.tempdir = folder
     there.send(call(*arguments))
 
 

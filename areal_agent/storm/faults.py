@@ -74,47 +74,49 @@ class Machines(Protocol):
         """Return the living engines."""
         ...
 
-    def kill_run(self) -> None:
-        """Kill every process of the run."""
+    def kill_run(self) -> bool:
+        """Kill every process of the run. Return whether there was one."""
         ...
 
-    def interrupt_run(self) -> None:
-        """Ask the run to save and to end, as Ctrl-C does."""
+    def interrupt_run(self) -> bool:
+        """Ask the run to save and to end, as Ctrl-C does. Return whether there was one."""
         ...
 
-    def kill_at(self, point: str, times: int) -> None:
-        """Kill the run once it has passed this point so often."""
+    def kill_at(self, point: str, times: int, felt: Callable[[], object]) -> None:
+        """Kill the run once it has passed this point so often, and call `felt`."""
+        ...
+
+    def felt(self, fault: Fault) -> None:
+        """Count that a fault has hit something."""
         ...
 
 
-Strike = Callable[[Machines, Fault], bool]
-"""Does it, and returns whether there was something to strike at."""
+Strike = Callable[[Machines, Fault], None]
+"""Does it, and tells the machines when something has felt it."""
 
 
 def _always(do: Callable[[Machines, Fault], object]) -> Strike:
-    def strike(machines: Machines, fault: Fault) -> bool:
-        do(machines, fault)
-        return True
+    def strike(machines: Machines, fault: Fault) -> None:
+        if do(machines, fault) is not False:
+            machines.felt(fault)
 
     return strike
 
 
 def _process(prefix: str, do: Callable[[Machines, SimulatedProcess, Fault], object]) -> Strike:
-    def strike(machines: Machines, fault: Fault) -> bool:
-        living = machines.processes(prefix)
-        if living:
+    def strike(machines: Machines, fault: Fault) -> None:
+        if living := machines.processes(prefix):
             do(machines, fault.one_of(living), fault)
-        return bool(living)
+            machines.felt(fault)
 
     return strike
 
 
 def _engine(do: Callable[[Machines, StormEngine, Fault], object]) -> Strike:
-    def strike(machines: Machines, fault: Fault) -> bool:
-        living = machines.engines()
-        if living:
+    def strike(machines: Machines, fault: Fault) -> None:
+        if living := machines.engines():
             do(machines, fault.one_of(living), fault)
-        return bool(living)
+            machines.felt(fault)
 
     return strike
 
@@ -145,11 +147,17 @@ def _fail(machines: Machines, engine: StormEngine, fault: Fault) -> None:
 
 def _kill_at_a_point(machines: Machines, fault: Fault) -> None:
     point = fault.one_of(POINTS)
-    machines.kill_at(point, fault.one_of(range(20), 97) if point in (BEFORE_A_COMMIT, AFTER_A_COMMIT) else 0)
+    times = fault.one_of(range(20), 97) if point in (BEFORE_A_COMMIT, AFTER_A_COMMIT) else 0
+    machines.kill_at(point, times, lambda: machines.felt(fault))
+
+
+def _damage(machines: Machines, fault: Fault) -> None:
+    if living := machines.engines():
+        fault.one_of(living).damaged.append(lambda: machines.felt(fault))
 
 
 def _cut(machines: Machines, engine: StormEngine, fault: Fault) -> None:
-    program = fault.one_of(("main", "worker 0", "worker 1"), 97)
+    program = fault.one_of(("main", *(one.name for one in machines.processes("worker"))), 97)
     machines.network.cut[program, engine.url] = machines.now_s + fault.for_s
 
 
@@ -183,7 +191,7 @@ def _set_the_clock(machines: Machines, fault: Fault) -> None:
 
 KINDS: Mapping[str, Strike] = {
     "the run is killed": _always(lambda machines, fault: machines.kill_run()),
-    "the run is killed at a commit": _always(_kill_at_a_point),
+    "the run is killed at a commit": _kill_at_a_point,
     "the run is interrupted": _always(lambda machines, fault: machines.interrupt_run()),
     "the trainer is killed": _process("trainer", _kill),
     "the trainer is stopped": _process("trainer", _stop),
@@ -197,7 +205,7 @@ KINDS: Mapping[str, Strike] = {
     "an engine is cut off": _engine(_cut),
     "a message comes twice": _engine(_repeat),
     "messages are late": _always(_late),
-    "weights arrive damaged": _engine(lambda machines, engine, fault: engine.corrupt_next_push()),
+    "weights arrive damaged": _damage,
     "a call of a push fails": _engine(_fail),
     "a call of a push hangs": _engine(lambda machines, engine, fault: engine.hang_next(fault.one_of(HANGING, 97))),
     "the ledger's disk is full": _always(_fill_the_disk),

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
+import logging
 import math
 import os
 import random
@@ -30,6 +31,8 @@ from areal_agent.callback import KEY_VARIABLE, LOOPBACK, call_back
 from areal_agent.errors import ProcessDied
 from areal_agent.ledger import files, shard
 from areal_agent.storm import CLOCKS
+
+logger = logging.getLogger(__name__)
 
 BEGINNING_S = 1_700_000_000.0
 """The wall clock when a story begins, in seconds since 1970."""
@@ -326,6 +329,9 @@ class SimulatedProcess:
         try:
             await work
             status = 0
+        except Exception:
+            logger.exception("the %s failed", self.name)
+            raise
         finally:
             self._over(status)
 

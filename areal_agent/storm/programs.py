@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
+import logging
 import random
 import shutil
 import socket
@@ -31,6 +32,8 @@ from areal_agent.storm.truth import Truth, digest_of, letter_of
 from areal_agent.trainer.checkpoint import CommitPoint, publish_checkpoint
 from areal_agent.trainer.wire import Frame, decode_step, describe_error, receive_frame
 from areal_agent.types import DiskWeights, EngineInfo, GenerateRequest, JsonObject, PauseMode, Weights, WeightVersion
+
+logger = logging.getLogger(__name__)
 
 LINEAGE = "lineage.json"
 VOCAB_SIZE = 512
@@ -100,6 +103,7 @@ class StormEngine(FakeEngine):
         self.url = url
         self.program = PROGRAM.get()
         self.slow = 1.0
+        self.damaged: list[Callable[[], object]] = []  # what to call as the next weights arrive damaged
         self._truth, self._ids, self._end_id = truth, ids, end_id
         self._weights_now = weights
         self._usual_token_s = self._token_s
@@ -121,8 +125,8 @@ class StormEngine(FakeEngine):
     async def take(self, weights: Weights) -> Weights:
         assert isinstance(weights, DiskWeights)
         await asyncio.sleep(PUBLISH_S)
-        if self._num_corrupt:
-            self._num_corrupt -= 1
+        if self.damaged:
+            self.damaged.pop(0)()
             raise WeightUpdateError("the weights do not match their digests")
         try:
             return DiskWeights(path=digest_of(lineage_in(Path(weights.path))))
@@ -318,6 +322,7 @@ def trainer_main(truth: Truth, passing: Callable[[CommitPoint], None], disk_faul
                 try:
                     answer["result"] = await trainer.carry_out(request)
                 except Exception as error:
+                    logger.exception("the trainer failed")
                     answer["error"] = describe_error(error)
                 writer.write(Frame(header=answer).encode())
 

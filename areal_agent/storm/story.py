@@ -10,6 +10,7 @@ import asyncio
 import contextvars
 import copy
 import errno
+import gc
 import logging
 import math
 import random
@@ -29,7 +30,7 @@ import orjson
 
 from areal_agent.config import Config
 from areal_agent.engine.address import EngineAddress
-from areal_agent.errors import ArealAgentError
+from areal_agent.errors import DiskFull, EngineError, ProcessDied, TrainerError
 from areal_agent.models.recipe import END, train_tokenizer
 from areal_agent.rollout import local
 from areal_agent.rollout import worker as worker_process
@@ -61,8 +62,11 @@ CALM_S = 120.0
 CALM_STEPS = 2
 """The train steps that the run makes after that before it ends."""
 END_S = 4 * 3600.0
-MAX_LIVES_AFTER = 20
-"""The time, and the number of processes, in which a run has to complete after the last fault."""
+MAX_LIVES_AFTER = 3
+"""The time, and the number of new processes, in which a run has to complete after that: it is 0 or 1 as a rule."""
+
+EXPLAINED = (DiskFull, EngineError, ProcessDied, TrainerError)
+"""The errors that faults may end a run with: of its disk, engines, processes and saves. Others are a promise broken."""
 
 CHECKPOINT_EVERY = 2
 SETTINGS = {
@@ -99,6 +103,31 @@ def settings_of(seed: int) -> tuple[dict[str, Any], str]:
     return settings, ", ".join(f"{name}={value}" for name, value in chosen.items())
 
 
+class _Unexpected(logging.Handler):
+    """Makes a broken promise of each exception that a program or the loop logs and that no fault explains.
+
+    A gateway logs whatever it answers with status 500.
+    """
+
+    def __init__(self, truth: Truth) -> None:
+        super().__init__()
+        self._truth = truth
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is None and record.name == "asyncio":
+            self._truth.faults.append(f"the event loop has an error: {record.getMessage()}")
+        elif isinstance(error, Exception) and not isinstance(error, EXPLAINED):
+            self._truth.faults.append(described(error))
+
+
+def described(error: Exception) -> str:
+    """Return an exception in one line, with the last line of the project that it passed."""
+    own = [one for one in traceback.extract_tb(error.__traceback__) if "areal_agent" in Path(one.filename).parts]
+    where = f"; {Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line}" if own else ""
+    return f"an unexpected {type(error).__name__}: {error}{where}"
+
+
 class Broken(Exception):
     """A story cannot go on: its message is the broken promise."""
 
@@ -120,11 +149,12 @@ class Told:
 def tell(seed: int, faults: Sequence[Fault]) -> Told:
     """Play a story. It takes this process for itself, clocks and threads included, and blocks for seconds."""
     warnings.simplefilter("ignore")
-    logging.disable()
     random.seed(seed)
     broken: list[str] = []
     with tempfile.TemporaryDirectory(prefix="storm-") as folder, simulated(seed) as (loop, clock):
         story = Story(Path(folder), seed, loop, clock)
+        logging.disable(logging.WARNING)
+        logging.getLogger().handlers = [_Unexpected(story.truth)]
         with story.in_place():
             try:
                 loop.run_until_complete(story.play(faults))
@@ -180,7 +210,8 @@ class Story:
         self._main_task: asyncio.Task[None] | None = None
         self._is_interrupted = False
         self._life_over: asyncio.Future[str] = loop.create_future()
-        self._death: tuple[str, int] | None = None  # the point at which the run dies, and how often it is passed before
+        # The point at which the run dies, how often it is passed before, and what is called then.
+        self._death: tuple[str, int, Callable[[], object]] | None = None
 
     @contextmanager
     def in_place(self) -> Generator[None]:
@@ -196,11 +227,15 @@ class Story:
         def no_watchdog(**_: object) -> Any:  # it watches by a thread
             return nullcontext(mock.Mock(blocked_s=0.0))
 
+        def no_warnings(channel: object) -> logging.Handler:  # all programs have one log, where they would go round
+            return logging.NullHandler()
+
         with ExitStack() as stack:
             for where, name, value in (
                 (EngineAddress, "connect", connect),
                 (run_module, "open_hosts", open_hosts),
                 (local.Watchdog, "of_this_loop", no_watchdog),
+                (worker_process, "_WarningsToMain", no_warnings),
                 (WriterAtOnce, "look", staticmethod(self._look)),
                 (WriterAtOnce, "delay_s", staticmethod(self._disk_delay_s)),
             ):
@@ -232,6 +267,7 @@ class Story:
 
     def broken_promises(self) -> list[str]:
         """Return which promises are broken, once everything has ended."""
+        gc.collect()  # a task that failed, and for which nobody waited, says so as it is collected
         run = self._folder / "run"
         checkpoint = latest_checkpoint(run / "checkpoints")
         lineage = programs.lineage_in(checkpoint.path) if checkpoint else []
@@ -251,10 +287,9 @@ class Story:
             over.set_result(await self._train())
         except asyncio.CancelledError:
             over.set_result("it was interrupted before training started")
-        except ArealAgentError as error:
-            over.set_result(f"{type(error).__name__}: {error}")
-        except Exception as error:  # none of those that a run may end with
-            self.truth.faults.append("".join(traceback.format_exception(error)[-4:]))
+        except Exception as error:
+            if not isinstance(error, EXPLAINED):
+                self.truth.faults.append(described(error))
             over.set_result(f"{type(error).__name__}: {error}")
 
     async def _train(self) -> RunStatus:
@@ -306,11 +341,13 @@ class Story:
     async def _strike_all(self, faults: Sequence[Fault]) -> None:
         for fault in faults:
             await asyncio.sleep(fault.gap_s)
-            if KINDS[fault.kind](self, fault):
-                self.struck[fault.kind] += 1
-                self._say(f"{fault.kind} ({fault.draw:.3f}; {fault.for_s:g} s)")
+            KINDS[fault.kind](self, fault)
         await asyncio.sleep(CALM_S)
         self._death = None
+
+    def felt(self, fault: Fault) -> None:
+        self.struck[fault.kind] += 1
+        self._say(f"{fault.kind} ({fault.draw:.3f}; {fault.for_s:g} s)")
 
     @property
     def now_s(self) -> float:
@@ -329,20 +366,21 @@ class Story:
     def engines(self) -> Sequence[StormEngine]:
         return [engine for _, engine in sorted(self.network.engines.items()) if not engine.program.is_dead]
 
-    def interrupt_run(self) -> None:
-        if self._main_task is not None and not self._is_interrupted:
-            self._is_interrupted = True
-            self._main_task.cancel()
+    def interrupt_run(self) -> bool:
+        is_there = self._main_task is not None and not self._is_interrupted and self._main_task.cancel()
+        self._is_interrupted |= is_there
+        return is_there
 
-    def kill_at(self, point: str, times: int) -> None:
-        self._death = (point, times)
+    def kill_at(self, point: str, times: int, felt: Callable[[], object]) -> None:
+        self._death = (point, times, felt)
 
-    def kill_run(self) -> None:
-        if not self._life_over.done():
+    def kill_run(self) -> bool:
+        if is_there := not self._life_over.done():
             self._main.kill()
             for process in self._hosts.processes.values():
                 process.kill()
             self._life_over.set_result("it was killed")
+        return is_there
 
     def _say(self, what: str) -> None:
         self.lines.append(f"{self.now_s:9.2f} s  {what.replace(str(self._folder), '.')}")
@@ -351,9 +389,10 @@ class Story:
         """Count that a point is passed; return whether the run has just been killed there."""
         if self._death is None or self._death[0] != point:
             return False
-        times = self._death[1]
-        self._death = (point, times - 1) if times else None
+        _, times, felt = self._death
+        self._death = (point, times - 1, felt) if times else None
         if times == 0:
+            felt()
             self.kill_run()
         return times == 0
 

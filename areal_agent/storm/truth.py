@@ -5,6 +5,7 @@ agent, weights begin to serve under a version, a step is trained.
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,7 @@ class Truth:
 
     max_staleness: int
     answers: set[str] = field(default_factory=set[str])  # ids of completions that reached an agent
+    trained: dict[str, set[str]] = field(default_factory=dict[str, set[str]])  # by session: a loss's tokens in a turn
     weights: dict[WeightVersion, str] = field(default_factory=dict[WeightVersion, str])
     faults: list[str] = field(default_factory=list[str])
 
@@ -51,7 +53,13 @@ class Truth:
 
     def trains(self, given: StepInput) -> None:
         """A trainer makes this step."""
+        records = Counter((one.session_id, one.token_ids.tobytes(), one.loss_mask.tobytes()) for one in given.records)
+        if twice := sorted({session_id for (session_id, *_), number in records.items() if number > 1}):
+            self.faults.append(f"step {given.step} trains a record twice: {', '.join(twice)}")
         for record in given.records:
+            for turn in set(record.turn_index[record.loss_mask].tolist()):
+                sampled = record.token_ids[record.loss_mask & (record.turn_index == turn)]
+                self.trained.setdefault(record.session_id, set()).add("".join(map(chr, sampled.tolist())))
             if record.loss_mask.any():
                 oldest = int(record.versions[record.loss_mask].min())
                 if given.step - 1 - oldest > self.max_staleness:
@@ -93,6 +101,11 @@ def _of_sessions(
                 faults.append(f"{one.id} has tokens of version {span.version}, which no engine has served")
             elif weights is not None and sampled - {letters[letter_of(weights)]}:
                 faults.append(f"{one.id} has tokens of other weights under version {span.version}")
+    for session in sessions:
+        answers = ("".join(map(chr, one.token_ids)) for turn in session.turns for one in turn.completions)
+        whole = "\uffff".join(answers)  # no token has this number
+        if any(text not in whole for text in truth.trained.get(session.session_id, ())):
+            faults.append(f"{session.session_id} was trained on tokens that are in none of its answers")
     trained = {one.session_id for one in sessions if one.fate is not None and one.fate.trained_step is not None}
     if twice := sorted({one for one in lineage if lineage.count(one) > 1}):
         faults.append(f"the last weights were trained twice on {', '.join(twice)}")

@@ -7,17 +7,27 @@ from areal_agent.storm import CLOCKS  # first: it replaces the clocks that the p
 
 # isort: split
 import asyncio
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
+import numpy as np
+
+from areal_agent.errors import LedgerError
+from areal_agent.gateway.turn import TurnLog
 from areal_agent.ledger.encoding import CompletionRow, TurnRow
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.rollout import producer
+from areal_agent.rollout.worker import WorkerServer
+from areal_agent.run.run import Run
 from areal_agent.staleness import Admission
 from areal_agent.storm.__main__ import FAULTS_A_STORY, apart
 from areal_agent.storm.faults import draw_faults
 from areal_agent.storm.story import tell
+from areal_agent.types import RolloutBatch, TokenRecord
 
 
 def acknowledged_before_the_commit() -> None:
@@ -51,8 +61,69 @@ def stale_version_accepted() -> None:
     producer.is_stale = lambda *_: False  # type: ignore[assignment]
 
 
+def _records_are(change: Callable[[Sequence[TokenRecord]], Sequence[TokenRecord]]) -> None:
+    take = producer.Producer.take
+
+    async def changed(own: producer.Producer, *given: Any) -> RolloutBatch:
+        batch = await take(own, *given)
+        return replace(batch, records=tuple(change(batch.records)))
+
+    producer.Producer.take = changed  # type: ignore[method-assign]
+
+
+def twice_in_a_step() -> None:
+    """Every record is in its batch twice."""
+    _records_are(lambda records: [*records, *records])
+
+
+def altered_tokens() -> None:
+    """The first token of each loss is another one than was sampled."""
+
+    def altered(record: TokenRecord) -> TokenRecord:
+        return replace(
+            record,
+            token_ids=np.where(np.arange(len(record.token_ids)) == record.loss_mask.argmax(), 1, record.token_ids),
+        )
+
+    _records_are(lambda records: [altered(one) for one in records])
+
+
+def _fails(owner: type, name: str, every: int, error: Exception) -> None:
+    method, calls = getattr(owner, name), itertools.count(1)
+
+    def fails(*given: Any) -> Any:
+        if next(calls) % every == 0:
+            raise error
+        return method(*given)
+
+    setattr(owner, name, fails)
+
+
+def a_gateway_fails() -> None:
+    _fails(TurnLog, "place", 3, KeyError("planted"))
+
+
+def a_worker_fails() -> None:
+    _fails(WorkerServer, "_start", 20, AssertionError("planted"))
+
+
+def a_run_ends() -> None:
+    """A run ends with an error that nothing explains."""
+    _fails(Run, "push", 3, LedgerError("planted"))
+
+
 DEFECTS: dict[str, Callable[[], None]] = {
-    one.__name__: one for one in (acknowledged_before_the_commit, capacity_returned_twice, stale_version_accepted)
+    one.__name__: one
+    for one in (
+        acknowledged_before_the_commit,
+        capacity_returned_twice,
+        stale_version_accepted,
+        twice_in_a_step,
+        altered_tokens,
+        a_gateway_fails,
+        a_worker_fails,
+        a_run_ends,
+    )
 }
 
 

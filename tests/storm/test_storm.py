@@ -2,15 +2,17 @@
 
 * without faults, and with all kinds of them, every promise holds
 * a story can be told again, event by event
-* numbers that are too low and unknown kinds are refused; a process that dies ends the command
+* numbers that are too low or too high and unknown kinds are refused
+* a process that dies ends the command, and one that takes too long is killed; neither leaves a folder
 * faults are left out of a failing story until it is short
-* a promise that the product breaks is found: three defects are planted
+* a promise that the product breaks is found: eight defects are planted
 """
 
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,7 +41,12 @@ def test_every_promise_holds(num_faults: str) -> None:
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [(["--faults", "0"], "--faults is 0"), (["--seed", "-1"], "--seed is -1"), (["--kinds", "rain"], "rain")],
+    [
+        (["--faults", "0"], "--faults is 0"),
+        (["--faults", "1" + 26 * "0"], "give 10,000,000 or fewer"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--kinds", "rain"], "rain"),
+    ],
 )
 def test_what_is_refused(words: Sequence[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
@@ -50,6 +57,19 @@ def test_what_is_refused(words: Sequence[str], told: str, capsys: pytest.Capture
 def test_a_process_that_is_killed_is_told() -> None:
     with pytest.raises(ProcessDied, match=r"the process of kill_me\(.*SIGKILL.*\) was killed by SIGKILL"):
         apart(kill_me, signal.SIGKILL)
+
+
+def test_a_process_that_takes_too_long_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(ProcessDied, match=r"spin\(8,\) was killed by SIGKILL, as it had not ended within 1 s"):
+        apart(spin, 8, limit_s=1.0)
+    assert not list(tmp_path.iterdir())
+
+
+def spin(seed: int) -> None:
+    Path(tempfile.mkdtemp()).joinpath(str(seed)).touch()
+    while True:
+        pass
 
 
 def kill_me(number: signal.Signals) -> None:
@@ -97,6 +117,11 @@ def test_faults_are_left_out_until_a_story_is_short() -> None:
         ("acknowledged_before_the_commit", "0", "reached its agent and is not in the ledger"),
         ("capacity_returned_twice", "13", "counted as running"),  # from seed 0 it takes 700 faults
         ("stale_version_accepted", "15", "trains a token of version"),  # from seed 10 it takes 300 faults
+        ("twice_in_a_step", "9", "trains a record twice"),
+        ("altered_tokens", "9", "that are in none of its answers"),
+        ("a_gateway_fails", "9", "an unexpected KeyError"),
+        ("a_worker_fails", "9", "an unexpected AssertionError"),
+        ("a_run_ends", "9", "an unexpected LedgerError"),
     ],
 )
 def test_a_planted_defect_is_found(defect: str, seed: str, told: str) -> None:
