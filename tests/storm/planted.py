@@ -115,7 +115,6 @@ DEFECTS: dict[str, Callable[[], None]] = {
         stale_version_accepted,
         twice_in_a_step,
         altered_tokens,
-        a_gateway_fails,
         a_worker_fails,
         a_run_ends,
     )
