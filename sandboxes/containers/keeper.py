@@ -27,7 +27,10 @@ def ask(path: str, method: str, target: str) -> bytes:
         connection.sock.settimeout(ANSWER_S)
         connection.sock.connect(path)
         connection.request(method, target)
-        return connection.getresponse().read()
+        answer = connection.getresponse()
+        if answer.status >= 500:  # a daemon that is just starting
+            raise http.client.HTTPException(answer.reason)
+        return answer.read()
 
 
 def remove_all(path: str, label: str) -> int:

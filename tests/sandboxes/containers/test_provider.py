@@ -9,10 +9,14 @@ takes what dead owners left, and nothing else.
 
 import asyncio
 import io
+import json
 import os
 import signal
+import socketserver
 import sys
+import threading
 import time
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -158,6 +162,31 @@ def test_a_keeper_waits_for_a_daemon_that_is_down(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     keeper.main()
     assert len(removed) == 1 + keeper.NUM_CLEAN_LOOKS
+
+
+def test_a_keeper_asks_again_after_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, asked = [(500, {"message": "not ready"}), (200, [{"Id": "a"}]), (204, None), *[(200, [])] * 3], list[str]()
+
+    class Daemon(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(f"{self.command} {self.path.partition('?')[0]}")
+            status, body = answers[len(asked) - 1]
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        do_DELETE = do_GET
+        log_request = address_string = lambda *_: ""
+
+    monkeypatch.setattr(keeper, "PAUSE_S", 0.0)
+    monkeypatch.setattr(sys, "argv", ["keeper.py", str(tmp_path / "socket"), "LABEL"])
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    with socketserver.UnixStreamServer(str(tmp_path / "socket"), Daemon) as server:
+        threading.Thread(target=server.serve_forever).start()
+        keeper.main()
+        server.shutdown()
+    listing = "GET /containers/json"
+    assert asked == [listing, listing, "DELETE /containers/a", *[listing] * 3]
 
 
 async def test_reaping_takes_what_dead_owners_left(engine: Engine, provider: DockerProvider) -> None:
