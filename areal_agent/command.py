@@ -74,9 +74,10 @@ def _outlive_readers() -> None:
     for name in ("stdout", "stderr"):
         given = getattr(sys, name)
         if given is getattr(sys, f"__{name}__") and given is not None:  # None: it was closed before we began
-            lasting = io.BufferedWriter(_LastingFile(given.fileno(), "w", closefd=False))
-            is_by_line = given.line_buffering
-            setattr(sys, name, io.TextIOWrapper(lasting, given.encoding, given.errors, line_buffering=is_by_line))
+            file: Any = _LastingFile(given.fileno(), "w", closefd=False)
+            settings = {key: getattr(given, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
+            buffer = file if given.write_through else io.BufferedWriter(file)  # as PYTHONUNBUFFERED asks
+            setattr(sys, name, io.TextIOWrapper(buffer, **settings))
 
 
 def run_command(main: Callable[[], int], *, outlives_readers: bool = False) -> NoReturn:

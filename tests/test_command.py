@@ -129,6 +129,18 @@ def test_nearest() -> None:
     assert nearest("q", ["b", "a"]) == "valid: a, b"
 
 
+def test_a_long_one_is_unbuffered_where_that_is_wanted() -> None:
+    code = "import os\nfrom areal_agent.command import run_command\n"
+    code += "run_command(lambda: [print('said'), os._exit(0)], outlives_readers=True)"
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONUNBUFFERED": value}, capture_output=True, check=True
+        ).stdout
+        for value in ("1", "")
+    ]
+    assert said == [b"said\n", b""]
+
+
 LONG = """
 import sys, time
 from pathlib import Path
