@@ -66,6 +66,7 @@ def _tell_all(stories: Mapping[int, int], kinds: Sequence[str], jobs: int) -> in
     began_s = time.monotonic()
     struck: Counter[str] = Counter()
     num_lives = num_answers = num_steps = num_told = 0
+    broken: Told | None = None
     with ThreadPoolExecutor(jobs) as threads:
         running = [threads.submit(apart, _tell, seed, size, kinds) for seed, size in stories.items()]
         try:
@@ -75,22 +76,23 @@ def _tell_all(stories: Mapping[int, int], kinds: Sequence[str], jobs: int) -> in
                 num_lives, num_answers = num_lives + told.num_lives, num_answers + told.num_answers
                 num_steps += told.num_steps
                 if told.broken:
-                    threads.shutdown(cancel_futures=True)
-                    _report(told, kinds)
-                    return 1
+                    broken = told
+                    break
                 if sys.stderr.isatty():
                     print(f"\r{num_told} of {len(stories)} stories", end="", file=sys.stderr, flush=True)
         finally:
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.shutdown(wait=False, cancel_futures=True)  # else those that have not begun are waited for
+    if broken is not None:
+        _report(broken, kinds)
+        return 1
     if sys.stderr.isatty():
         print(file=sys.stderr)
     for kind, number in struck.most_common():
         print(f"{number:6d}  {kind}")
-    first, *_, last = (*stories, *stories)
     print(
-        f"{struck.total():6d}  faults that found what they hit, in {len(stories)} stories (seeds {first} to {last}), "
-        f"{num_lives} processes of runs, {num_steps} train steps and {num_answers} answers: every promise held "
-        f"({time.monotonic() - began_s:.0f} s)"
+        f"{struck.total():6d}  faults that found what they hit, in {len(stories)} stories "
+        f"(seeds {min(stories)} to {max(stories)}), {num_lives} processes of runs, {num_steps} train steps and "
+        f"{num_answers} answers: every promise held ({time.monotonic() - began_s:.0f} s)"
     )
     return 0
 
