@@ -3,7 +3,7 @@
     life 1 ─▶ (it is killed, or ends with an error that it may have) ─▶ life 2, resumed ─▶ ... ─▶ completed
        ▲ faults, each some seconds after the one before                              └─▶ are the promises kept?
 
-After the last fault everything recovers; then the run has to complete.
+After the last fault everything recovers; then the run has to complete. A promise that is seen broken ends the story.
 """
 
 import asyncio
@@ -59,6 +59,8 @@ from areal_agent.trainer.checkpoint import CommitPoint, latest_checkpoint
 
 CALM_S = 120.0
 """The time after the last fault until everything that was stopped, cut off or full has recovered."""
+LOOK_S = 5.0
+"""The time between two looks at whether a promise was broken."""
 CALM_STEPS = 2
 """The train steps that the run makes after that before it ends."""
 END_S = 4 * 3600.0
@@ -158,6 +160,7 @@ def tell(seed: int, faults: Sequence[Fault]) -> Told:
         with story.in_place():
             try:
                 loop.run_until_complete(story.play(faults))
+                broken += story.broken_promises()
             except Deadlock:
                 broken.append("nothing is ready, no timer is set, and the run goes on: it waits for ever")
             except Broken as end:
@@ -165,7 +168,7 @@ def tell(seed: int, faults: Sequence[Fault]) -> Told:
         return Told(
             seed=seed,
             faults=faults,
-            broken=[*broken, *story.broken_promises()],
+            broken=[*dict.fromkeys(story.truth.faults), *broken],  # one that comes in each life is told once
             lines=story.lines,
             struck=story.struck,
             num_lives=story.num_lives,
@@ -245,10 +248,10 @@ class Story:
     # ------------------------------------------------------------------------------------------------ lives
 
     async def play(self, faults: Sequence[Fault]) -> None:
-        """Live until the run has completed. Raises Broken when it does not, and Deadlock."""
+        """Live until the run has completed, or a promise was seen broken. Raises Broken, and Deadlock."""
         self._storm = asyncio.create_task(self._strike_all(faults))
         end, lives_after, deadline_s = "", 0, math.inf
-        while end != RunStatus.COMPLETED:
+        while end != RunStatus.COMPLETED and not self.truth.faults:
             if self._storm.done():
                 self._storm.result()
                 lives_after += 1
@@ -256,7 +259,9 @@ class Story:
                 raise Broken(f"the run has not completed in {MAX_LIVES_AFTER} lives after the last fault: {end}")
             self._begin_life()
             while not self._life_over.done():
-                await asyncio.wait({self._life_over}, timeout=END_S / 10)
+                await asyncio.wait({self._life_over}, timeout=LOOK_S)
+                if self.truth.faults:
+                    return
                 if self._storm.done():
                     deadline_s = min(deadline_s, self.now_s + END_S)
                 if self.now_s > deadline_s:
@@ -266,8 +271,10 @@ class Story:
             await asyncio.sleep(1.0)
 
     def broken_promises(self) -> list[str]:
-        """Return which promises are broken, once everything has ended."""
+        """Return which promises the ledger breaks, once everything has ended."""
         gc.collect()  # a task that failed, and for which nobody waited, says so as it is collected
+        if self.truth.faults:
+            return []
         run = self._folder / "run"
         checkpoint = latest_checkpoint(run / "checkpoints")
         lineage = programs.lineage_in(checkpoint.path) if checkpoint else []

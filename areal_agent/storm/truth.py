@@ -71,8 +71,7 @@ class Truth:
 
 def broken_promises(truth: Truth, ledger: Path, lineage: Sequence[str], letters: Mapping[str, int]) -> list[str]:
     """Return what the ledger of a finished run says that is not so. `lineage` is what its last weights know."""
-    faults = list(dict.fromkeys(truth.faults))  # one that comes in each life is told once
-    faults += [f"{one.invariant}: {one}" for one in verify(ledger).violations]
+    faults = [f"{one.invariant}: {one}" for one in verify(ledger).violations]
     files = LedgerFiles(ledger)
     try:
         with files.snapshot() as snapshot:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from areal_agent.errors import LedgerError
+from areal_agent.gateway.turn import TurnLog
 from areal_agent.ledger.encoding import CompletionRow, TurnRow
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.rollout import producer
@@ -90,16 +91,21 @@ def altered_tokens() -> None:
 def _fails(owner: type, name: str, every: int, error: Exception) -> None:
     method, calls = getattr(owner, name), itertools.count(1)
 
-    def fails(*given: Any) -> Any:
+    def fails(*given: Any, **named: Any) -> Any:
         if next(calls) % every == 0:
             raise type(error)(*error.args)  # a new one: the same would be its own context
-        return method(*given)
+        return method(*given, **named)
 
     setattr(owner, name, fails)
 
 
 def a_worker_fails() -> None:
     _fails(WorkerServer, "_start", 20, AssertionError("planted"))
+
+
+def a_gateway_fails() -> None:
+    """It answers with 500, now and then."""
+    _fails(TurnLog, "place", 20, KeyError("planted"))
 
 
 def a_run_ends() -> None:
@@ -116,6 +122,7 @@ DEFECTS: dict[str, Callable[[], None]] = {
         twice_in_a_step,
         altered_tokens,
         a_worker_fails,
+        a_gateway_fails,
         a_run_ends,
     )
 }

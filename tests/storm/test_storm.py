@@ -5,7 +5,7 @@
 * numbers that are too low or too high and unknown kinds are refused
 * a process that dies ends the command, and one that takes too long is killed; neither leaves a folder
 * faults are left out of a failing story until it is short
-* a promise that the product breaks is found: seven defects are planted
+* a promise that the product breaks is found: eight defects are planted
 """
 
 import os
@@ -120,6 +120,7 @@ def test_faults_are_left_out_until_a_story_is_short() -> None:
         ("twice_in_a_step", "9", "trains a record twice"),
         ("altered_tokens", "9", "that are in none of its answers"),
         ("a_worker_fails", "9", "an unexpected AssertionError"),
+        ("a_gateway_fails", "9", "an unexpected KeyError"),
         ("a_run_ends", "9", "an unexpected LedgerError"),
     ],
 )
