@@ -7,7 +7,8 @@ from typing import Protocol, TypeVar
 
 from areal_agent.engine.fake import Operation
 from areal_agent.errors import EngineUnreachable
-from areal_agent.storm.machine import AFTER_A_COMMIT, BEFORE_A_COMMIT, SimulatedProcess
+from areal_agent.storm.cluster import Cluster
+from areal_agent.storm.machine import AFTER_A_COMMIT, BEFORE_A_COMMIT, Node, SimulatedProcess
 from areal_agent.storm.programs import Network, StormEngine
 from areal_agent.trainer.checkpoint import CommitPoint
 
@@ -51,6 +52,7 @@ class Machines(Protocol):
     """What a fault strikes at: the machines of a story."""
 
     network: Network
+    cluster: Cluster
     full_until_s: float  # no ledger can be written until then
     slow_until_s: float  # until then each write takes seconds
     no_saves_until_s: float  # nor a checkpoint
@@ -112,6 +114,16 @@ def _process(prefix: str, do: Callable[[Machines, SimulatedProcess, Fault], obje
     return strike
 
 
+def _node(do: Callable[[Cluster, Node, float], object]) -> Strike:
+    def strike(machines: Machines, fault: Fault) -> None:
+        living = [one.program.node for one in machines.processes("")]
+        if any(living) and (node := fault.one_of(living)) is not None and machines.cluster.may_fail(node):
+            do(machines.cluster, node, fault.for_s)
+            machines.felt(fault)
+
+    return strike
+
+
 def _engine(do: Callable[[Machines, StormEngine, Fault], object]) -> Strike:
     def strike(machines: Machines, fault: Fault) -> None:
         if living := machines.engines():
@@ -123,12 +135,6 @@ def _engine(do: Callable[[Machines, StormEngine, Fault], object]) -> Strike:
 
 def _kill(machines: Machines, process: SimulatedProcess, fault: Fault) -> None:
     process.kill()
-
-
-def _lose_machine(machines: Machines, process: SimulatedProcess, fault: Fault) -> None:
-    """Kill an engine with the worker of the same number, as if they had shared a machine."""
-    for one in (process, *machines.processes(process.name.replace("engine", "worker"))):
-        one.kill()
 
 
 def _stop(machines: Machines, process: SimulatedProcess, fault: Fault) -> None:
@@ -199,7 +205,9 @@ KINDS: Mapping[str, Strike] = {
     "a worker is stopped": _process("worker", _stop),
     "an engine is killed": _process("engine", _kill),
     "an engine is stopped": _process("engine", _stop),
-    "a machine is lost": _process("engine", _lose_machine),
+    "a machine is lost": _node(Cluster.lose),
+    "a machine is cut off": _node(Cluster.cut_off),
+    "a machine stands still": _node(Cluster.stand_still),
     "an engine is slow": _engine(_slow),
     "an engine's answer is lost": _engine(_lose),
     "an engine is cut off": _engine(_cut),

@@ -50,11 +50,40 @@ _dead: list[asyncio.Task[Any]] = []
 """Tasks, which are kept for ever: those that are collected run their `finally`, and the dead run nothing."""
 
 
-class Program:
-    """What runs between a start and an end. Everything that it opens is closed when it is killed, as a kernel would."""
+class Node:
+    """A machine of a cluster."""
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._silent_until_s = 0.0  # by the loop's clock
+        self._programs: list[Program] = []
+
+    @property
+    def programs(self) -> "Sequence[Program]":
+        """The living ones."""
+        self._programs = [one for one in self._programs if not one.is_dead]
+        return self._programs
+
+    def add(self, program: "Program") -> None:
+        self._programs.append(program)
+
+    def silence(self, for_s: float) -> None:
+        """Let nothing get to it or from it for a while."""
+        self._silent_until_s = max(self._silent_until_s, asyncio.get_running_loop().time() + for_s)
+
+    def is_silent(self) -> bool:
+        return self._silent_until_s > asyncio.get_running_loop().time()
+
+
+class Program:
+    """What runs between a start and an end. Everything that it opens is closed when it is killed, as a kernel would."""
+
+    def __init__(self, name: str, node: Node | None = None) -> None:
+        """`node` is None for the machine of the run's own process."""
+        self.name = name
+        self.node = node
+        if node is not None:
+            node.add(self)
         self.is_dead = False
         self.is_stopped = False
         self.held: list[events.Handle] = []  # what became ready while it was stopped
@@ -76,12 +105,15 @@ class Program:
         """Continue like SIGCONT."""
         self.is_stopped, held, self.held = False, self.held, []
         for handle in held:
-            if handle.cancelled():
-                continue
-            asyncio.get_running_loop().call_soon(handle._run)  # pyright: ignore[reportPrivateUsage]
+            asyncio.get_running_loop().call_soon(_run_unless_cancelled, handle)
 
 
 PROGRAM: contextvars.ContextVar[Program] = contextvars.ContextVar("program")
+
+
+def are_apart(one: Program, other: Program) -> bool:
+    """Return whether nothing gets from one program to the other now, as a node is cut off."""
+    return one.node is not other.node and any(node is not None and node.is_silent() for node in (one.node, other.node))
 
 
 def owned(close: Callable[[], object]) -> None:
@@ -100,9 +132,18 @@ class _Timers(selectors.DefaultSelector):
     now_s = 0.0
     has_talked = False  # something was written to a socket, or read, since the clock jumped
 
+    def __init__(self, peer_of: Callable[[int], Program | None]) -> None:
+        """`peer_of` says which program is at the other end of a socket."""
+        super().__init__()
+        self.peer_of = peer_of
+
     def _heard(self, timeout: float) -> Any:
         """Return what sockets have to say to programs that run."""
-        return [(key, mask) for key, mask in super().select(timeout) if not any(map(_is_held, key.data))]
+        return [
+            (key, mask)
+            for key, mask in super().select(timeout)
+            if not any(handle is not None and _is_held(handle, self.peer_of(key.fd)) for handle in key.data)
+        ]
 
     def select(self, timeout: float | None = None) -> Any:
         ready = self._heard(0)
@@ -147,7 +188,8 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     """An event loop with a clock of its own, in which threads are calls."""
 
     def __init__(self) -> None:
-        self._timers = _Timers()
+        self._timers = _Timers(self._peer)
+        self._owners: dict[Any, Program] = {}  # by the address of a socket
         super().__init__(self._timers)
         self.slow_callback_duration = math.inf
         self.set_task_factory(_task)
@@ -172,6 +214,8 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     def _make_socket_transport(self, sock: socket.socket, *args: Any, **kwargs: Any) -> Any:
         transport: Any = super()._make_socket_transport(sock, *args, **kwargs)  # type: ignore[misc]
+        if (program := PROGRAM.get(None)) is not None:
+            self._owners[sock.getsockname()] = program
         write = transport.write
 
         def hang_up() -> None:
@@ -191,6 +235,12 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         owned(lambda: self._hang_up(sock))
         return super()._start_serving(protocol_factory, sock, *args, **kwargs)  # type: ignore[misc]
 
+    def _peer(self, fd: int) -> Program | None:
+        transport = self._transports.get(fd)  # type: ignore[attr-defined]
+        if transport is None or transport.is_closing():  # then another socket may have its number
+            return None
+        return self._owners.get(transport.get_extra_info("peername"))
+
     def _hang_up(self, sock: socket.socket) -> None:
         if sock.fileno() >= 0:
             self._remove_reader(sock.fileno())  # type: ignore[attr-defined]
@@ -202,10 +252,17 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 _run_handle = events.Handle._run  # pyright: ignore[reportPrivateUsage]
 
 
-def _is_held(handle: events.Handle | None) -> bool:
-    """Return whether a callback is of a program that does not run now."""
-    program: Program | None = None if handle is None else handle._context.get(PROGRAM)  # type: ignore[attr-defined]
-    return program is not None and (program.is_dead or program.is_stopped)
+def _is_held(handle: events.Handle, peer: Program | None) -> bool:
+    """Return whether a callback is of a program that does not run now, or hears nothing from the other end."""
+    program: Program | None = handle._context.get(PROGRAM)  # type: ignore[attr-defined]
+    if program is None:
+        return False
+    return program.is_dead or program.is_stopped or (peer is not None and are_apart(program, peer))
+
+
+def _run_unless_cancelled(handle: events.Handle) -> None:
+    if not handle.cancelled():
+        _run_unless_dead(handle)
 
 
 def _run_unless_dead(handle: events.Handle) -> None:
@@ -307,14 +364,18 @@ Main = Callable[[Sequence[str], socket.socket], Coroutine[Any, Any, None]]
 
 
 class SimulatedProcess:
-    """A `hosts.Process`: a program in this loop."""
+    """A `hosts.Process`: a program in this loop, which ends with the one that started it."""
 
     pid = None
 
     def __init__(self, name: str, log_path: Path, main: Main, argv: Sequence[str], key: str) -> None:
         self.name = name
         self.log_path = log_path
-        self.program = Program(name)
+        log_path.touch()
+        parent = PROGRAM.get()
+        self.program = Program(name, parent.node)
+        self.program.owned.append(lambda: self._over(-9))
+        parent.owned.append(self.program.kill)
         self.exit_status: int | None = None
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         os.environ[KEY_VARIABLE] = key
@@ -353,7 +414,6 @@ class SimulatedProcess:
 
     def kill(self) -> None:
         self.program.kill()
-        self._over(-9)
 
     async def aclose(self, grace_s: float = 5.0, *, with_session: bool = False) -> None:
         """End it: it is cancelled, then killed after `grace_s`."""
@@ -372,7 +432,7 @@ class SimulatedHosts:
 
     def __init__(self, programs: Mapping[str, Main]) -> None:
         self._programs = programs
-        self.processes: dict[str, SimulatedProcess] = {}  # the last one of each name
+        self.started: list[SimulatedProcess] = []
 
     async def host_for(self, name: str) -> "SimulatedHosts":
         return self
@@ -385,5 +445,5 @@ class SimulatedHosts:
     ) -> SimulatedProcess:
         main = self._programs[argv[argv.index("-m") + 1]]
         process = SimulatedProcess(name, log_path, main, argv, (env or {})[KEY_VARIABLE])
-        self.processes[name] = process
+        self.started.append(process)
         return process

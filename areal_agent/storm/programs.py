@@ -27,7 +27,7 @@ from areal_agent.engine.fleet.member import Patience
 from areal_agent.engine.transport import CONTROL_TIMEOUT_S
 from areal_agent.engine.wire.control import EngineStats
 from areal_agent.errors import EngineUnreachable, Reject, WeightUpdateError
-from areal_agent.storm.machine import PROGRAM, Main
+from areal_agent.storm.machine import PROGRAM, Main, Program, are_apart
 from areal_agent.storm.truth import Truth, digest_of, letter_of
 from areal_agent.trainer.checkpoint import CommitPoint, publish_checkpoint
 from areal_agent.trainer.wire import Frame, decode_step, describe_error, receive_frame
@@ -175,7 +175,7 @@ class EngineLink:
     async def _there(self) -> StormEngine:
         """Return the engine once it can be reached. Raises EngineUnreachable where nobody listens."""
         await asyncio.sleep(self._network.latency_s())
-        while self._network.is_silent(PROGRAM.get().name, self.base_url):  # noqa: ASYNC110 (a network tells nobody)
+        while self._network.is_silent(PROGRAM.get(), self.base_url):  # noqa: ASYNC110 (a network tells nobody)
             await asyncio.sleep(0.5)
         engine = self._network.engines.get(self.base_url)
         if engine is None or engine.program.is_dead:
@@ -252,11 +252,11 @@ class Network:
         self.repeated: Counter[str] = Counter()  # by URL: how many of the next messages arrive twice
         self.late_until_s = 0.0
 
-    def is_silent(self, program: str, url: str) -> bool:
+    def is_silent(self, program: Program, url: str) -> bool:
         """Return whether what `program` asks there gets no answer now."""
         engine = self.engines.get(url)
-        is_stopped = engine is not None and engine.program.is_stopped
-        return is_stopped or self.cut.get((program, url), 0.0) > asyncio.get_running_loop().time()
+        is_away = engine is not None and (engine.program.is_stopped or are_apart(program, engine.program))
+        return is_away or self.cut.get((program.name, url), 0.0) > asyncio.get_running_loop().time()
 
     def loses(self, url: str) -> bool:
         """Return whether the answer that has just been made there is lost."""
@@ -420,7 +420,7 @@ async def act(task: Any, rollout: Any) -> float | None:
         other.reward(float((draw >> 25) % 2))
     for turn in range(1 + draw % 4):
         speaker = rollout if other is None or turn % 2 == 0 else other
-        completion_id, text = await ask(speaker.client, rollout.model, messages)
+        completion_id, text = await ask(speaker.client, rollout.model, messages, (draw >> turn) % 2 == 0)
         truth_now[0].answered(completion_id)
         messages += [{"role": "assistant", "content": text}, {"role": "user", "content": ASKED}]
         await asyncio.sleep((draw >> 8) % 7)
@@ -435,18 +435,39 @@ async def act(task: Any, rollout: Any) -> float | None:
     return float((draw >> 24) % 2)
 
 
-async def _by_chat(client: AsyncOpenAI, model: str, messages: Any) -> tuple[str, str]:
+CUT_SHORT = "a stream ended with neither an answer nor an error"
+
+
+async def _by_chat(client: AsyncOpenAI, model: str, messages: Any, is_streamed: bool) -> tuple[str, str]:
     """Return the id and the text of the answer."""
-    answer = await client.chat.completions.create(model=model, messages=messages)
-    return answer.id, answer.choices[0].message.content or ""
+    if not is_streamed:
+        answer = await client.chat.completions.create(model=model, messages=messages)
+        return answer.id, answer.choices[0].message.content or ""
+    text = ""
+    async for chunk in await client.chat.completions.create(model=model, messages=messages, stream=True):
+        text += chunk.choices[0].delta.content or ""
+        if chunk.choices[0].finish_reason is not None:
+            return chunk.id, text
+    truth_now[0].faults.append(CUT_SHORT)
+    raise EOFError(CUT_SHORT)
 
 
-async def _by_responses(client: AsyncOpenAI, model: str, messages: Any) -> tuple[str, str]:
-    answer = await client.responses.create(model=model, input=messages)
-    return answer.id, answer.output_text
+async def _by_responses(client: AsyncOpenAI, model: str, messages: Any, is_streamed: bool) -> tuple[str, str]:
+    if not is_streamed:
+        answer = await client.responses.create(model=model, input=messages)
+        return answer.id, answer.output_text
+    events: Any = await client.responses.create(model=model, input=messages, stream=True)
+    async for event in events:
+        if event.type in ("response.completed", "response.incomplete"):
+            return event.response.id, event.response.output_text
+        if event.type == "response.failed":
+            raise RuntimeError(f"no answer: {event.response.error}")
+    truth_now[0].faults.append(CUT_SHORT)
+    raise EOFError(CUT_SHORT)
 
 
-async def _by_messages(client: AsyncOpenAI, model: str, messages: Any) -> tuple[str, str]:
+async def _by_messages(client: AsyncOpenAI, model: str, messages: Any, is_streamed: bool) -> tuple[str, str]:
+    """The openai client reads no stream of this protocol."""
     asked = {"model": model, "messages": messages, "max_tokens": CONTEXT_TOKENS}
     answer = await client.post("/messages", body=asked, cast_to=dict[str, Any])
     return answer["id"], "".join(part["text"] for part in answer["content"])

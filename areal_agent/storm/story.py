@@ -15,6 +15,7 @@ import logging
 import math
 import random
 import sqlite3
+import sys
 import tempfile
 import traceback
 import warnings
@@ -28,6 +29,11 @@ from unittest import mock
 
 import orjson
 
+from areal_agent.callback import LOOPBACK
+from areal_agent.cluster import ray_hosts
+from areal_agent.cluster.config import ClusterConfig
+from areal_agent.cluster.hosts import Hosts
+from areal_agent.cluster.ray_hosts import RayHosts, needs_of
 from areal_agent.config import Config
 from areal_agent.engine.address import EngineAddress
 from areal_agent.errors import DiskFull, EngineError, ProcessDied, TrainerError
@@ -40,6 +46,7 @@ from areal_agent.run.results import Outcome, RunStatus
 from areal_agent.run.run import Run
 from areal_agent.run.sources import OwnRollouts, Source
 from areal_agent.storm import programs
+from areal_agent.storm.cluster import Cluster
 from areal_agent.storm.faults import KINDS, Fault
 from areal_agent.storm.machine import (
     BEFORE_A_COMMIT,
@@ -79,6 +86,7 @@ SETTINGS = {
     "eval": {"num_tasks": 2},
     "rollout": {"workers": 2, "max_concurrent": 12, "timeout_s": 120, "max_failed_groups": 1000},
     "engine": {"num_servers": 2, "max_context_tokens": programs.CONTEXT_TOKENS, "wait_s": 300},
+    "cluster": {},
     "trainer": {"transfer": "disk", "checkpoint_every": CHECKPOINT_EVERY},
     "observe": {"progress": "none"},
 }
@@ -88,6 +96,7 @@ VARIED = {
     "trainer.async_save": (False, True),
     "max_staleness": (0, 1, 2, 4),
     "straggler": ("wait", "drop", "mask"),
+    "cluster.kind": ("local", "ray"),
     "eval.every": (0, 3),
 }
 """What differs from story to story."""
@@ -119,8 +128,13 @@ class _Unexpected(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if error is None and record.name == "asyncio":
             self._truth.faults.append(f"the event loop has an error: {record.getMessage()}")
-        elif isinstance(error, Exception) and not isinstance(error, EXPLAINED):
+        elif isinstance(error, Exception) and not is_explained(error):
             self._truth.faults.append(described(error))
+
+
+def is_explained(error: Exception) -> bool:
+    """Return whether faults may have caused it. A worker elsewhere may outlive its run, and then writes nothing."""
+    return isinstance(error, EXPLAINED) or str(error) == worker_process.GONE
 
 
 def described(error: Exception) -> str:
@@ -208,6 +222,8 @@ class Story:
                 "areal_agent.rollout.worker": lambda argv, sock: worker_process.work(sock),
             }
         )
+        self.cluster = Cluster()
+        self._ray = self.cluster.module()
         self._storm: asyncio.Task[None] | None = None
         self._main = Program("main")
         self._main_task: asyncio.Task[None] | None = None
@@ -221,8 +237,16 @@ class Story:
         """Inside, a run that starts gets the hosts, the network and the disk of this story."""
 
         @asynccontextmanager
-        async def open_hosts(*_: object, **__: object) -> AsyncGenerator[SimulatedHosts]:
-            yield self._hosts
+        async def open_hosts(cluster: ClusterConfig, *given: Any, **_: object) -> AsyncGenerator[Hosts]:
+            if cluster.kind == "local":
+                yield self._hosts
+                return
+            hosts = RayHosts(self._ray, cluster, LOOPBACK, [])
+            await hosts.reserve(needs_of(cluster, *given, has_gpus=False))
+            try:
+                yield hosts
+            finally:
+                hosts.give_back()
 
         def connect(address: EngineAddress) -> Any:
             return self.network.connect(address)
@@ -234,9 +258,11 @@ class Story:
             return logging.NullHandler()
 
         with ExitStack() as stack:
+            stack.enter_context(mock.patch.dict(sys.modules, {"ray": self._ray, "ray.util": self._ray.util}))
             for where, name, value in (
                 (EngineAddress, "connect", connect),
                 (run_module, "open_hosts", open_hosts),
+                (ray_hosts, "ManagedProcess", self._hosts),
                 (local.Watchdog, "of_this_loop", no_watchdog),
                 (worker_process, "_WarningsToMain", no_warnings),
                 (WriterAtOnce, "look", staticmethod(self._look)),
@@ -278,7 +304,8 @@ class Story:
         run = self._folder / "run"
         checkpoint = latest_checkpoint(run / "checkpoints")
         lineage = programs.lineage_in(checkpoint.path) if checkpoint else []
-        return broken_promises(self.truth, run / "ledger.sqlite", lineage, self._letters)
+        left = [f"the {one.name} is left behind" for one in self._hosts.started if one.is_running]
+        return left + broken_promises(self.truth, run / "ledger.sqlite", lineage, self._letters)
 
     def _begin_life(self) -> None:
         self.num_lives += 1
@@ -295,7 +322,7 @@ class Story:
         except asyncio.CancelledError:
             over.set_result("it was interrupted before training started")
         except Exception as error:
-            if not isinstance(error, EXPLAINED):
+            if not is_explained(error):
                 self.truth.faults.append(described(error))
             over.set_result(f"{type(error).__name__}: {error}")
 
@@ -367,8 +394,8 @@ class Story:
         self._loop.call_later(seconds, action)
 
     def processes(self, prefix: str) -> Sequence[SimulatedProcess]:
-        found = sorted(self._hosts.processes.items())
-        return [process for name, process in found if process.is_running and name.startswith(prefix)]
+        found = [one for one in self._hosts.started if one.is_running and one.name.startswith(prefix)]
+        return sorted(found, key=lambda one: one.name)
 
     def engines(self) -> Sequence[StormEngine]:
         return [engine for _, engine in sorted(self.network.engines.items()) if not engine.program.is_dead]
@@ -384,8 +411,7 @@ class Story:
     def kill_run(self) -> bool:
         if is_there := not self._life_over.done():
             self._main.kill()
-            for process in self._hosts.processes.values():
-                process.kill()
+            self.cluster.end_job()
             self._life_over.set_result("it was killed")
         return is_there
 
