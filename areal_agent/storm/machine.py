@@ -20,6 +20,7 @@ import random
 import selectors
 import socket
 import sqlite3
+import time
 from asyncio import events
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -122,7 +123,7 @@ def owned(close: Callable[[], object]) -> None:
         program.owned.append(close)
 
 
-SETTLING_S = 0.0005
+SETTLING_S = 0.0002
 """The real time in which the kernel brings what was sent over loopback."""
 
 
@@ -137,18 +138,19 @@ class _Timers(selectors.DefaultSelector):
         super().__init__()
         self.peer_of = peer_of
 
-    def _heard(self, timeout: float) -> Any:
+    def _heard(self) -> Any:
         """Return what sockets have to say to programs that run."""
         return [
             (key, mask)
-            for key, mask in super().select(timeout)
+            for key, mask in super().select(0)
             if not any(handle is not None and _is_held(handle, self.peer_of(key.fd)) for handle in key.data)
         ]
 
     def select(self, timeout: float | None = None) -> Any:
-        ready = self._heard(0)
+        ready = self._heard()
         if not ready and self.has_talked:  # the kernel may still be carrying it
-            ready, self.has_talked = self._heard(SETTLING_S), False
+            time.sleep(SETTLING_S)  # epoll knows whole milliseconds alone
+            ready, self.has_talked = self._heard(), False
         if ready:
             self.has_talked = True
             return ready

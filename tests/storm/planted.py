@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_agent.cluster.ray_hosts import RemoteStarter
 from areal_agent.errors import LedgerError
 from areal_agent.gateway.turn import TurnLog
 from areal_agent.ledger.encoding import CompletionRow, TurnRow
@@ -113,6 +114,19 @@ def a_run_ends() -> None:
     _fails(Run, "push", 3, LedgerError("planted"))
 
 
+def a_loss_unnoticed() -> None:
+    """Nobody is told that a node is gone."""
+    ask = RemoteStarter.ask
+
+    async def ask_for_ever(starter: RemoteStarter, *given: Any, **named: Any) -> Any:
+        try:
+            return await ask(starter, *given, **named)
+        except OSError:
+            return await asyncio.get_running_loop().create_future()
+
+    RemoteStarter.ask = ask_for_ever  # type: ignore[method-assign]
+
+
 DEFECTS: dict[str, Callable[[], None]] = {
     one.__name__: one
     for one in (
@@ -124,6 +138,7 @@ DEFECTS: dict[str, Callable[[], None]] = {
         a_worker_fails,
         a_gateway_fails,
         a_run_ends,
+        a_loss_unnoticed,
     )
 }
 

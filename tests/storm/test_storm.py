@@ -5,7 +5,7 @@
 * numbers that are too low or too high and unknown kinds are refused
 * a process that dies ends the command, and one that takes too long is killed; neither leaves a folder
 * faults are left out of a failing story until it is short
-* a promise that the product breaks is found: eight defects are planted
+* a promise that the product breaks is found: nine defects are planted
 """
 
 import os
@@ -122,6 +122,7 @@ def test_faults_are_left_out_until_a_story_is_short() -> None:
         ("a_worker_fails", "9", "an unexpected AssertionError"),
         ("a_gateway_fails", "9", "an unexpected KeyError"),
         ("a_run_ends", "9", "an unexpected LedgerError"),
+        ("a_loss_unnoticed", "12", "the run has not completed"),
     ],
 )
 def test_a_planted_defect_is_found(defect: str, seed: str, told: str) -> None:
