@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
+from areal_agent.cluster.local import MEMORY
 from areal_agent.command import Parser, run_command
 from areal_agent.errors import ProcessDied
 from areal_agent.process import how_it_ended
@@ -104,7 +105,8 @@ def apart(call: Callable[..., T], *arguments: object, limit_s: float = STORY_LIM
     """
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
-    with tempfile.TemporaryDirectory(prefix="storm-") as folder:  # which the process cannot remove once it is killed
+    memory = str(MEMORY) if os.access(MEMORY, os.W_OK) else None  # where nobody waits for a disk
+    with tempfile.TemporaryDirectory(prefix="storm-", dir=memory) as folder:  # no process that is killed removes it
         process = context.Process(target=_send, args=(there, folder, call, arguments), daemon=True)
         process.start()
         there.close()

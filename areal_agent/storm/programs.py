@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import openai.resources.responses  # noqa: F401 (once, not in the process of each story)
 import orjson
 from openai import AsyncOpenAI
 
