@@ -7,6 +7,7 @@ letters that stand for the weights in it, so each token of the ledger tells whic
 import asyncio
 import contextlib
 import contextvars
+import importlib
 import itertools
 import logging
 import random
@@ -17,7 +18,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import openai.resources.responses  # noqa: F401 (once, not in the process of each story)
 import orjson
 from openai import AsyncOpenAI
 
@@ -35,6 +35,8 @@ from areal_agent.trainer.wire import Frame, decode_step, describe_error, receive
 from areal_agent.types import DiskWeights, EngineInfo, GenerateRequest, JsonObject, PauseMode, Weights, WeightVersion
 
 logger = logging.getLogger(__name__)
+
+importlib.import_module("openai.resources.responses")  # once, not in the process of each story
 
 LINEAGE = "lineage.json"
 VOCAB_SIZE = 512
