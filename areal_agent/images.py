@@ -121,6 +121,8 @@ class ImageFolder:
         """Return the bytes of an image. Raises LedgerError if they are missing or not those that were kept."""
         file = self.file(digest)
         try:
+            if not file.is_file():  # a device or a pipe would never end
+                raise FileNotFoundError(f"there is no file {file}")
             data = file.read_bytes()
         except OSError as error:
             raise LedgerError(f"image {digest} cannot be read: {error}; put the run's images/ back") from error

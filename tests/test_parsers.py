@@ -9,7 +9,9 @@ case takes too long. `--hypothesis-profile=search`, as in .ci/full, does more an
 """
 
 import asyncio
+import base64
 import faulthandler
+import hashlib
 import json
 import os
 import pickle
@@ -21,9 +23,10 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -38,9 +41,12 @@ from safetensors.torch import save_file
 
 from areal_agent.cluster.local import read_described
 from areal_agent.config import Config
-from areal_agent.engine.foreign.weight_folders import prove_manifest, read_shapes
+from areal_agent.engine.foreign.weight_folders import AdapterForm, prove_adapter, prove_manifest, read_shapes
 from areal_agent.errors import ArealAgentError, ConfigError, LedgerError, RequestError, SandboxError, WeightUpdateError
 from areal_agent.files import MANIFEST, encode_manifest
+from areal_agent.gateway.bodies import Limits
+from areal_agent.gateway.images import ImageIntake
+from areal_agent.images import ImageFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import reading, require_intact
 from areal_agent.ledger.snapshots import restore
@@ -54,6 +60,7 @@ from areal_agent.sft.data import read_chats
 from areal_agent.threads import cores_for
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.tokens.template import ChatTemplate
+from areal_agent.tokens.vision import Vision
 from areal_agent.trainer.checkpoint import TRAINING, read_checkpoint
 from areal_agent.trainer.model import Policy
 from areal_agent.trainer.state import PROGRESS, TrainingProgress
@@ -62,6 +69,7 @@ from sandboxes.containers.images import images_of
 from sandboxes.folder import Entry, entries_in, entries_of, pack
 from sandboxes.tasks.harbor import HarborTask, reported
 from tests.ledger.record import record
+from tests.vision import PROCESSOR, make_vision_model, picture
 
 CASE_S = 60.0  # the longest time that a case may take; it takes milliseconds
 SPARE_BYTES = 2**29  # that a reader may allocate
@@ -104,6 +112,11 @@ RESULT = {"model": "m", "success_reward": 1.0, "scores": {"pass_at_1": {"mean": 
 VALUES = [None, True, -1, 0, 2**63, 2**200, 1e308, "", "x", "\0", "../../etc/passwd", [], {}, [[]], {"x": {}}, ["x"]]
 PIECES = [b"\0", b"\xff", b"\xed\xa0\x80", b"\n", b"[", b"{", b'"', b"-", b"[" * 2000, LONG.encode(), b"1e999", b"NaN",
           b'"\\ud800"', b"null", b"{}", b"../../etc/passwd", b"&a", b"*a", b"!!timestamp x"]  # fmt: skip
+
+
+MATRICES = {"layer.q.weight": (4, 4), "layer.k.weight": (4, 4)}
+PICTURE = picture("red")
+PICTURE_DIGEST = hashlib.sha256(PICTURE).hexdigest()
 
 
 def damaged(data: bytes, chance: random.Random) -> bytes:
@@ -203,6 +216,64 @@ def make_weights(folder: Path) -> None:
 
 def read_weights(folder: Path) -> object:
     return read_shapes(folder), prove_manifest(folder)
+
+
+def make_adapter(folder: Path) -> None:
+    form = AdapterForm(base=Path("base"), rank=2, alpha=4.0, target_modules=("q",))
+    put("adapter_config.json", form.encode(), folder)
+    shapes = form.shapes(MATRICES)
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, folder / "adapter_model.safetensors")
+    files({}, step=1)(folder)
+
+
+def read_adapter(folder: Path) -> object:
+    return prove_adapter(folder, MATRICES), prove_manifest(folder)
+
+
+def make_images(folder: Path) -> None:
+    assert ImageFolder(folder / "images").keep(PICTURE) == PICTURE_DIGEST
+
+
+def read_image(folder: Path) -> object:
+    return ImageFolder(folder / "images").read(PICTURE_DIGEST)
+
+
+def as_image(what: Change) -> Change:
+    """Return what puts something else in the place of the image."""
+
+    def change(folder: Path) -> None:
+        (file := ImageFolder(folder / "images").file(PICTURE_DIGEST)).unlink()
+        what(file)
+
+    return change
+
+
+def read_picture(folder: Path) -> object:
+    """Take a picture as an agent's request brings it."""
+    url = f"data:;base64,{base64.b64encode((folder / 'picture').read_bytes()).decode()}"
+    intake = ImageIntake(vision_of(Path(sys.argv[2])), ImageFolder(folder / "images"), Limits())
+    part = {"type": "image_url", "image_url": {"url": url}}
+    return asyncio.run(intake.taken({"messages": [{"role": "user", "content": [part]}]}))
+
+
+def read_processor(folder: Path) -> Vision:
+    if (vision := Renderer.load(folder).vision()) is None:  # it gets no images, and a log line says why
+        raise ConfigError("refused")
+    return vision
+
+
+vision_of = cache(read_processor)
+
+
+def make_processor(folder: Path) -> None:
+    shutil.copytree(sys.argv[2], folder, dirs_exist_ok=True)
+
+
+def png(*chunks: tuple[bytes, bytes]) -> bytes:
+    """Return a PNG file of these chunks, by kind and content."""
+    made = [(len(data), kind + data) for kind, data in chunks]
+    parts = [size.to_bytes(4, "big") + part + zlib.crc32(part).to_bytes(4, "big") for size, part in made]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 def header(**fields: object) -> bytes:
@@ -339,6 +410,28 @@ PARSERS = {
         "a device": file("model.safetensors.index.json", '{"weight_map": {"a": "/dev/zero"}}'),
         "no name": file("model.safetensors.index.json", '{"weight_map": {"a": "\\u0000"}}'),
     }),
+    "adapter": Parser(make_adapter, "adapter_*", read_adapter, WeightUpdateError, {
+        "a pickle": file("adapter_model.safetensors", PICKLE), "deep": file("adapter_config.json", DEEP),
+        "a long rank": file("adapter_config.json", f'{{"r": {LONG}}}'),
+        "modules that are no list": file("adapter_config.json", '{"target_modules": "q", "r": 2, "lora_alpha": 4}'),
+        "wide": file("adapter_config.json", '{"base_model_name_or_path": "b", "target_modules": ["q"], "r": 1e18,'
+                     ' "lora_alpha": 4}'),
+    }),
+    "image": Parser(make_images, "images/*/*", read_image, LedgerError, {
+        "another": b"x", "nothing": as_image(lambda file: None), "a folder": as_image(Path.mkdir),
+        "a device": as_image(lambda file: file.symlink_to("/dev/zero")), "a pipe": as_image(os.mkfifo),
+        "itself": as_image(lambda file: file.symlink_to(file.name)),
+    }),
+    "picture": Parser(file("picture", PICTURE), "picture", read_picture, RequestError, {
+        "a bomb": png((b"IHDR", b"\0\1\0\0\0\1\0\0\x08\2\0\0\0"), (b"IDAT", zlib.compress(bytes(2**20)))),
+        "a text that unpacks": png((b"IHDR", b"\0\0\0\x38\0\0\0\x38\x08\2\0\0\0"),
+                                   (b"zTXt", b"a\0\0" + zlib.compress(bytes(2**27), 9))),
+        "a pickle": PICKLE, "another format": b"GIF89a" + bytes(100), "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n",
+    }),
+    "processor": Parser(make_processor, "preprocessor_config.json", read_processor, ConfigError, {
+        "deep": DEEP, "a list": "[]",
+        "patches without end": json.dumps(PROCESSOR | {"min_pixels": 2**50, "max_pixels": 2**60}),
+    }),
     "model": Parser(lambda at: shutil.copytree(sys.argv[1], at, dirs_exist_ok=True), "*", read_model, ConfigError, {
         "only a pickle": only_pickled, "a pickle": file("model.safetensors", PICKLE), "deep": file("config.json", DEEP),
         "code": with_config(model_type="own", auto_map={"AutoConfig": "code.Y", "AutoModelForCausalLM": "code.X"}),
@@ -432,8 +525,8 @@ def serve() -> None:
 class Readers:
     """The readers' process, started when it is needed. Its stderr is the test's."""
 
-    def __init__(self, model: Path) -> None:
-        self._command = [sys.executable, __file__, str(model)]
+    def __init__(self, *models: Path) -> None:
+        self._command = [sys.executable, __file__, *map(str, models)]
         self._process: subprocess.Popen[str] | None = None
 
     def faults(self, *asked: object) -> Sequence[str]:
@@ -461,8 +554,9 @@ class Readers:
 
 
 @pytest.fixture(scope="module")
-def readers(small_model: Path) -> Iterator[Readers]:
-    with closing(Readers(small_model)) as readers:
+def readers(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Readers]:
+    vision_model = make_vision_model(tmp_path_factory.mktemp("vision"))
+    with closing(Readers(small_model, vision_model)) as readers:
         yield readers
 
 

@@ -35,6 +35,8 @@ from areal_agent.types import ImageSpan, JsonObject
 
 PROBES = ("a" * 64, 56, 84), ("b" * 64, 280, 56)
 """Digest, width and height of the images of probe conversations."""
+MAX_PROBE_TOKENS = 2**14
+"""A processor that makes more of an image of the probe would take gigabytes for it."""
 
 
 class Vision:
@@ -104,8 +106,10 @@ class Vision:
     def _require_count(self, width: int, height: int) -> None:
         """Raise ConfigError unless the processor makes as many patches of an image as it says."""
         try:
+            if (said := self.num_pads(width, height)) > MAX_PROBE_TOKENS:
+                raise ValueError(f"it says that {width} x {height} pixels are {said} tokens")
             grid = self._processor(images=[Image.new("RGB", (width, height))], return_tensors="np")["image_grid_thw"]
-            made, said = int(np.prod(grid)) // self._processor.merge_size**2, self.num_pads(width, height)
+            made = int(np.prod(grid)) // self._processor.merge_size**2
             if made != said:
                 raise ValueError(f"it makes {made} tokens of {width} x {height} pixels, and says {said}")
         except Exception as error:  # foreign code, as above
