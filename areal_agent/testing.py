@@ -21,6 +21,7 @@ import httpx
 from areal_agent.engine.fake import FakeEngine
 from areal_agent.gateway.app import Gateway
 from areal_agent.images import ImageFolder
+from areal_agent.ledger.ledger import Ledger
 from areal_agent.models.recipe import END, train_tokenizer
 from areal_agent.protocols import Journal
 from areal_agent.rollout.config import OtherModel
@@ -43,14 +44,16 @@ def play(
     *answers: str,
     sandbox: Mapping[str, Any] = SANDBOX,
     others: Mapping[str, Sequence[str]] = NOBODY,
+    ledger: Path | None = None,
 ) -> Trajectory:
     """Run `workflow` on `task` with a model that gives these answers in turn; return what the ledger would keep.
 
     `workflow` is anything that a config may name. What it raises is the trajectory's `status` and `error`. An answer
     may be made by `tool_call`. `others` are the answers of other models, by the names that `rollout.client(NAME)` has
-    for them. A model that is asked more often than it has answers fails.
+    for them. A model that is asked more often than it has answers fails. With `ledger` all is written to a new ledger
+    at that path, as in training; `areal_agent.ledger.verify.verify` proves it.
     """
-    return play_roles(workflow, task, *answers, sandbox=sandbox, others=others)[""]
+    return play_roles(workflow, task, *answers, sandbox=sandbox, others=others, ledger=ledger)[""]
 
 
 def play_roles(
@@ -59,6 +62,7 @@ def play_roles(
     *answers: str,
     sandbox: Mapping[str, Any] = SANDBOX,
     others: Mapping[str, Sequence[str]] = NOBODY,
+    ledger: Path | None = None,
 ) -> dict[str, Trajectory]:
     """Do the same; return what the ledger would keep of each role by its name, of the rollout itself by "".
 
@@ -66,10 +70,11 @@ def play_roles(
     """
 
     async def played() -> dict[str, Trajectory]:
-        journal = MemoryJournal()
-        texts = [answer + END for answer in answers]
-        renderer = plain_renderer()
-        await run_scripted(workflow, task, texts, renderer=renderer, journal=journal, sandbox=sandbox, others=others)
+        texts, renderer = [answer + END for answer in answers], plain_renderer()
+        async with _open_journal(ledger) as journal:
+            await run_scripted(
+                workflow, task, texts, renderer=renderer, journal=journal, sandbox=sandbox, others=others
+            )
         return {one.role: one for one in journal.closed}
 
     return asyncio.run(played())
@@ -102,19 +107,36 @@ def scripted_models(others: Mapping[str, Sequence[str]]) -> OtherModels:
 
 
 class MemoryJournal:
-    """Keeps in memory what the ledger would keep."""
+    """Keeps trajectories in memory, and everything in a ledger, too, if there is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Journal | None = None) -> None:
         self.closed: list[Trajectory] = []
+        self._ledger = ledger
 
     async def open_session(self, session: SessionRecord) -> None:
-        pass
+        if self._ledger is not None:
+            await self._ledger.open_session(session)
 
     async def append_turn(self, session_id: str, turn: Turn) -> None:
-        pass
+        if self._ledger is not None:
+            await self._ledger.append_turn(session_id, turn)
 
     async def close_session(self, trajectory: Trajectory) -> None:
+        if self._ledger is not None:
+            await self._ledger.close_session(trajectory)
         self.closed.append(trajectory)
+
+
+@asynccontextmanager
+async def _open_journal(path: Path | None) -> AsyncGenerator[MemoryJournal]:
+    if path is None:
+        yield MemoryJournal()
+        return
+    ledger = await Ledger.open(path, create=True)
+    try:
+        yield MemoryJournal(ledger.own)
+    finally:
+        await ledger.aclose()
 
 
 @cache
