@@ -97,7 +97,7 @@ async def _open(settings: WorkerSettings, channel: Channel, stack: AsyncExitStac
     stack.push_async_callback(engine.aclose)
     metered = MeteredSampler(engine)
     rollouts = await stack.enter_async_context(
-        open_local(settings.local, workflow, engine=metered, info=await engine.info(), journal=journal)
+        open_local(settings.local, workflow, engine=metered, info=settings.info, journal=journal)
     )
     logging.getLogger().addHandler(_WarningsToMain(channel))
     return WorkerServer(channel, rollouts, metered.busy, engine.follow, remote)

@@ -27,7 +27,7 @@ from areal_agent.observe.clock import Span
 from areal_agent.rollout.local import LocalSettings
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.section import Section
-from areal_agent.types import SessionRecord, Status
+from areal_agent.types import EngineInfo, SessionRecord, Status
 
 LENGTH = struct.Struct(">I")
 CANCEL_WAIT_S = 15.0
@@ -35,12 +35,16 @@ CANCEL_WAIT_S = 15.0
 
 
 class WorkerSettings(Section):
-    """All settings of a worker. `sys_path` is the main process's, so that both find the same workflow."""
+    """All settings of a worker. `sys_path` is the main process's, so that both find the same workflow.
+
+    `info` is what the engine has told the main process: while a worker starts, its servers may be elsewhere.
+    """
 
     number: int
     workflow: str
     sys_path: tuple[str, ...]
     engine: EngineAddress
+    info: EngineInfo
     shard: str
     is_elsewhere: bool = False  # on another machine: the main process writes the shard for it
     local: LocalSettings

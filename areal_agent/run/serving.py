@@ -242,12 +242,14 @@ async def _open_workers(
     hosts: Hosts,
 ) -> AsyncGenerator[RolloutExecutor]:
     assert workflow_path is not None, "preflight refuses a workflow without one"
+    info = await engine.client.info()
     workers = [
         WorkerSettings(
             number=number,
             workflow=workflow_path,
             sys_path=tuple(sys.path),
             engine=engine.address,
+            info=info,
             shard=str(ledger.shard_path(shard_name(number))),
             is_elsewhere=config.cluster.kind == "ray",
             local=settings,

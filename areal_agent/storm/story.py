@@ -70,7 +70,7 @@ LOOK_S = 5.0
 """The time between two looks at whether a promise was broken."""
 CALM_STEPS = 2
 """The train steps that the run makes after that before it ends."""
-END_S = 4 * 3600.0
+END_S = 2 * 3600.0
 MAX_LIVES_AFTER = 3
 """The time, and the number of new processes, in which a run has to complete after that: it is 0 or 1 as a rule."""
 

@@ -73,6 +73,7 @@ async def crews(folder: Path, small_model: Path) -> AsyncGenerator[Callable[...,
             server = await stack.enter_async_context(serving(small_model, host=home))
             engine = HttpEngine(server.base_url)
             stack.push_async_callback(engine.aclose)
+            info = await engine.info()
             config = RolloutConfig.model_validate({"max_tokens": 8, "block_warn_s": 0.1, **values})
             settings = [
                 WorkerSettings(
@@ -80,6 +81,7 @@ async def crews(folder: Path, small_model: Path) -> AsyncGenerator[Callable[...,
                     workflow=f"agents:{workflow}",
                     sys_path=(*sys.path, str(Path(__file__).parent)),
                     engine=EngineAddress(backend="embedded", urls=(server.base_url,)),
+                    info=info,
                     shard=str(ledger.shard_path(shard_name(number))),
                     is_elsewhere=is_elsewhere,
                     local=LocalSettings(

@@ -23,6 +23,7 @@ import pytest_asyncio
 from areal_agent import ConfigError, Status, Task
 from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.client import HttpEngine
+from areal_agent.engine.fleet.member import FleetView
 from areal_agent.errors import ProcessDied
 from areal_agent.ledger import questions
 from areal_agent.rollout.runner import RolloutSpec
@@ -129,6 +130,20 @@ async def test_a_killed_worker_and_its_rollouts_start_again(crew) -> None:
     after = await crew.pool.stats()
     assert after.gateway.turns == before.gateway.turns + 4
     assert before.gateway.engine_busy_s < after.gateway.engine_busy_s <= after.rolling_s
+
+
+@pytest.mark.slow  # several starts of a process
+async def test_one_that_starts_while_its_engine_is_nowhere_finds_it_later(make_crew) -> None:
+    crew = await make_crew("solve", workers=1)
+    (seat,) = crew.pool.seats
+    engines, pid = seat.settings.engine.urls, seat.pid
+    seat.tell_engines(FleetView(serving=(), out={"http://127.0.0.1:1": "it has moved"}, versions=()))
+    os.kill(pid, signal.SIGKILL)
+    while seat.pid in (pid, None):
+        await crew.pool.stats()
+    seat.tell_engines(FleetView(serving=engines, out={}, versions=()))
+    (running,) = await roll_out(crew, 1)
+    assert (await running).status is Status.COMPLETED
 
 
 @pytest.mark.slow  # several starts of a process

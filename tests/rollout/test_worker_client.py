@@ -28,7 +28,7 @@ from areal_agent.rollout.config import RolloutConfig, SandboxConfig
 from areal_agent.rollout.local import LocalSettings
 from areal_agent.rollout.runner import RolloutSpec
 from areal_agent.rollout.worker import RemoteJournal
-from areal_agent.types import ForkReason, SessionPurpose, SessionRecord
+from areal_agent.types import EngineInfo, ForkReason, SessionPurpose, SessionRecord, WeightVersion
 
 JSON = st.recursive(
     st.none()
@@ -117,6 +117,7 @@ def test_settings() -> None:
         workflow="package.module:name",
         sys_path=("", "lib"),
         engine=EngineAddress(backend="embedded", urls=("http://127.0.0.1:1",)),
+        info=EngineInfo(model_path="m", weight_version=WeightVersion(), vocab_size=2, max_context_tokens=3),
         shard="ledger-w1.sqlite",
         local=local,
     )

@@ -1,6 +1,6 @@
-"""Plants a defect in the product and lets the storm look for it: prints in how many faults it was found, and how.
+"""Plants defects in the product, one at a time, and lets the storm look for each: prints how it was found.
 
-A helper of tests: `python tests/storm/planted.py DEFECT MAX_FAULTS FIRST_SEED`.
+A helper of tests: `python tests/storm/planted.py DEFECT:FIRST_SEED ...`.
 """
 
 from areal_agent.storm import CLOCKS  # first: it replaces the clocks that the product keeps
@@ -8,7 +8,9 @@ from areal_agent.storm import CLOCKS  # first: it replaces the clocks that the p
 # isort: split
 import asyncio
 import itertools
+import json
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +21,7 @@ import numpy as np
 from areal_agent.cluster.ray_hosts import RemoteStarter
 from areal_agent.errors import LedgerError
 from areal_agent.gateway.turn import TurnLog
-from areal_agent.ledger.encoding import CompletionRow, TurnRow
+from areal_agent.ledger.encoding import CompletionRow, EndingRow, TurnRow
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.rollout import producer
 from areal_agent.rollout.worker import WorkerServer
@@ -30,20 +32,27 @@ from areal_agent.storm.faults import draw_faults
 from areal_agent.storm.story import tell
 from areal_agent.types import RolloutBatch, TokenRecord
 
+MAX_FAULTS = 2000
+"""In which a defect has to be found."""
+
 
 def acknowledged_before_the_commit() -> None:
-    """A turn is answered before it is durable."""
-    written: list[asyncio.Task[None]] = []
-    append = LedgerShard.append_rows
+    """A turn is answered before it is durable; its session ends after it is."""
+    writing: defaultdict[LedgerShard, list[asyncio.Task[None]]] = defaultdict(list)
+    append, close = LedgerShard.append_rows, LedgerShard.close_with
 
     async def append_later(shard: LedgerShard, session: str, turn: TurnRow, rows: Sequence[CompletionRow]) -> None:
         async def write() -> None:
             await asyncio.sleep(0.01)
             await append(shard, session, turn, rows)
 
-        written.append(asyncio.create_task(write()))
+        writing[shard].append(asyncio.create_task(write()))
 
-    LedgerShard.append_rows = append_later  # type: ignore[method-assign]
+    async def close_after(shard: LedgerShard, session: str, ending: EndingRow) -> None:
+        await asyncio.gather(*writing[shard])
+        await close(shard, session, ending)
+
+    LedgerShard.append_rows, LedgerShard.close_with = append_later, close_after  # type: ignore[method-assign]
 
 
 def capacity_returned_twice() -> None:
@@ -148,18 +157,18 @@ def story(defect: str, seed: int) -> Sequence[str]:
     return tell(seed, draw_faults(seed, FAULTS_A_STORY)).broken
 
 
-def main(defect: str, max_faults: int, first: int) -> None:
-    seeds = range(first, first + max_faults // FAULTS_A_STORY)
+def find(wanted: str) -> Sequence[str]:
+    """Return the promises that the first story breaks in which a defect is found; nothing if there is none."""
+    defect, _, first = wanted.partition(":")
+    stories = (apart(story, defect, int(first) + number) for number in range(MAX_FAULTS // FAULTS_A_STORY))
+    return next(filter(None, stories), ())
+
+
+def main(*wanted: str) -> None:
     with ThreadPoolExecutor(2) as threads:
-        stories = [threads.submit(apart, story, defect, seed) for seed in seeds]
-        for number, told in enumerate(stories, start=1):
-            if broken := told.result():
-                print(f"found within {number * FAULTS_A_STORY} faults:", *broken, sep="\n", flush=True)
-                threads.shutdown(cancel_futures=True)
-                return
-    print("not found")
+        print(json.dumps(list(threads.map(find, wanted))))
 
 
 if __name__ == "__main__":
     assert CLOCKS
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(*sys.argv[1:])
