@@ -8,6 +8,7 @@
     faults.py     the kinds of faults; how a story's are drawn, and made fewer
     truth.py      what really happened, and the promises that a ledger is held against
     programs.py   the simulated programs: engines, a trainer, an agent
+    cluster.py    a Ray that is not there, and nodes that are lost, cut off and stand still
     machine.py    the loop with a clock of its own; programs that can be killed and stopped
 
 Run, gateways, ledger, admission, fleet, pushes, commits, worker pool and workers are the product's. What is simulated

@@ -1,11 +1,11 @@
 """A Ray that is not there: as much of it as `cluster/ray_hosts.py` asks for, on nodes that can be lost and cut off.
 
-a bundle   is on one node, and on another one once Ray takes that for lost
-an actor   is a program there, which starts others that end with it
-a node     is lost: all its programs end, and it is back, empty, later
-           is cut off: its programs go on, and nothing gets to it or from it
-           stands still: nor do its programs go on
-Ray        says `NOTICED_S` later that the actors there are gone; those that it finds alive end when it can
+    a bundle   is on one node, and on another one once Ray takes that for lost
+    an actor   is a program there, which starts others that end with it
+    a node     is lost: all its programs end, and it is back, empty, later
+               is cut off: its programs go on, and nothing gets to it or from it
+               stands still: nor do its programs go on
+    Ray        says `NOTICED_S` later that the actors there are gone, and ends those that are back alive
 """
 
 import asyncio
