@@ -123,6 +123,7 @@ class WorkerServer:
         self._follow = follow
         self._journal = journal
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._is_ending = False
 
     async def serve(self) -> None:
         """Answer until the channel ends; then cancel the rollouts and wait for them."""
@@ -143,6 +144,7 @@ class WorkerServer:
         except EOFError:
             logger.info("the main process has closed its end; ending")
         finally:
+            self._is_ending = True
             self._journal.lose()
             if tasks := set(self._running.values()):
                 for task in tasks:
@@ -158,16 +160,24 @@ class WorkerServer:
         try:
             ended = await self._rollouts.run(call.spec)
         except asyncio.CancelledError:
-            self._channel.send(encode(Ended(number=call.number, status=Status.CANCELLED)))
+            self._answer(Ended(number=call.number, status=Status.CANCELLED))
             raise
         except DiskFull as error:
-            self._channel.send(encode(Failed(number=call.number, message=str(error), is_disk_full=True)))
+            self._answer(Failed(number=call.number, message=str(error), is_disk_full=True))
         except Exception as error:  # the boundary that turns a failure into an answer
             logger.exception("rollout %s could not be run", call.spec.session_id)
             message = f"{type(error).__name__}: {error}".encode(errors="replace").decode()
-            self._channel.send(encode(Failed(number=call.number, message=message)))
+            self._answer(Failed(number=call.number, message=message))
         else:
-            self._channel.send(encode(Ended(number=call.number, status=ended.status)))
+            self._answer(Ended(number=call.number, status=ended.status))
+
+    def _answer(self, answer: Ended | Failed) -> None:
+        """Answer a call, unless this process ends: what its sessions ended with may then not be in the ledger.
+
+        A main process that was stopped, and not gone, reads in the ledger what became of them.
+        """
+        if not self._is_ending:
+            self._channel.send(encode(answer))
 
     async def _count(self, number: int) -> Counted:
         stats = await self._rollouts.stats()

@@ -1,11 +1,11 @@
 """A Ray that is not there: as much of it as `cluster/ray_hosts.py` asks for, on nodes that can be lost and cut off.
 
-    a bundle   is on one node, and on another one once Ray takes that for lost
-    an actor   is a program there, which starts others that end with it
-    a node     is lost: all its programs end, and it is back, empty, later
-               is cut off: its programs go on, and nothing gets to it or from it
-               stands still: nor do its programs go on
-    Ray        says `NOTICED_S` later that the actors there are gone, and ends those that are back alive
+a bundle   is on one node, and on another one once Ray takes that for lost
+an actor   is a program there, which starts others that end with it
+a node     is lost: all its programs end, and it is back, empty, later
+           is cut off: its programs go on, and nothing gets to it or from it
+           stands still: nor do its programs go on
+Ray        says `NOTICED_S` later that the actors there are gone, and ends those that are back alive
 """
 
 import asyncio
@@ -20,6 +20,7 @@ from typing import Any
 
 from areal_agent.callback import LOOPBACK
 from areal_agent.storm.machine import PROGRAM, Node, Program
+from areal_agent.storm.truth import Truth
 
 NOTICED_S = 30.0
 """The time in which Ray sees that a node is gone."""
@@ -57,8 +58,8 @@ class Bundle:
 class Actor:
     """An object on a node."""
 
-    def __init__(self, group: Group, node: Node, make: Callable[[], object]) -> None:
-        self.group = group
+    def __init__(self, bundle: Bundle, node: Node, make: Callable[[], object]) -> None:
+        self.bundle = bundle
         self.node = node
         self.program = Program("actor", node)
         self.gone = asyncio.get_running_loop().create_future()  # done once Ray says so
@@ -69,6 +70,7 @@ class Actor:
     async def answer(self, method: str, arguments: Sequence[object]) -> Any:
         """Call a method there. Raises RayError once Ray says that the actor is gone."""
         working = asyncio.create_task(self._work(method, arguments))
+        working.add_done_callback(_look_at)
         await asyncio.wait({working, self.gone}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise RayError("the actor is gone")
@@ -102,10 +104,16 @@ class Handle:
     def __getattr__(self, method: str) -> Any:
         def remote(*arguments: object) -> "asyncio.Task[Any]":
             call = asyncio.create_task(self.actor.answer(method, arguments))
-            call.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may wait for it
+            call.add_done_callback(_look_at)
             return call
 
         return SimpleNamespace(remote=remote)
+
+
+def _look_at(call: asyncio.Task[Any]) -> None:
+    """Mark its error as seen: nobody may wait for it any more."""
+    if not call.cancelled():
+        call.exception()
 
 
 async def reached(node: Node) -> None:
@@ -123,7 +131,8 @@ def _beside(work: Coroutine[Any, Any, None]) -> None:
 class Cluster:
     """The nodes, and their Ray."""
 
-    def __init__(self) -> None:
+    def __init__(self, truth: Truth) -> None:
+        self._truth = truth
         self._nodes = [Node(f"node {number}") for number in (1, 2, 3)]
         self._taken_for_lost: set[Node] = set()
         self._actors: list[Actor] = []
@@ -151,7 +160,7 @@ class Cluster:
         return random.choice([node for node in self._nodes if node not in self._taken_for_lost])
 
     def _remove(self, group: Group) -> None:
-        self._end([one for one in self._actors if one.group is group])
+        self._end([one for one in self._actors if one.bundle.group is group])
 
     def _remote(self, make: Callable[[], object]) -> Any:
         def options(*, scheduling_strategy: Bundle, **_: object) -> Any:
@@ -161,9 +170,11 @@ class Cluster:
 
     def _start(self, bundle: Bundle, make: Callable[[], object]) -> Handle:
         nodes = bundle.group.nodes
+        if any(one.bundle == bundle and not one.gone.done() for one in self._actors):
+            self._truth.faults.append("a process is started before the room of the one before it was given back")
         if nodes[bundle.index] in self._taken_for_lost:
             nodes[bundle.index] = self._node()
-        self._actors.append(Actor(bundle.group, nodes[bundle.index], make))
+        self._actors.append(Actor(bundle, nodes[bundle.index], make))
         return Handle(self._actors[-1])
 
     def _kill(self, handle: Handle) -> None:

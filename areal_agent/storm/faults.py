@@ -84,6 +84,10 @@ class Machines(Protocol):
         """Ask the run to save and to end, as Ctrl-C does. Return whether there was one."""
         ...
 
+    def stop_run(self, for_s: float) -> bool:
+        """Stop the run's own process for a while. Return whether there was one."""
+        ...
+
     def kill_at(self, point: str, times: int, felt: Callable[[], object]) -> None:
         """Kill the run once it has passed this point so often, and call `felt`."""
         ...
@@ -199,6 +203,7 @@ KINDS: Mapping[str, Strike] = {
     "the run is killed": _always(lambda machines, fault: machines.kill_run()),
     "the run is killed at a commit": _kill_at_a_point,
     "the run is interrupted": _always(lambda machines, fault: machines.interrupt_run()),
+    "the run is stopped": _always(lambda machines, fault: machines.stop_run(fault.for_s)),
     "the trainer is killed": _process("trainer", _kill),
     "the trainer is stopped": _process("trainer", _stop),
     "a worker is killed": _process("worker", _kill),
@@ -224,9 +229,14 @@ KINDS: Mapping[str, Strike] = {
 """What may go wrong, for a while where that can be. Cut off is an engine from one program, and both live on."""
 
 
+ENDING = frozenset(kind for kind in KINDS if kind.startswith(("the run is", "the trainer is")))
+"""What ends the process of a run as a rule: half of the stories have none of these, so that it lives for long."""
+
+
 def draw_faults(seed: int, num_faults: int, kinds: Sequence[str] = ()) -> list[Fault]:
     """Draw a story's faults, of all kinds or of these. One in five comes together with the one before."""
-    drawn, chosen = random.Random(f"faults of {seed}"), list(kinds or KINDS)
+    drawn = random.Random(f"faults of {seed}")
+    chosen = list(kinds) or [kind for kind in KINDS if seed % 2 or kind not in ENDING]
     return [
         Fault(
             kind=drawn.choice(chosen),

@@ -86,7 +86,7 @@ class Program:
         if node is not None:
             node.add(self)
         self.is_dead = False
-        self.is_stopped = False
+        self._num_stops = 0
         self.held: list[events.Handle] = []  # what became ready while it was stopped
         self.owned: list[Callable[[], object]] = []  # each closes something
 
@@ -98,13 +98,20 @@ class Program:
             with contextlib.suppress(OSError, ValueError, sqlite3.Error):
                 close()
 
+    @property
+    def is_stopped(self) -> bool:
+        return self._num_stops > 0
+
     def stop(self) -> None:
-        """Stop it like SIGSTOP."""
-        self.is_stopped = True
+        """Stop it, as SIGSTOP does, and a machine that stands still."""
+        self._num_stops += 1
 
     def go_on(self) -> None:
-        """Continue like SIGCONT."""
-        self.is_stopped, held, self.held = False, self.held, []
+        """Continue, unless it was stopped once more."""
+        self._num_stops -= 1
+        if self.is_stopped:
+            return
+        held, self.held = self.held, []
         for handle in held:
             asyncio.get_running_loop().call_soon(_run_unless_cancelled, handle)
 
@@ -186,12 +193,15 @@ def _task(loop: asyncio.AbstractEventLoop, coroutine: Any, **given: Any) -> _Tas
     return _Task(coroutine, loop=loop, **given)
 
 
+_owners: dict[Any, Program] = {}
+"""Whose a socket is, by its address."""
+
+
 class SimulatedLoop(asyncio.SelectorEventLoop):
     """An event loop with a clock of its own, in which threads are calls."""
 
     def __init__(self) -> None:
         self._timers = _Timers(self._peer)
-        self._owners: dict[Any, Program] = {}  # by the address of a socket
         super().__init__(self._timers)
         self.slow_callback_duration = math.inf
         self.set_task_factory(_task)
@@ -217,7 +227,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def _make_socket_transport(self, sock: socket.socket, *args: Any, **kwargs: Any) -> Any:
         transport: Any = super()._make_socket_transport(sock, *args, **kwargs)  # type: ignore[misc]
         if (program := PROGRAM.get(None)) is not None:
-            self._owners[sock.getsockname()] = program
+            _owners[sock.getsockname()] = program
         write = transport.write
 
         def hang_up() -> None:
@@ -241,7 +251,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         transport = self._transports.get(fd)  # type: ignore[attr-defined]
         if transport is None or transport.is_closing():  # then another socket may have its number
             return None
-        return self._owners.get(transport.get_extra_info("peername"))
+        return _owners.get(transport.get_extra_info("peername"))
 
     def _hang_up(self, sock: socket.socket) -> None:
         if sock.fileno() >= 0:
@@ -382,6 +392,7 @@ class SimulatedProcess:
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         os.environ[KEY_VARIABLE] = key
         sock = call_back(argv[argv.index("--connect") + 1])
+        _owners[sock.getsockname()] = self.program
         context = contextvars.copy_context()
         context.run(PROGRAM.set, self.program)
         context.run(owned, sock.close)

@@ -27,7 +27,8 @@ from areal_agent.engine.fleet.fleet import Fleet
 from areal_agent.engine.fleet.member import Patience
 from areal_agent.engine.transport import CONTROL_TIMEOUT_S
 from areal_agent.engine.wire.control import EngineStats
-from areal_agent.errors import EngineUnreachable, Reject, WeightUpdateError
+from areal_agent.errors import EngineUnreachable, Reject, TrainerError, WeightUpdateError
+from areal_agent.files import newest_claim
 from areal_agent.storm.machine import PROGRAM, Main, Program, are_apart
 from areal_agent.storm.truth import Truth, digest_of, letter_of
 from areal_agent.trainer.checkpoint import CommitPoint, publish_checkpoint
@@ -43,6 +44,8 @@ VOCAB_SIZE = 512
 CONTEXT_TOKENS = 4096
 STEP_S, PUBLISH_S, SAVE_S = 4.0, 0.2, 0.5
 """What a train step, a publication and a save take."""
+SLOW_WRITES = 4
+"""The writes of a save for which a slow disk is waited."""
 
 T = TypeVar("T")
 
@@ -312,12 +315,17 @@ class Stopped(BaseException):
     """The run was killed at a point of a save: what follows must not happen."""
 
 
-def trainer_main(truth: Truth, passing: Callable[[CommitPoint], None], disk_fault: Callable[[], None]) -> Main:
-    """Return the main function of the trainer's process. `passing` may raise Stopped, `disk_fault` OSError."""
+def trainer_main(
+    truth: Truth, passing: Callable[[CommitPoint], None], disk_fault: Callable[[], None], delay_s: Callable[[], float]
+) -> Main:
+    """Return the main function of the trainer's process. `passing` may raise Stopped, `disk_fault` OSError.
+
+    `delay_s` says how long a disk takes that is slow.
+    """
 
     async def main(argv: Sequence[str], sock: socket.socket) -> None:
         reader, writer = await asyncio.open_connection(sock=sock)
-        trainer = _Trainer(truth, passing, disk_fault)
+        trainer = _Trainer(truth, passing, disk_fault, delay_s)
         with contextlib.suppress(EOFError, OSError):
             while True:
                 request = await receive_frame(reader)
@@ -333,8 +341,14 @@ def trainer_main(truth: Truth, passing: Callable[[CommitPoint], None], disk_faul
 
 
 class _Trainer:
-    def __init__(self, truth: Truth, passing: Callable[[CommitPoint], None], disk_fault: Callable[[], None]) -> None:
-        self._truth, self._passing, self._disk_fault = truth, passing, disk_fault
+    def __init__(
+        self,
+        truth: Truth,
+        passing: Callable[[CommitPoint], None],
+        disk_fault: Callable[[], None],
+        delay_s: Callable[[], float],
+    ) -> None:
+        self._truth, self._passing, self._disk_fault, self._delay_s = truth, passing, disk_fault, delay_s
         self._lineage: list[str] = []
         self._shared = self._begun_with = Path()
         self._num_published = 0
@@ -366,6 +380,8 @@ class _Trainer:
             case "publish":
                 await asyncio.sleep(PUBLISH_S)
                 self._num_published += 1
+                if not self._shared.exists():
+                    raise TrainerError("the run has removed its folder: it has ended")
                 folder = self._shared / f"weights_{self._num_published}"  # as weights/channels.py does it
                 folder.mkdir()
                 (folder / LINEAGE).write_bytes(orjson.dumps(self._lineage))
@@ -389,7 +405,7 @@ class _Trainer:
             self._disk_fault()
             (folder / LINEAGE).write_bytes(orjson.dumps(lineage))
 
-        await asyncio.sleep(SAVE_S)
+        await asyncio.sleep(SAVE_S + SLOW_WRITES * self._delay_s())
         try:
             saved = publish_checkpoint(
                 Path(given["directory"]),
@@ -403,6 +419,8 @@ class _Trainer:
             )
         except OSError as error:
             return {"fault": str(error)}
+        if newest_claim(Path(given["directory"])) > given["incarnation"]:
+            self._truth.faults.append(f"the checkpoint of step {saved.step} is published after its run was taken over")
         return {"path": str(saved.path)}
 
 

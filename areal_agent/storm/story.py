@@ -36,7 +36,7 @@ from areal_agent.cluster.hosts import Hosts
 from areal_agent.cluster.ray_hosts import RayHosts, needs_of
 from areal_agent.config import Config
 from areal_agent.engine.address import EngineAddress
-from areal_agent.errors import DiskFull, EngineError, ProcessDied, TrainerError
+from areal_agent.errors import DiskFull, EngineError, ProcessDied, TakenOver, TrainerError
 from areal_agent.models.recipe import END, train_tokenizer
 from areal_agent.rollout import local
 from areal_agent.rollout import worker as worker_process
@@ -68,6 +68,10 @@ CALM_S = 120.0
 """The time after the last fault until everything that was stopped, cut off or full has recovered."""
 LOOK_S = 5.0
 """The time between two looks at whether a promise was broken."""
+REPLACED_S = 75.0
+"""The time in which a process that was replaced ends: two leases of its starter, as it may sleep through one."""
+MOVED_S = 180.0
+"""The time in which a server's new URL is asked instead of its old one, though calls of a push hang."""
 CALM_STEPS = 2
 """The train steps that the run makes after that before it ends."""
 END_S = 2 * 3600.0
@@ -117,7 +121,8 @@ def settings_of(seed: int) -> tuple[dict[str, Any], str]:
 class _Unexpected(logging.Handler):
     """Makes a broken promise of each exception that a program or the loop logs and that no fault explains.
 
-    A gateway logs whatever it answers with status 500.
+    A gateway logs whatever it answers with status 500, and a trainer that outlives its run on a node that is cut off
+    that the run was taken over.
     """
 
     def __init__(self, truth: Truth) -> None:
@@ -128,7 +133,7 @@ class _Unexpected(logging.Handler):
         error = record.exc_info[1] if record.exc_info else None
         if error is None and record.name == "asyncio":
             self._truth.faults.append(f"the event loop has an error: {record.getMessage()}")
-        elif isinstance(error, Exception) and not is_explained(error):
+        elif isinstance(error, Exception) and not isinstance(error, TakenOver) and not is_explained(error):
             self._truth.faults.append(described(error))
 
 
@@ -218,12 +223,14 @@ class Story:
         self._hosts = SimulatedHosts(
             {
                 "areal_agent.engine": engine,
-                "areal_agent.trainer": trainer_main(self.truth, self._pass, self._try_the_disk),
+                "areal_agent.trainer": trainer_main(self.truth, self._pass, self._try_the_disk, self._disk_delay_s),
                 "areal_agent.rollout.worker": lambda argv, sock: worker_process.work(sock),
             }
         )
-        self.cluster = Cluster()
+        self.cluster = Cluster(self.truth)
         self._ray = self.cluster.module()
+        self._replaced_s: dict[SimulatedProcess, float] = {}  # since when a process runs that was replaced
+        self._differing_s: dict[str, float] = {}  # since when a URL is asked or kept, and not both
         self._storm: asyncio.Task[None] | None = None
         self._main = Program("main")
         self._main_task: asyncio.Task[None] | None = None
@@ -286,6 +293,7 @@ class Story:
             self._begin_life()
             while not self._life_over.done():
                 await asyncio.wait({self._life_over}, timeout=LOOK_S)
+                self._look_for_replaced()
                 if self.truth.faults:
                     return
                 if self._storm.done():
@@ -306,6 +314,16 @@ class Story:
         lineage = programs.lineage_in(checkpoint.path) if checkpoint else []
         left = [f"the {one.name} is left behind" for one in self._hosts.started if one.is_running]
         return left + broken_promises(self.truth, run / "ledger.sqlite", lineage, self._letters)
+
+    def _look_for_replaced(self) -> None:
+        """Hold that a process ends soon once there is another one in its place, while it is not stopped."""
+        newest = {one.name: one for one in self._hosts.started}
+        replaced = [one for one in self._hosts.started if one.is_running and one is not newest[one.name]]
+        awake = [one for one in replaced if not one.program.is_stopped]
+        self._replaced_s = {one: self._replaced_s.get(one, self.now_s) for one in awake}
+        for one, since_s in self._replaced_s.items():
+            if self.now_s - since_s > REPLACED_S:
+                self.truth.faults.append(f"the {one.name} still runs {REPLACED_S:g} s after it was replaced")
 
     def _begin_life(self) -> None:
         self.num_lives += 1
@@ -352,6 +370,7 @@ class Story:
                 last_step = min(last_step, run.step + CALM_STEPS)
             batch = await run.prepare_batch()
             self._check_capacity(run.source, batch.step)
+            self._check_servers(run.source, MOVED_S)
             await run.train_step(batch)
             await run.push()
             self.num_steps = run.step
@@ -359,6 +378,18 @@ class Story:
                 run.evaluate_beside()
             if run.step % CHECKPOINT_EVERY == 0:
                 await run.save()
+        self._check_servers(run.source, 0.0)
+
+    def _check_servers(self, source: Source, limit_s: float) -> None:
+        """Hold the servers that are asked against those that are kept: they differ for `limit_s` at most."""
+        assert isinstance(source, OwnRollouts)
+        engine = source.serving.engine
+        assert engine.servers is not None
+        differing = set(engine.urls) ^ set(engine.servers.urls)
+        self._differing_s = {url: self._differing_s.get(url, self.now_s) for url in differing}
+        for url, since_s in self._differing_s.items():
+            if self.now_s - since_s >= limit_s:
+                self.truth.faults.append(f"{url} is asked and not kept, or kept and not asked, for {limit_s:g} s")
 
     def _check_capacity(self, source: Source, step: int) -> None:
         """Hold the counts of the staleness bound against the groups that are there, once a batch was taken."""
@@ -403,6 +434,12 @@ class Story:
     def interrupt_run(self) -> bool:
         is_there = self._main_task is not None and not self._is_interrupted and self._main_task.cancel()
         self._is_interrupted |= is_there
+        return is_there
+
+    def stop_run(self, for_s: float) -> bool:
+        if is_there := not self._life_over.done():
+            self._main.stop()
+            self.after(for_s, self._main.go_on)
         return is_there
 
     def kill_at(self, point: str, times: int, felt: Callable[[], object]) -> None:

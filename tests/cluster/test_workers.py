@@ -147,6 +147,22 @@ async def test_one_that_starts_while_its_engine_is_nowhere_finds_it_later(make_c
 
 
 @pytest.mark.slow  # several starts of a process
+async def test_one_elsewhere_that_is_ended_tells_of_no_end_that_is_not_in_the_ledger(make_crew) -> None:
+    crew = await make_crew("solve", workers=1, is_elsewhere=True)
+    await crew.engine.pause(PauseMode.IN_PLACE)
+    (running,) = await roll_out(crew, 0)
+    await until_sampling(crew, 1)
+    (seat,) = crew.pool.seats
+    pid = seat.pid
+    os.kill(pid, signal.SIGTERM)
+    while seat.pid in (pid, None):
+        await crew.pool.stats()
+    await crew.engine.resume()
+    ended = await running
+    assert (ended.status, ended.lost) == (Status.COMPLETED, ("s-0",))
+
+
+@pytest.mark.slow  # several starts of a process
 async def test_three_deaths_in_a_row_end_it(make_crew) -> None:
     crew = await make_crew("die", workers=1)
     running = await roll_out(crew, 0)

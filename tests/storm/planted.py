@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_agent.cluster.ray_hosts import RemoteStarter
+from areal_agent.cluster.ray_hosts import RemoteStarter, Starter
 from areal_agent.errors import LedgerError
 from areal_agent.gateway.turn import TurnLog
 from areal_agent.ledger.encoding import CompletionRow, EndingRow, TurnRow
@@ -136,6 +136,20 @@ def a_loss_unnoticed() -> None:
     RemoteStarter.ask = ask_for_ever  # type: ignore[method-assign]
 
 
+def room_not_given_back() -> None:
+    """A starter is kept once its process has ended."""
+    RemoteStarter.release = lambda _: None  # type: ignore[method-assign]
+
+
+def a_lease_without_end() -> None:
+    """A process goes on after another one was started for it elsewhere."""
+
+    async def for_ever(starter: Starter, lease_s: float) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    Starter._end_when_cut_off = for_ever  # type: ignore[method-assign]
+
+
 DEFECTS: dict[str, Callable[[], None]] = {
     one.__name__: one
     for one in (
@@ -148,6 +162,8 @@ DEFECTS: dict[str, Callable[[], None]] = {
         a_gateway_fails,
         a_run_ends,
         a_loss_unnoticed,
+        room_not_given_back,
+        a_lease_without_end,
     )
 }
 
