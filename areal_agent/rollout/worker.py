@@ -70,7 +70,10 @@ async def work(sock: socket.socket) -> None:
     channel = await Channel.over(sock)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, channel.end)
     try:
-        settings = WorkerSettings.model_validate_json(await channel.receive())
+        try:
+            settings = WorkerSettings.model_validate_json(await channel.receive())
+        except EOFError:  # the run was gone before it said what to do
+            return
         async with AsyncExitStack() as stack:
             try:
                 server = await _open(settings, channel, stack)

@@ -13,7 +13,7 @@ import itertools
 import socket
 import struct
 from collections.abc import Callable
-from typing import Literal, Self
+from typing import Literal, Self, cast
 
 from pydantic import ConfigDict, TypeAdapter
 
@@ -203,6 +203,7 @@ class Channel:
 
     def end(self) -> None:
         """Stop reading: `receive` raises EOFError."""
+        cast(asyncio.Transport, self._writer.transport).pause_reading()  # what still comes would be an error after the end
         self._reader.feed_eof()
 
     def abort(self) -> None:
