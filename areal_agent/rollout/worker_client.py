@@ -203,7 +203,7 @@ class Channel:
 
     def end(self) -> None:
         """Stop reading: `receive` raises EOFError."""
-        cast(asyncio.Transport, self._writer.transport).pause_reading()  # what still comes would be an error after the end
+        cast(asyncio.Transport, self._writer.transport).pause_reading()  # what came after the end would be an error
         self._reader.feed_eof()
 
     def abort(self) -> None:
