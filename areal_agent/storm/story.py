@@ -370,7 +370,7 @@ class Story:
                 last_step = min(last_step, run.step + CALM_STEPS)
             batch = await run.prepare_batch()
             self._check_capacity(run.source, batch.step)
-            self._check_servers(run.source, MOVED_S)
+            self._check_servers(run.source)
             await run.train_step(batch)
             await run.push()
             self.num_steps = run.step
@@ -378,18 +378,17 @@ class Story:
                 run.evaluate_beside()
             if run.step % CHECKPOINT_EVERY == 0:
                 await run.save()
-        self._check_servers(run.source, 0.0)
 
-    def _check_servers(self, source: Source, limit_s: float) -> None:
-        """Hold the servers that are asked against those that are kept: they differ for `limit_s` at most."""
+    def _check_servers(self, source: Source) -> None:
+        """Hold the servers that are asked against those that are kept: they differ for `MOVED_S` at most."""
         assert isinstance(source, OwnRollouts)
         engine = source.serving.engine
         assert engine.servers is not None
         differing = set(engine.urls) ^ set(engine.servers.urls)
         self._differing_s = {url: self._differing_s.get(url, self.now_s) for url in differing}
         for url, since_s in self._differing_s.items():
-            if self.now_s - since_s >= limit_s:
-                self.truth.faults.append(f"{url} is asked and not kept, or kept and not asked, for {limit_s:g} s")
+            if self.now_s - since_s >= MOVED_S:
+                self.truth.faults.append(f"{url} is asked and not kept, or kept and not asked, for {MOVED_S:g} s")
 
     def _check_capacity(self, source: Source, step: int) -> None:
         """Hold the counts of the staleness bound against the groups that are there, once a batch was taken."""
