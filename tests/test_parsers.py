@@ -430,7 +430,7 @@ PARSERS = {
     }),
     "processor": Parser(make_processor, "preprocessor_config.json", read_processor, ConfigError, {
         "deep": DEEP, "a list": "[]",
-        "patches without end": json.dumps(PROCESSOR | {"min_pixels": 2**50, "max_pixels": 2**60}),
+        "more patches than any takes": json.dumps(PROCESSOR | {"min_pixels": 2**22, "max_pixels": 2**23}),
     }),
     "model": Parser(lambda at: shutil.copytree(sys.argv[1], at, dirs_exist_ok=True), "*", read_model, ConfigError, {
         "only a pickle": only_pickled, "a pickle": file("model.safetensors", PICKLE), "deep": file("config.json", DEEP),

@@ -35,8 +35,8 @@ from areal_agent.types import ImageSpan, JsonObject
 
 PROBES = ("a" * 64, 56, 84), ("b" * 64, 280, 56)
 """Digest, width and height of the images of probe conversations."""
-MAX_PROBE_TOKENS = 2**14
-"""A processor that makes more of an image of the probe would take gigabytes for it."""
+MAX_PROBE_TOKENS = 2**12
+"""A processor that makes more of an image of the probe may take gigabytes for it."""
 
 
 class Vision:
