@@ -198,6 +198,7 @@ _REPLACED = {
     "torch.cuda.is_available": lambda: True,
     "torch.cuda.device_count": lambda: 1,
     "torch.cuda.get_device_name": lambda *_: "a fake H100",
+    "torch.cuda.get_device_capability": lambda *_: (9, 0),
     "torch.cuda.empty_cache": lambda: None,
     "torch.cuda.graph_pool_handle": lambda: _refuse_graphs(),
     "torch.cuda.mem_get_info": lambda *_: (2**30, 2**30),
@@ -208,13 +209,14 @@ _REPLACED = {
     "torch.utils.checkpoint._allowed_determinism_checks_to_fns": {  # asked within and without the mode
         "default": lambda one: (one.shape, one.dtype, on_gpu(one))
     },
+    "torch.histc": lambda ids, *args, **more: _HISTC(ids.float(), *args, **more).to(ids.dtype),  # CUDA's takes ids
     "torch.autocast": lambda _, **more: _AUTOCAST("cpu", **more),
     "areal_agent.trainer.model.packed_kernel": lambda: kernel,
     "areal_agent.trainer.trainer.Compiled": lambda: Compiled(lambda _: _refuse_graphs),
     "areal_agent.engine.embedded.model.packed_kernel": lambda: kernel,
 }
 _AUTOCAST, _GROUPED = torch.autocast, clip_grad._group_tensors_by_device_and_dtype
-_ENGINE, _SAVE = torch.autograd._engine_run_backward, torch.save
+_ENGINE, _HISTC, _SAVE = torch.autograd._engine_run_backward, torch.histc, torch.save
 _SAID = {Tensor.device.__get__: GPU, Tensor.is_cuda.__get__: True, Tensor.is_cpu.__get__: False}
 
 

@@ -1,7 +1,7 @@
 """The train step and pushes on a GPU that is not there (tests/fake_gpu.py).
 
-- With every loss, layout, precision, adapters, critic, reference, windows and shared prefixes all tensors of an
-  operation are on one device. In float32 metrics are those of the CPU.
+- With every loss, layout, precision, adapters, critic, reference, windows, experts and shared prefixes all tensors of
+  an operation are on one device. In float32 metrics are those of the CPU.
 - What crosses between host and GPU in a step is known, and grows with the micro-batches, not with the samples.
 - There AdamW is one pass; what it keeps is what it keeps on a CPU, and goes on in either place.
 - What the trainer pushes is what an engine on the GPU then holds; of adapters alone, what the trainer has.
@@ -10,8 +10,6 @@
   backward passes. It sees what copies to the host or waits, and only that.
 """
 
-import json
-import shutil
 import threading
 from dataclasses import replace
 from functools import partial
@@ -32,19 +30,22 @@ from areal_agent.trainer.optimizer import Optimizer
 from areal_agent.trainer.ranks import Group
 from areal_agent.weights.channels import ADAPTER_WEIGHTS, PREFIX
 from tests.fake_gpu import CPU, GPU, TO_GPU, TO_HOST, WAITS, FakeGpu, WrongDevice
+from tests.trainer.families import PACKED, make
 
 LORA = LoraConfig(rank=2, alpha=4.0)
 PENALISED = {"reference": "initial", "kl_coefficient": 0.1, "entropy_coefficient": 0.01}
 BY_SEQUENCE = {"preset": "gspo", "aggregation": "sequence_mean", "behavior_weight_level": "sequence"}
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
-CASES: dict[str, tuple[dict, ...]] = {
+CASES: dict[str, tuple] = {
     "ppo_clip": ({"packing": "balanced"}, {"dual_clip": 3.0}),
     "gspo": ({"packing": "first_fit", "gradient_checkpointing": True}, BY_SEQUENCE),
     "cispo": ({"packing": "padded"}, {"preset": "cispo", **PENALISED}),
     "tree": ({"packing": "tree"}, {**PENALISED, "kl_in": "reward", "kl_estimator": "k2", "minibatches": 2}),
     "tree, gspo": ({"packing": "tree", "gradient_checkpointing": True}, {**BY_SEQUENCE, "minibatches": 1}),
     "tree, cispo": ({"packing": "tree"}, {"preset": "cispo", "aggregation": "constant", "aggregation_tokens": 16}),
-    "tree, windows": ({"packing": "tree"}, {}, WINDOWS),
+    "tree, windows": ({"packing": "tree"}, {}, ("qwen3", WINDOWS)),
+    "experts": ({"packing": "balanced"}, {}, ("qwen3_moe", {})),
+    "tree, experts, half": ({"packing": "tree", "dtype": "bfloat16"}, {}, ("qwen3_moe", {})),
     "tree, half": ({"packing": "tree", "dtype": "bfloat16"}, {}),
     "tree, critic": ({"packing": "tree"}, {"preset": "ppo", "minibatches": 2}),
     "critic, half": ({"packing": "balanced", "dtype": "bfloat16"}, {"preset": "ppo"}),
@@ -94,11 +95,10 @@ def step_input(make_batch, as_input):
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step(case, model_folder, step_input, open_trainer, tmp_path):
-    changes, algorithm, *shape = CASES[case]
-    for changed in shape:
-        model_folder = Path(shutil.copytree(model_folder, tmp_path / "model"))
-        written = model_folder / "config.json"
-        written.write_text(json.dumps(json.loads(written.read_text()) | changed))
+    changes, algorithm, *other = CASES[case]
+    for model_type, fields in other:
+        model_folder = tmp_path / "model"
+        make(model_type, {**PACKED[model_type], **fields}).save_pretrained(model_folder)
     config = TrainerConfig(**({"device": "cuda", "dtype": "float32"} | changes))
     more = {"token_records": tmp_path, "token_records_share": 1.0}
     small, large = step_input(1, 1), step_input(2, 3)
