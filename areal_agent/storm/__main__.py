@@ -110,7 +110,7 @@ def _tell_all(stories: Mapping[int, int], kinds: Sequence[str], jobs: int) -> in
         return 1
     for kind, number in struck.most_common():
         print(f"{number:6d}  {kind}")
-    print(f"{struck.total():6d}  faults struck, of {num_drawn} drawn; the others found nothing that they could strike")
+    print(f"{struck.total():6d}  of {num_drawn} faults found something to strike")
     print(
         f"{num_told} of {len(stories)} stories (seeds {min(stories)} to {max(stories)})"
         f"{', interrupted' if is_interrupted else ''}: {num_lives} processes of runs, {num_steps} train steps and "
