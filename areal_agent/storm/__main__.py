@@ -28,6 +28,7 @@ FAULTS_A_STORY = 50
 MAX_FAULTS = 10_000_000
 MAX_SEED = 2**31 - 1 - MAX_FAULTS // FAULTS_A_STORY
 """The seed of the first story: that of the last one is a config's, which is below 2**31."""
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STORY_LIMIT_S = 300.0
 """The real time of one story, which takes seconds: one that spins while its clock stands still would take for ever."""
 
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of names have the same order in each process
         module = ["-m", "areal_agent.storm", *words]
         os.execve(sys.executable, [sys.executable, *module], {**os.environ, "PYTHONHASHSEED": "0"})
+    for ending in ENDINGS:
+        signal.signal(ending, signal.default_int_handler)  # else the folders of stories stay, in memory
     sizes = [FAULTS_A_STORY] * (arguments.faults // FAULTS_A_STORY)
     if rest := arguments.faults % FAULTS_A_STORY:
         sizes.append(rest)
@@ -147,7 +150,8 @@ def apart(call: Callable[..., T], *arguments: object, limit_s: float = STORY_LIM
 
 
 def _send(there: Connection, folder: str, call: Callable[..., object], arguments: Sequence[object]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is told once, by the parent
+    for ending in ENDINGS:
+        signal.signal(ending, signal.SIG_DFL)  # it is told once, by the parent
     tempfile.tempdir = folder
     there.send(call(*arguments))
 

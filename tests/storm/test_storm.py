@@ -4,7 +4,7 @@
 * a story can be told again, event by event and name by name, and leaves the process's logs as they were
 * a broken story is printed with the command that tells it again
 * numbers that are too low or too high and unknown kinds are refused
-* Ctrl-C prints what was told by then
+* Ctrl-C and SIGTERM print what was told by then
 * a process that dies ends the command, and one that takes too long is killed; neither leaves a folder
 * faults are left out of a failing story until it is short
 * a promise that the product breaks is found: eleven defects are planted
@@ -73,7 +73,8 @@ def test_the_command_that_tells_it_again(capsys: pytest.CaptureFixture[str]) -> 
     assert shlex.split(again)[3:] == ["areal_agent.storm", "--seed", "7", "--faults", "0", "--kinds", *kinds]
 
 
-def test_ctrl_c_prints_what_was_told() -> None:
+@pytest.mark.parametrize("ending", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_prints_what_was_told(ending: signal.Signals) -> None:
     terminal, other_end = pty.openpty()
     told = subprocess.Popen(
         [sys.executable, "-m", "areal_agent.storm", "--faults", "5000", "--jobs", "1"],
@@ -82,13 +83,12 @@ def test_ctrl_c_prints_what_was_told() -> None:
         text=True,
         start_new_session=True,
         env={**os.environ, "PYTHONHASHSEED": "0"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # a runner may ignore it
     )
     os.close(other_end)
     progress = b""
     while b"1 of 100 stories" not in progress:
         progress += os.read(terminal, 1024)
-    os.killpg(told.pid, signal.SIGINT)
+    os.killpg(told.pid, ending)
     out, _ = told.communicate()
     os.close(terminal)
     assert told.returncode == 130
