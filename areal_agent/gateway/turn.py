@@ -7,6 +7,7 @@ calls that the agent may have read, so that it can go on from there, or as abort
 """
 
 import asyncio
+import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -59,7 +60,7 @@ class Services:
     images: ImageIntake | None = None  # None: the model takes text only
     has_grammar: bool = False  # the engine can constrain answers to a JSON schema
     abort_grace_s: float = ABORT_GRACE_S
-    numbers: Random = field(default_factory=Random)  # makes ids; not affected by `random.seed`
+    numbers: Random = field(default_factory=lambda: Random(os.urandom(32)))  # makes ids; a story's depend on its seed
 
 
 class RunnableTurn(Protocol):

@@ -37,7 +37,7 @@ from areal_agent.errors import (
 from areal_agent.files import RunFolder
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import require_intact
-from areal_agent.observe.metrics import evaluation_rows, read_metrics
+from areal_agent.observe.metrics import Spent, evaluation_rows, read_metrics
 from areal_agent.observe.progress import Progress
 from areal_agent.process import INTERRUPTED_CODE, ended_by_signals, start_logging
 from areal_agent.rollout.watchdog import watch_this_loop
@@ -234,7 +234,7 @@ def on_a_new_ledger(folder: RunFolder) -> str:
 
 async def _learn(run: Run, outcome: Outcome) -> None:
     """The paper's loop. Rollouts go on in the background from the first `prepare_batch` on."""
-    outcome.earlier_wall_s = await run.ledger.ask(questions.note, "wall_s") or 0.0
+    outcome.earlier_wall_s = Spent.of(await asyncio.to_thread(read_metrics, run.folder.metrics)).wall_s
     await _grade_before(run, outcome)
     if run.preflight.is_evaluated:
         told = told_success(outcome.success_before, outcome.benchmarks_before)
@@ -297,4 +297,3 @@ async def wind_up(run: Run, outcome: Outcome) -> None:
     outcome.checkpoint = await run.saved()
     await run.settle(is_completed=outcome.status is RunStatus.COMPLETED)
     outcome.tokens, outcome.ledger = await run.source.count_tokens(), run.source.ledger_elsewhere
-    await run.ledger.set_note("wall_s", outcome.wall_s)

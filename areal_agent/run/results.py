@@ -333,14 +333,14 @@ class RunMetrics:
             self._progress.note(f"step {row['step']}: tokens that agents asked for are {ALTERED}")
 
     def _note_infra(self, row: Row) -> None:
-        """Note once if sandboxes or engines failed too many rollouts: the others may be a biased sample."""
+        """Note once if sandboxes, engines or disks failed too many rollouts: the others may be a biased sample."""
         num_ended = sum(number for name, number in row.items() if name.startswith(STATUSES))
         num_infra = row.get(f"{STATUSES}{Status.INFRA}", 0)
         if not self._has_noted_infra and num_infra > MAX_INFRA_SHARE * num_ended:
             self._has_noted_infra = True
             self._progress.note(
-                f"step {row['step']}: {num_infra:,} of {num_ended:,} rollouts failed because of a sandbox or engine, "
-                "not of the model, and are not trained; the warnings in the run's logs have the reasons"
+                f"step {row['step']}: {num_infra:,} of {num_ended:,} rollouts failed because of a sandbox, an engine "
+                "or a full disk, not of the model, and are not trained; the run's logs have the reasons"
             )
 
     async def pushed(self, report: PushReport, *, held_s: float) -> None:

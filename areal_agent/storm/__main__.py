@@ -1,8 +1,10 @@
 """`python -m areal_agent.storm --faults 10000 --seed 0`: a run's control plane under faults, on simulated machines."""
 
 import argparse
+import contextlib
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -14,7 +16,7 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from areal_agent.cluster.local import MEMORY
-from areal_agent.command import Parser, run_command
+from areal_agent.command import Parser, nearest, run_command
 from areal_agent.errors import ProcessDied
 from areal_agent.process import how_it_ended
 from areal_agent.storm.faults import KINDS, Fault, draw_faults, shrink
@@ -24,6 +26,9 @@ T = TypeVar("T")
 
 FAULTS_A_STORY = 50
 MAX_FAULTS = 10_000_000
+MAX_SEED = 2**31 - 1 - MAX_FAULTS // FAULTS_A_STORY
+"""The seed of the first story: that of the last one is a config's, which is below 2**31."""
+ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STORY_LIMIT_S = 300.0
 """The real time of one story, which takes seconds: one that spins while its clock stands still would take for ever."""
 
@@ -35,11 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, least in (("faults", 1), ("jobs", 1), ("seed", 0)):
         if getattr(arguments, name) < least:
             parser.error(f"--{name} is {getattr(arguments, name)}; give {least} or more")
-    if arguments.faults > MAX_FAULTS:
-        parser.error(f"--faults is {arguments.faults}; give {MAX_FAULTS:,} or fewer")
+    for name, most in (("faults", MAX_FAULTS), ("seed", MAX_SEED)):
+        if getattr(arguments, name) > most:
+            parser.error(f"--{name} is {getattr(arguments, name)}; give {most} or less")
+    for kind in arguments.kinds:
+        if kind not in KINDS:
+            parser.error(f"there is no kind {kind!r}; {nearest(kind, KINDS)} (in quotes, as each has several words)")
     if os.environ.get("PYTHONHASHSEED") != "0":  # sets of names have the same order in each process
         module = ["-m", "areal_agent.storm", *words]
         os.execve(sys.executable, [sys.executable, *module], {**os.environ, "PYTHONHASHSEED": "0"})
+    for ending in ENDINGS:
+        signal.signal(ending, signal.default_int_handler)  # else the folders of stories stay, in memory
     sizes = [FAULTS_A_STORY] * (arguments.faults // FAULTS_A_STORY)
     if rest := arguments.faults % FAULTS_A_STORY:
         sizes.append(rest)
@@ -53,12 +64,21 @@ def _parser() -> argparse.ArgumentParser:
         description="Play runs on simulated machines under a clock of their own, let things go wrong in them, and hold "
         "what the ledger says against what happened. No model, no GPU, no network.",
     )
-    parser.add_argument("--faults", type=int, default=1000, help="how many faults, 50 in each story (default: 1000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first story; the next ones have the next numbers")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="stories at once (default: all cores)")
     parser.add_argument(
-        "--kinds", nargs="+", choices=sorted(KINDS), default=(), metavar="KIND", help="only these kinds of faults"
+        "--faults", type=int, default=1000, metavar="N", help="how many faults, 50 in each story (default: 1000)"
     )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="the number of the first story; the next ones have the next numbers (default: 0)",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="stories at once (default: one a core)"
+    )
+    kinds = ", ".join(f'"{kind}"' for kind in KINDS)
+    parser.add_argument("--kinds", nargs="+", default=(), metavar="KIND", help=f"only these kinds of faults: {kinds}")
     return parser
 
 
@@ -66,14 +86,15 @@ def _tell_all(stories: Mapping[int, int], kinds: Sequence[str], jobs: int) -> in
     """Tell stories: how many faults each has, by its seed. Return the exit code."""
     began_s = time.monotonic()
     struck: Counter[str] = Counter()
-    num_lives = num_answers = num_steps = num_told = 0
+    num_told = num_drawn = num_lives = num_answers = num_steps = 0
     broken: Told | None = None
+    is_interrupted = False
     with ThreadPoolExecutor(jobs) as threads:
         running = [threads.submit(apart, _tell, seed, size, kinds) for seed, size in stories.items()]
         try:
             for told in (future.result() for future in as_completed(running)):
                 struck += told.struck
-                num_told += 1
+                num_told, num_drawn = num_told + 1, num_drawn + len(told.faults)
                 num_lives, num_answers = num_lives + told.num_lives, num_answers + told.num_answers
                 num_steps += told.num_steps
                 if told.broken:
@@ -81,21 +102,24 @@ def _tell_all(stories: Mapping[int, int], kinds: Sequence[str], jobs: int) -> in
                     break
                 if sys.stderr.isatty():
                     print(f"\r{num_told} of {len(stories)} stories", end="", file=sys.stderr, flush=True)
+        except KeyboardInterrupt:
+            is_interrupted = True
         finally:
             threads.shutdown(wait=False, cancel_futures=True)  # else those that have not begun are waited for
-    if broken is not None:
-        _report(broken, kinds)
-        return 1
     if sys.stderr.isatty():
         print(file=sys.stderr)
+    if broken is not None:
+        report(broken, kinds)
+        return 1
     for kind, number in struck.most_common():
         print(f"{number:6d}  {kind}")
+    print(f"{struck.total():6d}  of {num_drawn} faults found something to strike")
     print(
-        f"{struck.total():6d}  faults that found what they hit, in {len(stories)} stories "
-        f"(seeds {min(stories)} to {max(stories)}), {num_lives} processes of runs, {num_steps} train steps and "
-        f"{num_answers} answers: every promise held ({time.monotonic() - began_s:.0f} s)"
+        f"{num_told} of {len(stories)} stories (seeds {min(stories)} to {max(stories)})"
+        f"{', interrupted' if is_interrupted else ''}: {num_lives} processes of runs, {num_steps} train steps and "
+        f"{num_answers} answers; every promise held ({time.monotonic() - began_s:.0f} s)"
     )
-    return 0
+    return 130 if is_interrupted else 0
 
 
 def apart(call: Callable[..., T], *arguments: object, limit_s: float = STORY_LIMIT_S) -> T:
@@ -126,7 +150,8 @@ def apart(call: Callable[..., T], *arguments: object, limit_s: float = STORY_LIM
 
 
 def _send(there: Connection, folder: str, call: Callable[..., object], arguments: Sequence[object]) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is told once, by the parent
+    for ending in ENDINGS:
+        signal.signal(ending, signal.SIG_DFL)  # it is told once, by the parent
     tempfile.tempdir = folder
     there.send(call(*arguments))
 
@@ -135,9 +160,13 @@ def _tell(seed: int, num_faults: int, kinds: Sequence[str]) -> Told:
     return tell(seed, draw_faults(seed, num_faults, kinds))
 
 
-def _report(told: Told, kinds: Sequence[str]) -> None:
+def report(told: Told, kinds: Sequence[str]) -> None:
     """Print the shortest story that is still broken."""
-    print(f"story {told.seed} breaks {len(told.broken)} promises with {len(told.faults)} faults; making it shorter ...")
+    print(
+        f"story {told.seed} breaks {len(told.broken)} promises with {len(told.faults)} faults; making it shorter ... "
+        "(Ctrl-C prints it as it is)",
+        flush=True,
+    )
     shortest = told
 
     def fails(faults: Sequence[Fault]) -> bool:
@@ -147,11 +176,12 @@ def _report(told: Told, kinds: Sequence[str]) -> None:
             shortest = again
         return bool(again.broken)
 
-    shrink(told.faults, fails)
+    with contextlib.suppress(KeyboardInterrupt, ProcessDied):  # what was found is told all the same
+        shrink(told.faults, fails)
     print("\n".join(shortest.lines))
     for broken in shortest.broken:
         print(f"BROKEN: {broken}")
-    only = f" --kinds {' '.join(kinds)}" if kinds else ""
+    only = f" --kinds {shlex.join(kinds)}" if kinds else ""
     print(f"again: python -m areal_agent.storm --seed {told.seed} --faults {len(told.faults)}{only}")
 
 

@@ -92,8 +92,8 @@ class Machines(Protocol):
         """Kill the run once it has passed this point so often, and call `felt`."""
         ...
 
-    def felt(self, fault: Fault) -> None:
-        """Count that a fault has hit something."""
+    def felt(self, fault: Fault, how: str) -> None:
+        """Count that a fault has hit something, and tell what, and for how long."""
         ...
 
 
@@ -101,19 +101,32 @@ Strike = Callable[[Machines, Fault], None]
 """Does it, and tells the machines when something has felt it."""
 
 
-def _always(do: Callable[[Machines, Fault], object]) -> Strike:
+def _told(fault: Fault, how: str | None) -> str:
+    """Return in words how a fault has struck: `how`, or for how long."""
+    return f"for {fault.for_s:g} s" if how is None else how
+
+
+def _always(do: Callable[[Machines, Fault], str | None]) -> Strike:
     def strike(machines: Machines, fault: Fault) -> None:
-        if do(machines, fault) is not False:
-            machines.felt(fault)
+        machines.felt(fault, _told(fault, do(machines, fault)))
 
     return strike
 
 
-def _process(prefix: str, do: Callable[[Machines, SimulatedProcess, Fault], object]) -> Strike:
+def _run(do: Callable[[Machines, Fault], bool], how: str | None = "") -> Strike:
+    def strike(machines: Machines, fault: Fault) -> None:
+        if do(machines, fault):
+            machines.felt(fault, _told(fault, how))
+
+    return strike
+
+
+def _process(prefix: str, do: Callable[[Machines, SimulatedProcess, Fault], str | None]) -> Strike:
     def strike(machines: Machines, fault: Fault) -> None:
         if living := machines.processes(prefix):
-            do(machines, fault.one_of(living), fault)
-            machines.felt(fault)
+            process = fault.one_of(living)
+            which = "" if process.name == prefix else process.name
+            machines.felt(fault, f"{which} {_told(fault, do(machines, process, fault))}")
 
     return strike
 
@@ -123,22 +136,23 @@ def _node(do: Callable[[Cluster, Node, float], object]) -> Strike:
         living = [one.program.node for one in machines.processes("")]
         if any(living) and (node := fault.one_of(living)) is not None and machines.cluster.may_fail(node):
             do(machines.cluster, node, fault.for_s)
-            machines.felt(fault)
+            machines.felt(fault, f"{node.name} {_told(fault, None)}")
 
     return strike
 
 
-def _engine(do: Callable[[Machines, StormEngine, Fault], object]) -> Strike:
+def _engine(do: Callable[[Machines, StormEngine, Fault], str | None]) -> Strike:
     def strike(machines: Machines, fault: Fault) -> None:
         if living := machines.engines():
-            do(machines, fault.one_of(living), fault)
-            machines.felt(fault)
+            engine = fault.one_of(living)
+            machines.felt(fault, f"{engine.program.name} {_told(fault, do(machines, engine, fault))}")
 
     return strike
 
 
-def _kill(machines: Machines, process: SimulatedProcess, fault: Fault) -> None:
+def _kill(machines: Machines, process: SimulatedProcess, fault: Fault) -> str:
     process.kill()
+    return ""
 
 
 def _stop(machines: Machines, process: SimulatedProcess, fault: Fault) -> None:
@@ -151,40 +165,54 @@ def _slow(machines: Machines, engine: StormEngine, fault: Fault) -> None:
     machines.after(fault.for_s, lambda: setattr(engine, "slow", 1.0))
 
 
-def _fail(machines: Machines, engine: StormEngine, fault: Fault) -> None:
-    engine.fail_next(fault.one_of(PUSHES, 97), EngineUnreachable("the connection was reset"))
+def _fail(machines: Machines, engine: StormEngine, fault: Fault) -> str:
+    operation = fault.one_of(PUSHES, 97)
+    engine.fail_next(operation, EngineUnreachable("the connection was reset"))
+    return operation
+
+
+def _hang(machines: Machines, engine: StormEngine, fault: Fault) -> str:
+    operation = fault.one_of(HANGING, 97)
+    engine.hang_next(operation)
+    return operation
 
 
 def _kill_at_a_point(machines: Machines, fault: Fault) -> None:
     point = fault.one_of(POINTS)
     times = fault.one_of(range(20), 97) if point in (BEFORE_A_COMMIT, AFTER_A_COMMIT) else 0
-    machines.kill_at(point, times, lambda: machines.felt(fault))
+    machines.kill_at(point, times, lambda: machines.felt(fault, point))
 
 
 def _damage(machines: Machines, fault: Fault) -> None:
     if living := machines.engines():
-        fault.one_of(living).damaged.append(lambda: machines.felt(fault))
+        engine = fault.one_of(living)
+        engine.damaged.append(lambda: machines.felt(fault, engine.program.name))
 
 
-def _cut(machines: Machines, engine: StormEngine, fault: Fault) -> None:
+def _cut(machines: Machines, engine: StormEngine, fault: Fault) -> str:
     program = fault.one_of(("main", *(one.name for one in machines.processes("worker"))), 97)
     machines.network.cut[program, engine.url] = machines.now_s + fault.for_s
+    return f"from {program} {_told(fault, None)}"
 
 
-def _lose(machines: Machines, engine: StormEngine, fault: Fault) -> None:
+def _lose(machines: Machines, engine: StormEngine, fault: Fault) -> str:
     machines.network.lost[engine.url] += 1
+    return ""
 
 
-def _repeat(machines: Machines, engine: StormEngine, fault: Fault) -> None:
+def _repeat(machines: Machines, engine: StormEngine, fault: Fault) -> str:
     machines.network.repeated[engine.url] += 1
+    return ""
 
 
 def _late(machines: Machines, fault: Fault) -> None:
     machines.network.late_until_s = machines.now_s + fault.for_s
 
 
-def _fill_the_disk(machines: Machines, fault: Fault) -> None:
-    machines.full_until_s = machines.now_s + fault.for_s / 10
+def _fill_the_disk(machines: Machines, fault: Fault) -> str:
+    seconds = fault.for_s / 10
+    machines.full_until_s = machines.now_s + seconds
+    return f"for {seconds:g} s"
 
 
 def _slow_the_disk(machines: Machines, fault: Fault) -> None:
@@ -195,15 +223,17 @@ def _forbid_saves(machines: Machines, fault: Fault) -> None:
     machines.no_saves_until_s = machines.now_s + fault.for_s
 
 
-def _set_the_clock(machines: Machines, fault: Fault) -> None:
-    machines.set_the_clock(fault.for_s * fault.one_of((60, -60)))
+def _set_the_clock(machines: Machines, fault: Fault) -> str:
+    seconds = fault.for_s * fault.one_of((60, -60))
+    machines.set_the_clock(seconds)
+    return f"by {seconds:+g} s"
 
 
 KINDS: Mapping[str, Strike] = {
-    "the run is killed": _always(lambda machines, fault: machines.kill_run()),
+    "the run is killed": _run(lambda machines, fault: machines.kill_run()),
     "the run is killed at a commit": _kill_at_a_point,
-    "the run is interrupted": _always(lambda machines, fault: machines.interrupt_run()),
-    "the run is stopped": _always(lambda machines, fault: machines.stop_run(fault.for_s)),
+    "the run is interrupted": _run(lambda machines, fault: machines.interrupt_run()),
+    "the run is stopped": _run(lambda machines, fault: machines.stop_run(fault.for_s), how=None),
     "the trainer is killed": _process("trainer", _kill),
     "the trainer is stopped": _process("trainer", _stop),
     "a worker is killed": _process("worker", _kill),
@@ -220,7 +250,7 @@ KINDS: Mapping[str, Strike] = {
     "messages are late": _always(_late),
     "weights arrive damaged": _damage,
     "a call of a push fails": _engine(_fail),
-    "a call of a push hangs": _engine(lambda machines, engine, fault: engine.hang_next(fault.one_of(HANGING, 97))),
+    "a call of a push hangs": _engine(_hang),
     "the ledger's disk is full": _always(_fill_the_disk),
     "the ledger's disk is slow": _always(_slow_the_disk),
     "no checkpoint can be written": _always(_forbid_saves),

@@ -169,14 +169,11 @@ class Told:
 
 def tell(seed: int, faults: Sequence[Fault]) -> Told:
     """Play a story. It takes this process for itself, clocks and threads included, and blocks for seconds."""
-    warnings.simplefilter("ignore")
     random.seed(seed)
     broken: list[str] = []
     with tempfile.TemporaryDirectory(prefix="storm-") as folder, simulated(seed) as (loop, clock):
         story = Story(Path(folder), seed, loop, clock)
-        logging.disable(logging.WARNING)
-        logging.getLogger().handlers = [_Unexpected(story.truth)]
-        with story.in_place():
+        with story.in_place(), _logging_to(_Unexpected(story.truth)):
             try:
                 loop.run_until_complete(story.play(faults))
                 broken += story.broken_promises()
@@ -194,6 +191,19 @@ def tell(seed: int, faults: Sequence[Fault]) -> Told:
             num_steps=story.num_steps,
             num_answers=len(story.truth.answers),
         )
+
+
+@contextmanager
+def _logging_to(handler: logging.Handler) -> Generator[None]:
+    """Inside, errors that are logged go to `handler` alone, and warnings nowhere."""
+    root = logging.getLogger()
+    disabled = root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(action="ignore"), mock.patch.object(root, "handlers", [handler]):
+            yield
+    finally:
+        logging.disable(disabled)
 
 
 class Story:
@@ -409,9 +419,9 @@ class Story:
         await asyncio.sleep(CALM_S)
         self._death = None
 
-    def felt(self, fault: Fault) -> None:
+    def felt(self, fault: Fault, how: str) -> None:
         self.struck[fault.kind] += 1
-        self._say(f"{fault.kind} ({fault.draw:.3f}; {fault.for_s:g} s)")
+        self._say(": ".join(filter(None, (fault.kind, how.strip()))))
 
     @property
     def now_s(self) -> float:
@@ -431,7 +441,8 @@ class Story:
         return [engine for _, engine in sorted(self.network.engines.items()) if not engine.program.is_dead]
 
     def interrupt_run(self) -> bool:
-        is_there = self._main_task is not None and not self._is_interrupted and self._main_task.cancel()
+        task, is_over = self._main_task, self._life_over.done()
+        is_there = task is not None and not is_over and not self._is_interrupted and task.cancel()
         self._is_interrupted |= is_there
         return is_there
 

@@ -200,5 +200,5 @@ async def test_drops_and_altered_tokens_are_in_the_steps_line_with_the_remedy_on
     await metrics.aclose()
     assert stream.getvalue().count("dropped 5 stale; masked 2 tokens altered") == 3
     assert stream.getvalue().count("rollout.sampling_override=true") == 1
-    assert stream.getvalue().count("5 of 503 rollouts failed because of a sandbox or engine") == 0
-    assert stream.getvalue().count("7 of 504 rollouts failed because of a sandbox or engine") == 1
+    assert stream.getvalue().count("5 of 503 rollouts failed because of a sandbox, an engine or a full disk") == 0
+    assert stream.getvalue().count("7 of 504 rollouts failed because of a sandbox, an engine or a full disk") == 1

@@ -1,8 +1,10 @@
 """The storm: a run under faults keeps its promises, the same seed tells the same story, and defects are found.
 
 * without faults, and with all kinds of them, every promise holds
-* a story can be told again, event by event
+* a story can be told again, event by event and name by name, and leaves the process's logs as they were
+* a broken story is printed with the command that tells it again
 * numbers that are too low or too high and unknown kinds are refused
+* Ctrl-C and SIGTERM print what was told by then
 * a process that dies ends the command, and one that takes too long is killed; neither leaves a folder
 * faults are left out of a failing story until it is short
 * a promise that the product breaks is found: eleven defects are planted
@@ -10,18 +12,23 @@
 
 import json
 import os
+import pty
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from areal_agent.errors import ProcessDied
-from areal_agent.storm.__main__ import apart, main
+from areal_agent.storm.__main__ import apart, main, report
 from areal_agent.storm.faults import Fault, draw_faults, shrink
+from areal_agent.storm.story import Told
 
 PLANTED = Path(__file__).with_name("planted.py")
 
@@ -44,15 +51,49 @@ def test_every_promise_holds(num_faults: str) -> None:
     ("words", "told"),
     [
         (["--faults", "0"], "--faults is 0"),
-        (["--faults", "1" + 26 * "0"], "give 10,000,000 or fewer"),
+        (["--faults", "1" + 26 * "0"], "give 10000000 or less"),
         (["--seed", "-1"], "--seed is -1"),
-        (["--kinds", "rain"], "rain"),
+        (["--seed", "2147483647"], "give 2147283647 or less"),
+        (["--kinds", "an engine is kiled"], "did you mean 'an engine is killed'?"),
+        (["--kinds", "rain"], "valid: a call of a push fails, "),
     ],
 )
 def test_what_is_refused(words: Sequence[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(words)
     assert told in capsys.readouterr().err
+
+
+def test_the_command_that_tells_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = ["a worker is killed", "an engine's answer is lost"]
+    counts = {"num_lives": 1, "num_steps": 0, "num_answers": 0}
+    report(Told(seed=7, faults=[], broken=["it is lost"], lines=["it begins"], struck=Counter(), **counts), kinds)
+    *_, line, broken, again = capsys.readouterr().out.splitlines()
+    assert (line, broken) == ("it begins", "BROKEN: it is lost")
+    assert shlex.split(again)[3:] == ["areal_agent.storm", "--seed", "7", "--faults", "0", "--kinds", *kinds]
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_a_signal_prints_what_was_told(ending: signal.Signals) -> None:
+    terminal, other_end = pty.openpty()
+    told = subprocess.Popen(
+        [sys.executable, "-m", "areal_agent.storm", "--faults", "5000", "--jobs", "1"],
+        stdout=subprocess.PIPE,
+        stderr=other_end,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+    )
+    os.close(other_end)
+    progress = b""
+    while b"1 of 100 stories" not in progress:
+        progress += os.read(terminal, 1024)
+    os.killpg(told.pid, ending)
+    out, _ = told.communicate()
+    os.close(terminal)
+    assert told.returncode == 130
+    assert re.search(r"\d+  of \d+ faults found something to strike", out)
+    assert re.search(r"of 100 stories \(seeds 0 to 99\), interrupted: .*every promise held", out)
 
 
 def test_a_process_that_is_killed_is_told() -> None:
@@ -78,23 +119,26 @@ def kill_me(number: signal.Signals) -> None:
 
 
 TELL_TWICE = """
-import multiprocessing
+import logging, multiprocessing
 from areal_agent.storm.faults import draw_faults
+from areal_agent.storm.programs import truth_now
 from areal_agent.storm.story import tell
 
 def story(seed):
-    return tell(seed, draw_faults(seed, 25)).lines
+    lines = tell(seed, draw_faults(seed, 25)).lines
+    return [*lines, *sorted(truth_now[0].answers), logging.root.isEnabledFor(logging.WARNING)]
 
 with multiprocessing.get_context("fork").Pool(2, maxtasksperchild=1) as pool:
     one, other = pool.map(story, [7, 7], chunksize=1)
-print(len(one), one == other)
+assert one == other and one[-1]
+print(*one, sep="\\n")
 """
 
 
 def test_a_story_can_be_told_again() -> None:
-    num_lines, is_same = run("-c", TELL_TWICE).split()
-    assert int(num_lines) > 20
-    assert is_same == "True"
+    told = run("-c", TELL_TWICE)
+    assert len(told.splitlines()) > 100
+    assert re.search(r"an engine is stopped: engine \d for \d+ s$", told, re.MULTILINE)  # what, and for how long
 
 
 def test_faults_are_left_out_until_a_story_is_short() -> None:
