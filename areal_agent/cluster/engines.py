@@ -14,7 +14,7 @@ from pathlib import Path
 
 from areal_agent.cluster.hosts import LOCAL, Hosts
 from areal_agent.cluster.servers import KeptServers, start_embedded, start_sglang, start_vllm
-from areal_agent.engine.address import EngineAddress, key_of_environment
+from areal_agent.engine.address import EngineAddress
 from areal_agent.engine.client import HttpEngine
 from areal_agent.engine.config import EngineConfig
 from areal_agent.engine.fleet.fleet import Fleet, MemberReport
@@ -138,7 +138,7 @@ async def _connected(
     address = EngineAddress(
         backend=config.backend,
         urls=urls,
-        key=hosts.engine_key or key_of_environment(),
+        key=hosts.engine_key(config.backend),
         max_context_tokens=config.max_context_tokens,
         hung_after_s=config.hung_after_s,
         wait_s=config.wait_s,

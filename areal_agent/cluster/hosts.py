@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Protocol
 
 from areal_agent.callback import LOOPBACK
+from areal_agent.engine.address import Backend, key_of_environment
 from areal_agent.errors import ProcessDied
+from areal_agent.gateway.auth import new_key
 from areal_agent.process import ManagedProcess
 
 
@@ -81,9 +83,8 @@ class Host(Protocol):
 class Hosts(Protocol):
     """The machines of a run."""
 
-    @property
-    def engine_key(self) -> str | None:
-        """The key that engines started on them demand; None on this machine alone, where they listen on loopback."""
+    def engine_key(self, backend: Backend) -> str | None:
+        """Return the key that engines started on them demand; None: they listen on loopback, and demand none."""
         ...
 
     @property
@@ -100,8 +101,14 @@ class LocalHost:
     """This machine, which is always the `Host`, and all the `Hosts`."""
 
     home = address = LOOPBACK
-    engine_key = None
     chooses_gpus = False
+
+    def __init__(self) -> None:
+        self._key = new_key()
+
+    def engine_key(self, backend: Backend) -> str | None:
+        """Return the environment's, or one of our own for engines of our own."""
+        return key_of_environment() or (self._key if backend == "embedded" else None)
 
     async def host_for(self, name: str) -> Host:
         return self

@@ -35,6 +35,7 @@ from areal_agent.cluster.config import ClusterConfig
 from areal_agent.cluster.gang import rank_name
 from areal_agent.cluster.hosts import LOCAL, Host, Hosts, Process
 from areal_agent.cluster.servers import engine_name, programs_of
+from areal_agent.engine.address import Backend, key_of_environment
 from areal_agent.engine.config import EngineConfig, EnginePlan
 from areal_agent.engine.transport import awake_timeout
 from areal_agent.errors import ConfigError, ProcessDied
@@ -341,7 +342,7 @@ class RayHosts:
 
     def __init__(self, ray: Any, config: ClusterConfig, home: str, paths: Sequence[str]) -> None:
         """`paths` have to be on every machine."""
-        self.engine_key = new_key()
+        self._key = key_of_environment() or new_key()
         self._ray = ray
         self._config = config
         self._home = home
@@ -388,6 +389,9 @@ class RayHosts:
         groups, self._groups = self._groups, {}
         for group in {id(group): group for group, _, _ in groups.values()}.values():
             self._ray.util.remove_placement_group(group)
+
+    def engine_key(self, backend: Backend) -> str:
+        return self._key
 
     async def host_for(self, name: str) -> Host:
         limit_s = self._config.placement_timeout_s

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from areal_agent.callback import Callback
 from areal_agent.cluster.hosts import LOCAL, Host, Hosts, Process
 from areal_agent.cluster.local import called, start_child, thread_variables, unless_it_dies
-from areal_agent.engine.address import KEY_VARIABLE, key_of_environment
+from areal_agent.engine.address import KEY_VARIABLE
 from areal_agent.engine.config import EngineConfig, EnginePlan, visible_gpus
 from areal_agent.engine.foreign.engine import ForeignEngine
 from areal_agent.engine.foreign.server import ForeignServer
@@ -223,9 +223,9 @@ def _name_and_log(config: EngineConfig, logs: Path, number: int) -> tuple[str, P
     return name, logs / f"{name.replace(' ', '-')}.log"
 
 
-def _key_of(hosts: Hosts) -> Mapping[str, str]:
-    """Return the variable with the key that servers there demand."""
-    return {} if hosts.engine_key is None else {KEY_VARIABLE: hosts.engine_key}
+def _with(key: str | None) -> Mapping[str, str]:
+    """Return the variable with the key that a server demands."""
+    return {KEY_VARIABLE: key} if key else {}
 
 
 class _EmbeddedPlace:
@@ -239,7 +239,7 @@ class _EmbeddedPlace:
         self._hosts = hosts
         self._command = command_of(config, model, version)
         gpus = {} if hosts.chooses_gpus else visible_gpus(config, number, os.environ)
-        self._variables = {**thread_variables(config.num_threads), **gpus, **_key_of(hosts)}
+        self._variables = {**thread_variables(config.num_threads), **gpus, **_with(hosts.engine_key("embedded"))}
         self._host: Host | None = None
         self._config_port = self._port = config.port
         self._callback: Callback | None = None  # of the process started last
@@ -355,8 +355,8 @@ class _ForeignPlace:
         self._number = number
         self._taken = taken
         self._name, self._log = _name_and_log(config, logs, number)
-        self._variables = {**thread_variables(config.num_threads), **launch.variables(number), **_key_of(hosts)}
-        self._key = hosts.engine_key or key_of_environment()
+        self._key = hosts.engine_key(config.backend)
+        self._variables = {**thread_variables(config.num_threads), **launch.variables(number), **_with(self._key)}
         self._host: Host | None = None
         self._port = 0
 

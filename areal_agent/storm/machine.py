@@ -29,6 +29,7 @@ from typing import Any
 from unittest import mock
 
 from areal_agent.callback import KEY_VARIABLE, LOOPBACK, call_back
+from areal_agent.engine.address import Backend
 from areal_agent.errors import ProcessDied
 from areal_agent.ledger import files, shard
 from areal_agent.storm import CLOCKS
@@ -440,12 +441,14 @@ class SimulatedHosts:
     """The `hosts.Hosts` of a story, and each `hosts.Host`. `programs` are the main functions by the module started."""
 
     home = address = LOOPBACK
-    engine_key = None
     chooses_gpus = False
 
     def __init__(self, programs: Mapping[str, Main]) -> None:
         self._programs = programs
         self.started: list[SimulatedProcess] = []
+
+    def engine_key(self, backend: Backend) -> None:
+        return None
 
     async def host_for(self, name: str) -> "SimulatedHosts":
         return self

@@ -25,6 +25,7 @@ import pytest
 from areal_agent.cluster import servers
 from areal_agent.cluster.hosts import LocalHost
 from areal_agent.config import Config
+from areal_agent.engine.address import Backend
 from areal_agent.engine.config import EngineConfig, visible_gpus
 from areal_agent.errors import ConfigError, EngineUnreachable, ProcessDied
 from areal_agent.run.preflight import check_engine
@@ -216,8 +217,10 @@ class Elsewhere(LocalHost):
     """A machine of a cluster."""
 
     address = "127.0.0.7"
-    engine_key = "sk-of-this-run"
     chooses_gpus = True
+
+    def engine_key(self, backend: Backend) -> str:
+        return "sk-of-this-run"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,7 +1,8 @@
 """No key of a run is in anything that it leaves or prints, though its workflow tells its key to everybody.
 
 Its folder is searched (ledger, logs, config, metrics, checkpoints), its output, its export, and what `view` shows.
-While it goes on, one file holds a key, the one that it is for: `admin_key`, which only its owner may read.
+While it goes on, one file holds a key, the one that it is for: `admin_key`, which only its owner may read. Its engine
+answers nobody else.
 """
 
 import json
@@ -16,7 +17,9 @@ from tests.commands import run as run_command
 
 WORKFLOW = '''
 import asyncio, json, logging, os, pathlib, stat
+import httpx
 from areal_agent import Reject
+from areal_agent.cluster.hosts import LOCAL
 
 logger = logging.getLogger("mine")
 
@@ -28,17 +31,24 @@ def runner():
                 return one
             coroutine = coroutine.cr_await
 
-def note(rollout, run):
-    """Keep all keys of the run outside of it, and what its folder holds of them now."""
-    keys = [rollout.api_key, runner()._admin_key, (run / "admin_key").read_text().strip()]
+async def note(rollout, run):
+    """Keep all keys of the run outside of it, what its folder holds of them now, and what its engine tells others."""
+    admin_key, engine_key = (run / "admin_key").read_text().strip(), LOCAL.engine_key("embedded")
+    keys = [rollout.api_key, runner()._admin_key, admin_key, engine_key]
+    async with httpx.AsyncClient(trust_env=False) as client:
+        admin = {"Authorization": f"Bearer {admin_key}"}
+        shown = await client.get((run / "engines_url").read_text().strip() + "/rl/engines", headers=admin)
+        engine = shown.json()["engines"][0]["url"]
+        told = [(await client.get(f"{engine}/server_info", headers={"Authorization": f"Bearer {key}"})).status_code
+                for key in (admin_key, engine_key)]
     holders = {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in run.rglob("*") if path.is_file()
                for key in keys if key.encode() in path.read_bytes()}
     with open(run.parent / "keys.jsonl", "a") as file:
-        file.write(json.dumps({"keys": keys, "holders": holders}) + "\\n")
+        file.write(json.dumps({"keys": keys, "holders": holders, "told": told}) + "\\n")
 
 async def solve(task, rollout):
     await rollout.client.chat.completions.create(model=rollout.model, messages=task["messages"])
-    note(rollout, pathlib.Path(task["run_dir"]))
+    await note(rollout, pathlib.Path(task["run_dir"]))
     logger.warning("calling with %s", rollout.api_key)
     rollout.log(headers={"Authorization": f"Bearer {rollout.api_key}"}, it=rollout, key=[rollout.api_key])
     kind = int(task["id"]) % 4
@@ -83,8 +93,9 @@ def test_a_run_leaves_and_prints_no_key(small_model: Path, tmp_path: Path) -> No
 
     notes = [json.loads(line) for line in (tmp_path / "keys.jsonl").read_text().splitlines()]
     keys = {key for note in notes for key in note["keys"]}
-    assert len(keys) >= 4 and all(len(key) > 20 for key in keys)
+    assert len(keys) >= 5 and all(len(key) > 20 for key in keys)
     assert [note["holders"] for note in notes] == [{"admin_key": "0o600"}] * len(notes)
+    assert [note["told"] for note in notes] == [[401, 200]] * len(notes)
     left = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     assert {RunFolder(run).ledger, RunFolder(run).config, run / "logs" / "main.log"} <= left.keys()
     assert [(path, key) for path, data in left.items() for key in keys if key.encode() in data] == []
