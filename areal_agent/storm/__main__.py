@@ -90,9 +90,14 @@ def _tell_all(stories: Mapping[int, int], kinds: Sequence[str], jobs: int) -> in
     broken: Told | None = None
     is_interrupted = False
     with ThreadPoolExecutor(jobs) as threads:
-        running = [threads.submit(apart, _tell, seed, size, kinds) for seed, size in stories.items()]
+        running = {threads.submit(apart, _tell, seed, size, kinds): seed for seed, size in stories.items()}
         try:
-            for told in (future.result() for future in as_completed(running)):
+            for future in as_completed(running):
+                try:
+                    told = future.result()
+                except ProcessDied as error:
+                    seed = running[future]
+                    raise ProcessDied(f"{error}\n{_again(seed, stories[seed], kinds)}") from None
                 struck += told.struck
                 num_told, num_drawn = num_told + 1, num_drawn + len(told.faults)
                 num_lives, num_answers = num_lives + told.num_lives, num_answers + told.num_answers
@@ -181,8 +186,13 @@ def report(told: Told, kinds: Sequence[str]) -> None:
     print("\n".join(shortest.lines))
     for broken in shortest.broken:
         print(f"BROKEN: {broken}")
+    print(_again(told.seed, len(told.faults), kinds))
+
+
+def _again(seed: int, num_faults: int, kinds: Sequence[str]) -> str:
+    """Return the command that tells a story again."""
     only = f" --kinds {shlex.join(kinds)}" if kinds else ""
-    print(f"again: python -m areal_agent.storm --seed {told.seed} --faults {len(told.faults)}{only}")
+    return f"again: python -m areal_agent.storm --seed {seed} --faults {num_faults}{only}"
 
 
 if __name__ == "__main__":

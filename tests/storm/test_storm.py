@@ -96,9 +96,12 @@ def test_a_signal_prints_what_was_told(ending: signal.Signals) -> None:
     assert re.search(r"of 100 stories \(seeds 0 to 99\), interrupted: .*every promise held", out)
 
 
-def test_a_process_that_is_killed_is_told() -> None:
-    with pytest.raises(ProcessDied, match=r"the process of kill_me\(.*SIGKILL.*\) was killed by SIGKILL"):
-        apart(kill_me, signal.SIGKILL)
+def test_a_process_that_is_killed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    monkeypatch.setattr("areal_agent.storm.__main__.ENDINGS", ())
+    monkeypatch.setattr("areal_agent.storm.__main__.tell", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(ProcessDied, match=r"was killed by SIGKILL\nagain: .* --seed 5 --faults 30 --kinds 'a worker"):
+        main(["--seed", "5", "--faults", "30", "--kinds", "a worker is killed"])
 
 
 def test_a_process_that_takes_too_long_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,10 +115,6 @@ def spin(seed: int) -> None:
     Path(tempfile.mkdtemp()).joinpath(str(seed)).touch()
     while True:
         pass
-
-
-def kill_me(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
 
 
 TELL_TWICE = """
