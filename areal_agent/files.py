@@ -23,8 +23,8 @@ Only one incarnation of a run may publish checkpoints and snapshots: the one who
 `checkpoints/incarnation_NNNNNN`, which it has made when it began. It looks there right before each rename.
 """
 
+import errno
 import hashlib
-import json
 import os
 import shutil
 import socket
@@ -69,6 +69,13 @@ class FileDigest:
         return path.stat().st_size == self.num_bytes and sha256_of(path) == self.sha256
 
 
+def no_device(path: Path) -> Path:
+    """Return the path of what is to be read. Raises OSError for a device or a pipe, which may have no end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is a device or a pipe, and no file", str(path))
+    return path
+
+
 def encode_manifest(folder: Path, facts: JsonObject) -> bytes:
     """Return a manifest of all files that are in the folder now, with `facts` beside them."""
     files = {
@@ -82,7 +89,7 @@ def encode_manifest(folder: Path, facts: JsonObject) -> bytes:
 def read_manifest(folder: Path) -> tuple[Mapping[str, FileDigest], JsonObject]:
     """Return the digest of every file by name, and the whole manifest. Raises ValueError when it cannot be read."""
     try:
-        fields: dict[str, Any] = orjson.loads((folder / MANIFEST).read_bytes())
+        fields: dict[str, Any] = orjson.loads(no_device(folder / MANIFEST).read_bytes())
         files: dict[str, dict[str, Any]] = fields["files"]
         digests = {
             name: FileDigest(num_bytes=int(one["num_bytes"]), sha256=str(one["sha256"])) for name, one in files.items()
@@ -297,7 +304,7 @@ class RunFolder:
     def is_completed(self) -> bool:
         """Return whether the run ended as it should, according to its summary."""
         try:
-            summary: object = json.loads(self.summary.read_bytes())
+            summary: object = orjson.loads(no_device(self.summary).read_bytes())
         except (OSError, ValueError):
             return False
         return isinstance(summary, dict) and cast(dict[str, object], summary).get("status") == "completed"

@@ -4,14 +4,15 @@ Turns and requests name an image by its digest. Its bytes are on the disk before
 """
 
 import hashlib
-import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import orjson
+
 from areal_agent.errors import LedgerError
-from areal_agent.files import sync
+from areal_agent.files import no_device, sync
 from areal_agent.types import JsonObject, TokenRecord
 
 IMAGES = "images"
@@ -72,7 +73,7 @@ def content_type(data: bytes) -> str | None:
 def has_processor(model: Path) -> bool:
     """Return whether a model's folder says what becomes of an image, in either of its files."""
     try:
-        whole: object = json.loads((model / "processor_config.json").read_bytes())
+        whole: object = orjson.loads(no_device(model / "processor_config.json").read_bytes())
     except (OSError, ValueError):
         whole = None
     return (model / PROCESSOR).is_file() or (isinstance(whole, dict) and "image_processor" in whole)
@@ -121,9 +122,7 @@ class ImageFolder:
         """Return the bytes of an image. Raises LedgerError if they are missing or not those that were kept."""
         file = self.file(digest)
         try:
-            if not file.is_file():  # a device or a pipe would never end
-                raise FileNotFoundError(f"there is no file {file}")
-            data = file.read_bytes()
+            data = no_device(file).read_bytes()
         except OSError as error:
             raise LedgerError(f"image {digest} cannot be read: {error}; put the run's images/ back") from error
         if hashlib.sha256(data).hexdigest() != digest:

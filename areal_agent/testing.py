@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 
 from areal_agent.engine.fake import FakeEngine
+from areal_agent.errors import ConfigError, LedgerError
 from areal_agent.gateway.app import Gateway
 from areal_agent.images import ImageFolder
 from areal_agent.ledger.ledger import Ledger
@@ -50,8 +51,12 @@ def play(
 
     `workflow` is anything that a config may name. What it raises is the trajectory's `status` and `error`. An answer
     may be made by `tool_call`. `others` are the answers of other models, by the names that `rollout.client(NAME)` has
-    for them. A model that is asked more often than it has answers fails. With `ledger` all is written to a new ledger
-    at that path, as in training; `areal_agent.ledger.verify.verify` proves it.
+    for them. A model that is asked more often than it has answers fails; answers that are left over are not missed, so
+    assert on `turns`. A rollout that takes more than 60 s ends as `timeout`. With `ledger` all is written to a new
+    ledger at that path, as in training; `areal_agent.ledger.verify.verify` proves it.
+
+    Raises ConfigError for arguments that cannot be played, LedgerError where the ledger cannot be made, and
+    RuntimeError in a running event loop: `await asyncio.to_thread(play, ...)` there.
     """
     return play_roles(workflow, task, *answers, sandbox=sandbox, others=others, ledger=ledger)[""]
 
@@ -68,6 +73,7 @@ def play_roles(
 
     The answers are given in the order of the calls, whichever role makes them.
     """
+    _require_playable(task, answers, others, ledger)
 
     async def played() -> dict[str, Trajectory]:
         texts, renderer = [answer + END for answer in answers], plain_renderer()
@@ -78,6 +84,24 @@ def play_roles(
         return {one.role: one for one in journal.closed}
 
     return asyncio.run(played())
+
+
+def _require_playable(
+    task: object, answers: Sequence[object], others: Mapping[str, object], ledger: Path | None
+) -> None:
+    """Raise what `play` says of its arguments."""
+    if asyncio._get_running_loop() is not None:
+        raise RuntimeError("play runs an event loop of its own, and one runs here; await asyncio.to_thread(play, ...)")
+    if not isinstance(task, Mapping):
+        raise ConfigError(f"the task is {task!r:.80}; give a mapping, as a line of a .jsonl file has it")
+    for name, texts in {"": answers, **others}.items():
+        whose = f"others[{name!r}]" if name else "the answers"
+        if isinstance(texts, str) or not isinstance(texts, Sequence):
+            raise ConfigError(f"{whose}: {texts!r:.80} is no list of texts; give one, ['yes']")
+        if odd := [one for one in texts if not isinstance(one, str)]:
+            raise ConfigError(f"{whose}: {odd[0]!r:.80} is no text; give one text for each call")
+    if ledger is not None and Path(ledger).exists():
+        raise LedgerError(f"{ledger} exists, and play writes a new ledger; name a file that does not exist yet")
 
 
 def tool_call(name: str, /, **arguments: object) -> str:

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from areal_agent.dtype import LARGE
+from areal_agent.files import no_device
 
 MOST = 1024
 
@@ -33,7 +34,7 @@ def num_cores() -> int:
 def cores_for(model: Path) -> int:
     """Return the cores that a model can make use of. One that is not here is of the hub, and taken for large."""
     try:
-        fields: dict[str, Any] = orjson.loads((model / "config.json").read_bytes())
+        fields: dict[str, Any] = orjson.loads(no_device(model / "config.json").read_bytes())
         return num_cores() if fields.get("text_config", fields)["hidden_size"] >= LARGE else 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # whoever loads the model reports a damaged file
         return num_cores()

@@ -65,6 +65,14 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [one for one in tree_leaves(tree) if isinstance(one, Tensor) and not one.is_meta]
 
 
+def _any_on_gpu(tree: Any) -> bool:
+    return any(map(on_gpu, _tensors(tree)))
+
+
+def _is_cuda(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cuda"
+
+
 class FakeGpu(TorchFunctionMode):
     """Within this context `cuda` is the fake GPU. `copies` counts what crossed, by (kind, line of the project)."""
 
@@ -132,6 +140,8 @@ class FakeGpu(TorchFunctionMode):
             return _SAID[func]
         if func in REFUSED and on_gpu(args[0]):
             raise WrongDevice(f"{func.__name__} of a tensor on the GPU, at {_line()}")
+        if kwargs.get("generator") is not None and (_is_cuda(kwargs.get("device")) or _any_on_gpu((args, kwargs))):
+            raise WrongDevice(f"{func.__name__} on the GPU, with a generator of the host, at {_line()}")
         if func in READING or (func in FROM_HOST and not isinstance(args[0], Tensor)):
             self._read(args[0])
         if func is Tensor.cpu:
@@ -140,11 +150,11 @@ class FakeGpu(TorchFunctionMode):
             return self._to(*args, **kwargs)
         if kwargs.get("device") is not None and torch.device(kwargs["device"]).type != "meta":
             return self._made(func, args, kwargs)
-        with self.setting("makes_on_gpu", any(map(on_gpu, _tensors((args, kwargs))))):
+        with self.setting("makes_on_gpu", _any_on_gpu((args, kwargs))):
             return func(*args, **kwargs)
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        is_gpu = torch.device(kwargs["device"]).type == "cuda"
+        is_gpu = _is_cuda(kwargs["device"])
         if func in FROM_HOST:
             if isinstance(args[0], Tensor):
                 args = (self._moved(args[0], torch.device(kwargs["device"])), *args[1:])

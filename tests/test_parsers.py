@@ -248,6 +248,16 @@ def as_image(what: Change) -> Change:
     return change
 
 
+def in_its_place(name: str, what: Change) -> Change:
+    """Return what puts something else in the place of a file."""
+    return lambda folder: ((folder / name).unlink(), what(folder / name))
+
+
+def as_device(name: str) -> dict[str, Change]:
+    """Return what puts a pipe and a device in the place of a file; reading one never ends."""
+    return {"a pipe": in_its_place(name, os.mkfifo), "a device": link(name, "/dev/zero")}
+
+
 def read_picture(folder: Path) -> object:
     """Take a picture as an agent's request brings it."""
     url = f"data:;base64,{base64.b64encode((folder / 'picture').read_bytes()).decode()}"
@@ -391,6 +401,7 @@ PARSERS = {
         lambda at: images_of((at / "Dockerfile").read_text(errors="replace")), SandboxError,
         {"a file of the host": "FROM x\nADD http://h/x /", "lines": "FROM x\nRUN " + "\\\n" * 50_000 + "\nADD x x"}),
     "checkpoint": Parser(files({"run.json": "{}"}, step=3, incarnation=1), "*", read_checkpoint, ValueError, {
+        **as_device(MANIFEST),
         "deep": DEEP, "infinite": '{"files": {}, "step": 1e999, "incarnation": 0}', "no step": '{"files": {}}',
         "a device": '{"files": {"/dev/zero": {"num_bytes": 0, "sha256": ""}}, "step": 1, "incarnation": 0}',
         "no name": '{"files": {"\\u0000": {"num_bytes": 0, "sha256": ""}}, "step": 1, "incarnation": 0}',
@@ -398,11 +409,14 @@ PARSERS = {
     }),
     "training state": Parser(file(f"{TRAINING}/{PROGRESS}", '{"parts": ["policy"], "num_updates": {"policy": 3}}'),
         f"{TRAINING}/*", TrainingProgress.read, ConfigError, {
+            **as_device(f"{TRAINING}/{PROGRESS}"),
             "deep": DEEP, "a long integer": LONG, "a list": "[]",
             "below 0": '{"parts": [], "num_updates": {"policy": -1}}',
             "a word": '{"parts": ["policy"], "num_updates": {"policy": "3"}}',
         }),
     "weights": Parser(make_weights, "*", read_weights, WeightUpdateError, {
+        **as_device("model.safetensors.index.json"),
+        "weights of a pipe": in_its_place("model-1.safetensors", os.mkfifo),
         "a pickle": file("model-1.safetensors", PICKLE), "a huge header": file("model-1.safetensors", b"\xff" * 8),
         "huge": file("model-1.safetensors", header(x={"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]})),
         "deep": file("model.safetensors.index.json", DEEP),
@@ -411,6 +425,7 @@ PARSERS = {
         "no name": file("model.safetensors.index.json", '{"weight_map": {"a": "\\u0000"}}'),
     }),
     "adapter": Parser(make_adapter, "adapter_*", read_adapter, WeightUpdateError, {
+        **as_device("adapter_config.json"),
         "a pickle": file("adapter_model.safetensors", PICKLE), "deep": file("adapter_config.json", DEEP),
         "a long rank": file("adapter_config.json", f'{{"r": {LONG}}}'),
         "modules that are no list": file("adapter_config.json", '{"target_modules": "q", "r": 2, "lora_alpha": 4}'),
@@ -429,10 +444,11 @@ PARSERS = {
         "a pickle": PICKLE, "another format": b"GIF89a" + bytes(100), "PostScript": b"%!PS-Adobe-3.0 EPSF-3.0\n",
     }),
     "processor": Parser(make_processor, "preprocessor_config.json", read_processor, ConfigError, {
-        "deep": DEEP, "a list": "[]",
+        "deep": DEEP, "a list": "[]", "a deep config": file("config.json", DEEP),
         "more patches than any takes": json.dumps(PROCESSOR | {"min_pixels": 2**22, "max_pixels": 2**23}),
     }),
     "model": Parser(lambda at: shutil.copytree(sys.argv[1], at, dirs_exist_ok=True), "*", read_model, ConfigError, {
+        **as_device("config.json"),
         "only a pickle": only_pickled, "a pickle": file("model.safetensors", PICKLE), "deep": file("config.json", DEEP),
         "code": with_config(model_type="own", auto_map={"AutoConfig": "code.Y", "AutoModelForCausalLM": "code.X"}),
         "wide": with_config(hidden_size=2**20, vocab_size=2**20),
@@ -457,6 +473,13 @@ PARSERS = {
         "deep": sql(f"UPDATE turns SET request_delta = '{DEEP}'"), "sampling": sql("UPDATE turns SET sampling = '[]'"),
         "numbers for blobs": sql("UPDATE completions SET token_ids = 'abcd', logprobs = 5"),
         "another version": sql("PRAGMA user_version = 2147483647"),
+        **{f"a time of {what}": sql(f"UPDATE turns SET started_s = {what}") for what in ("'x'", "x'ff'")},
+        **{f"messages {what}": sql(f"UPDATE turns SET request_delta = '{what}'") for what in (
+            "[1]", '[{"tool_calls": 5}]', '[{"tool_calls": [1]}]', '[{"tool_calls": [{"function": 3}]}]',
+            f'[{{"content": {"[" * 900}{"]" * 900}}}]')},
+        "a token below 0": sql("UPDATE completions SET token_ids = x'ffffffff', logprobs = x'00000000'"),
+        "a huge place": sql("UPDATE turns SET fork_at = 1099511627776"),
+        "a huge span": sql("UPDATE turns SET images = '[[\"\", 1, 1099511627776]]'"),
     }),
     "snapshot": Parser(make_snapshot, "*/*", read_snapshot, LedgerError, {
         "no database": partial(make_snapshot, change=file("ledger.sqlite", "no database")),
@@ -464,13 +487,16 @@ PARSERS = {
             f"CREATE TRIGGER t BEFORE INSERT ON notes BEGIN SELECT count(*) FROM ({ENDLESS}); END")),
     }),
     "token records": Parser(make_tokens, "*/*.npz", lambda at: read_seen(at, 1, "a"), LedgerError, {
+        **as_device("token_records/step_000001-0.npz"),
         "a pickle": PICKLE, "objects": arrays(sessions=np.array([Harm()]), lengths=np.array([1])),
         "text": arrays(sessions=np.array(["a"]), lengths=np.array(["x"])), "nothing": arrays(sessions=np.array(["a"])),
     }),
     "metrics": Parser(file("m.jsonl", '{"kind": "step", "step": 1}\n{"step": 2}\n'), "*",
         lambda at: [row.get("step") for row in read_metrics(at / "m.jsonl")], ArealAgentError,
-        {"deep": DEEP + "\n", "no object": "[1]\n"}),
+        {"deep": DEEP + "\n", "no object": "[1]\n", **as_device("m.jsonl"),
+         "a folder": in_its_place("m.jsonl", Path.mkdir)}),
     "results": Parser(file(RESULTS, json.dumps(RESULT)), "*", lambda at: compare(at, at), ConfigError, {
+        **as_device(RESULTS),
         "deep": DEEP, "a list": "[]", "answers of numbers": json.dumps(RESULT | {"answers": [1]}),
     }),
 }

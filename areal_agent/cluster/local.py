@@ -28,7 +28,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from areal_agent.callback import Callback
 from areal_agent.cluster.hosts import LOCAL, Host, Hosts, Process
 from areal_agent.errors import ConfigError
-from areal_agent.files import require_no_gguf
+from areal_agent.files import no_device, require_no_gguf
 from areal_agent.ledger.shard import LedgerShard
 from areal_agent.models.recipe import RECIPE, demonstrations_of, model_folder
 from areal_agent.observe.progress import Progress
@@ -225,7 +225,7 @@ def is_described(path: Path) -> bool:
 def read_described(path: Path) -> dict[str, Any]:
     """Return the config.json of a folder, or of that file under whatever name. Raises ConfigError."""
     try:
-        described: object = json.loads((path if path.is_file() else path / "config.json").read_bytes())
+        described: object = json.loads(no_device(path if path.is_file() else path / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model {str(path)!r}: its config.json cannot be read: {error}") from None
     if not isinstance(described, dict):

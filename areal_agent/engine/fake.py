@@ -7,7 +7,7 @@ gets a token each `token_s` virtual seconds. A streamed request gets one chunk f
 one chunk for each token.
 
 The failures of real engines can be planned, once each: `fail_next`, `hang_next`, `die_after`, `garble_next` and
-`corrupt_next_push`.
+`corrupt_next_push`; `planned` has those that have not happened yet. A plan that can never happen raises ValueError.
 
 >>> import asyncio
 >>> from areal_agent.types import DiskWeights
@@ -30,6 +30,7 @@ The failures of real engines can be planned, once each: `fail_next`, `hang_next`
 import asyncio
 import heapq
 import math
+import operator
 import shutil
 import tempfile
 from collections import defaultdict, deque
@@ -37,6 +38,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
+from typing import TypeVar
 
 from areal_agent.engine.pushes import Pushes, take_folder, take_shared_memory, weight_files
 from areal_agent.engine.wire.generate import check_request
@@ -235,17 +237,27 @@ class VirtualClock:
         self._num_planned = 0  # actions that are due at the same time run in the order in which they were planned
 
     def call_later(self, delay_s: float, action: Callable[[], object]) -> None:
-        """Call `action` in `delay_s` seconds."""
+        """Call `action` in `delay_s` seconds. Raises ValueError below 0."""
+        _require_forward("delay_s", delay_s)
         heapq.heappush(self._due, (self.now_s + delay_s, self._num_planned, action))
         self._num_planned += 1
 
     def advance(self, duration_s: float) -> None:
-        """Let time pass. Actions that become due meanwhile, even if planned meanwhile, run at their time."""
+        """Let time pass. Actions that become due meanwhile, even if planned meanwhile, run at their time.
+
+        Raises ValueError below 0.
+        """
+        _require_forward("duration_s", duration_s)
         end_s = self.now_s + duration_s
         while self._due and self._due[0][0] <= end_s:
             self.now_s, _, action = heapq.heappop(self._due)
             action()
         self.now_s = end_s
+
+
+def _require_forward(name: str, seconds: float) -> None:
+    if not seconds >= 0:  # NaN, too
+        raise ValueError(f"{name} is {seconds!r}, and this clock never goes back; give seconds from 0 on")
 
 
 class FakeEngine:
@@ -263,6 +275,8 @@ class FakeEngine:
         clock: VirtualClock | None = None,
         token_s: float = 0.02,
     ) -> None:
+        if not (callable(script) or isinstance(script, Sequence)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"the script is {script!r:.80}; give a list of replies, or a function of the request")
         self.version = version or WeightVersion()  # the one that serves; a test may set it
         self.paused: PauseMode | None = None
         self.requests: list[GenerateRequest] = []  # every accepted request, in order
@@ -304,7 +318,8 @@ class FakeEngine:
             await self._announce()
             self._advance()
             result = await row.answer
-            return _garbled(result, self._garbage.popleft(), self._vocab_size) if self._garbage else result
+            is_garbled = self._garbage and result.token_ids  # an empty answer promises nothing that could be broken
+            return _garbled(result, self._garbage.popleft(), self._vocab_size) if is_garbled else result
         except asyncio.CancelledError:
             self.aborted_ids.append(request.request_id)
             raise
@@ -408,16 +423,32 @@ class FakeEngine:
 
     # ---------------------------------------------------------------------------------------------- faults
 
+    @property
+    def planned(self) -> list[str]:
+        """The faults that have not happened yet: a test that plans some ends with `assert engine.planned == []`."""
+        calls = [
+            f"{'fail' if isinstance(fault, Exception) else 'hang'}_next({operation})"
+            for operation, faults in self._faults.items()
+            for fault in faults
+        ]
+        death = [f"die_after({self._lifetime})"] if 0 < self._lifetime < math.inf else []
+        garbage = [f"garble_next({one})" for one in self._garbage]
+        return [*calls, *death, *garbage, *["corrupt_next_push()"] * self._num_corrupt]
+
     def fail_next(self, operation: Operation, error: Exception) -> None:
         """Make the next call of `operation` raise `error`; several failures queue up."""
-        self._faults[operation].append(error)
+        if not isinstance(error, Exception):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"{error!r} is no exception that {operation} could raise; give one, EngineError('...')")
+        self._faults[_one_of(Operation, operation)].append(error)
 
     def hang_next(self, operation: Operation) -> None:
         """Make the next call of `operation` wait until it is cancelled, or `recover` is called."""
-        self._faults[operation].append(self._recovered)
+        self._faults[_one_of(Operation, operation)].append(self._recovered)
 
     def die_after(self, num_tokens: int) -> None:
         """Die once this many tokens have been sampled from now on, by any requests; 0: now."""
+        if not (isinstance(num_tokens, int) and num_tokens >= 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ValueError(f"num_tokens is {num_tokens!r}; give a whole number of tokens from 0 on")
         self._lifetime = num_tokens
         self.step(0)
 
@@ -428,8 +459,8 @@ class FakeEngine:
         self._recovered = asyncio.Event()
 
     def garble_next(self, garbage: Garbage) -> None:
-        """Make the next answer break a promise; chunks that were handed out before are not garbled."""
-        self._garbage.append(garbage)
+        """Make the next answer that has tokens break a promise; chunks that were handed out before are not garbled."""
+        self._garbage.append(_one_of(Garbage, garbage))
 
     def corrupt_next_push(self) -> None:
         """Flip a bit of the next weights in transit: they are refused, and the old version keeps serving."""
@@ -458,7 +489,19 @@ class FakeEngine:
         if isinstance(reply, Exception):
             self.requests.append(request)  # it used up its reply
             raise reply
-        return tuple(reply)
+        return self._ids_of(reply)
+
+    def _ids_of(self, reply: Sequence[int]) -> tuple[int, ...]:
+        try:
+            ids = tuple(map(operator.index, reply))
+        except TypeError:
+            raise EngineError(f"a reply of the script is {reply!r:.80}; give the ids of tokens, or an error") from None
+        if odd := [one for one in ids if not 0 <= one < self._vocab_size]:
+            raise EngineError(
+                f"a reply of the script has the id {odd[0]}, outside the vocabulary of {self._vocab_size} ids; only "
+                f"garble_next({Garbage.ID_OUTSIDE!r}) breaks that promise"
+            )
+        return ids
 
     async def _announce(self) -> None:
         async with self._arrived:
@@ -477,6 +520,16 @@ class FakeEngine:
         self._is_ticking = False
         if self.step():
             self._advance()
+
+
+Member = TypeVar("Member", bound=StrEnum)
+
+
+def _one_of(members: type[Member], given: str) -> Member:
+    try:
+        return members(given)
+    except ValueError:
+        raise ValueError(f"{given!r} is no {members.__name__}; give one of {', '.join(members)}") from None
 
 
 def _nobody_there() -> EngineUnreachable:

@@ -29,7 +29,7 @@ import orjson
 from numpy.typing import NDArray
 
 from areal_agent.errors import PushConflict, WeightUpdateError
-from areal_agent.files import read_manifest
+from areal_agent.files import no_device, read_manifest
 from areal_agent.types import DiskWeights, DistributedWeights, SharedMemoryWeights, TensorEntry, Weights, WeightVersion
 
 T = TypeVar("T")
@@ -265,7 +265,7 @@ def weight_files(folder: Path) -> list[str]:
     index = folder / INDEX
     if not index.exists():
         return [WEIGHTS]
-    fields: dict[str, Any] = orjson.loads(index.read_bytes())
+    fields: dict[str, Any] = orjson.loads(no_device(index).read_bytes())
     return sorted(set(fields["weight_map"].values()))
 
 

@@ -7,6 +7,7 @@ dictionary; the timing reveals nothing, because nobody can choose the hash of a 
 `Origin` or, if the page's name was made to resolve to this machine (DNS rebinding), has that name in `Host`.
 """
 
+import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -60,9 +61,20 @@ def without_keys(text: str, headers: Mapping[str, str]) -> str:
     "no model 'sk-***'; you are ***"
     """
     for key in _keys_in(headers):
-        if len(key) >= MIN_HIDDEN_CHARS:
-            text = text.replace(key, "***")
+        text = without_key(text, key)
     return hide_keys(text)
+
+
+def without_key(text: str, key: str) -> str:
+    r"""Remove a key from a text, also where JSON writes a character of it as an escape.
+
+    >>> without_key(r'{"error": "no key abc\/def\u002B12 here"}', "abc/def+12")
+    '{"error": "no key *** here"}'
+    """
+    if len(key) < MIN_HIDDEN_CHARS:
+        return text
+    plain = {one: rf"\\?{one}" if one == "/" else re.escape(one) for one in key}
+    return re.sub("".join(rf"(?:{plain[one]}|\\u(?i:{ord(one):04x}))" for one in key), "***", text)
 
 
 def _keys_in(headers: Mapping[str, str]) -> list[str]:
@@ -153,12 +165,12 @@ class AdminKey:
         if given is not None and file is not None:
             raise ConfigError("--admin-key and --admin-key-file both give a key; use one of them")
         if given is not None:
-            return cls(key=_usable(given, "--admin-key"), source="as given on the command line")
+            return cls(key=usable_key(given, "--admin-key"), source="as given on the command line")
         if file is not None:
             return cls(key=_read_key(file), source=f"in {file}", file=file)
         if KEY_VARIABLE in environment:
             return cls(
-                key=_usable(environment[KEY_VARIABLE], KEY_VARIABLE), source=f"in the environment, as {KEY_VARIABLE}"
+                key=usable_key(environment[KEY_VARIABLE], KEY_VARIABLE), source=f"in the environment, as {KEY_VARIABLE}"
             )
         if host not in LOOPBACK_NAMES:
             raise ConfigError(
@@ -199,7 +211,7 @@ def find_admin_key(
             f"the gateway's admin key is missing; set {KEY_VARIABLE}, or {option} to the file that the gateway printed "
             "when it started"
         )
-    return _usable(environment[KEY_VARIABLE], KEY_VARIABLE)
+    return usable_key(environment[KEY_VARIABLE], KEY_VARIABLE)
 
 
 def _read_key(path: Path) -> str:
@@ -208,11 +220,11 @@ def _read_key(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"the admin key file {path} cannot be read: {cause}") from None
-    return _usable(text.strip(), str(path))
+    return usable_key(text.strip(), str(path))
 
 
-def _usable(key: str, where: str) -> str:
-    """Check that a key can be sent in an HTTP header."""
+def usable_key(key: str, where: str) -> str:
+    """Return a key that can be sent in an HTTP header. Raises ConfigError for any other."""
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise ConfigError(f"{where} holds no usable key: a key is one word of printable ASCII characters")
     return key

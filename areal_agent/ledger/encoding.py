@@ -12,7 +12,8 @@ import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from functools import cache
+from typing import Any, NamedTuple, Self, get_type_hints
 
 import numpy as np
 import orjson
@@ -27,6 +28,7 @@ from areal_agent.types import (
     FinishReason,
     ForkReason,
     ImageSpan,
+    JsonObject,
     Rewards,
     SamplingParams,
     Status,
@@ -38,6 +40,9 @@ from areal_agent.types import (
 
 DAMAGE = (ValueError, TypeError, KeyError, AttributeError)
 """The exceptions that decoding a damaged row raises (those of orjson and of enums are ValueErrors)."""
+
+MAX_DEPTH = 250
+"""Messages that nest more deeply may be too deep to be written as JSON."""
 
 SampledTokens = tuple[str, Sequence[int], Sequence[float]]
 """A completion's id, its token ids [C] and their log-probabilities [C]."""
@@ -216,14 +221,15 @@ def encode_turn(turn: Turn) -> TurnRow:
 
 def decode_turn(row: TurnRow, completions: Iterable[CompletionRow]) -> Turn:
     try:
+        _require_types(row)
         return Turn(
             id=row.id,
             parent=row.parent,
-            fork_at=row.fork_at,
+            fork_at=_position(row.fork_at),
             fork_reason=None if row.fork_reason is None else ForkReason(row.fork_reason),
             new_prompt_ids=_decode_ids(row.new_prompt_ids),
             completions=tuple(_decode_completion(completion) for completion in completions),
-            request_delta=tuple(orjson.loads(row.request_delta)),
+            request_delta=_decode_messages(row.request_delta),
             sampling=_decode_sampling(row.sampling),
             started_s=row.started_s,
             ended_s=row.ended_s,
@@ -233,10 +239,28 @@ def decode_turn(row: TurnRow, completions: Iterable[CompletionRow]) -> Turn:
         raise LedgerError(f"turn {row.id!r} is damaged: {error}") from error
 
 
+def _decode_messages(text: str) -> tuple[JsonObject, ...]:
+    messages: Any = orjson.loads(text)
+    if text.count("[") + text.count("{") > MAX_DEPTH:
+        orjson.dumps(messages)  # which nests less deeply than what is read
+    for message in messages:
+        calls = message.get("tool_calls") or ()
+        if not all(isinstance(call.get("function") or call, dict) for call in calls):
+            raise TypeError(f"its tool_calls are {calls!r:.80}, and no objects")
+    return tuple(messages)
+
+
 def _decode_images(text: str) -> tuple[ImageSpan, ...]:
     return tuple(
-        ImageSpan(digest=str(digest), start=int(start), end=int(end)) for digest, start, end in orjson.loads(text)
+        ImageSpan(digest=str(digest), start=_position(start), end=_position(end))
+        for digest, start, end in orjson.loads(text)
     )
+
+
+def _position(value: object) -> int:
+    if not (isinstance(value, int) and -(2**31) <= value < 2**31):
+        raise ValueError(f"{value!r:.40} is no position of a token")
+    return value
 
 
 def _decode_sampling(text: str) -> SamplingParams:
@@ -260,6 +284,7 @@ def encode_completion(completion: Completion) -> CompletionRow:
 
 
 def _decode_completion(row: CompletionRow) -> Completion:
+    _require_types(row)
     return Completion(
         id=row.id,
         token_ids=_decode_ids(row.token_ids),
@@ -355,7 +380,20 @@ def _encode_ids(token_ids: Sequence[int]) -> bytes:
 
 
 def _decode_ids(blob: bytes) -> tuple[int, ...]:
-    return tuple(np.frombuffer(blob, dtype="<i4").tolist())
+    ids = np.frombuffer(blob, dtype="<i4")
+    if ids.min(initial=0) < 0:
+        raise ValueError(f"it has the token id {ids.min()}")
+    return tuple(ids.tolist())
+
+
+def _require_types(row: NamedTuple) -> None:
+    """Raise TypeError unless each column has what it is declared to have: SQLite lets any have anything."""
+    for (name, kind), value in zip(_types_of(type(row)).items(), row, strict=True):
+        if not isinstance(value, kind):
+            raise TypeError(f"its {name} is {value!r:.40}")
+
+
+_types_of = cache(get_type_hints)
 
 
 def _encode_json(what: str, value: object) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 import orjson
 
 from areal_agent.errors import ArealAgentError, unwritable
+from areal_agent.files import no_device
 from areal_agent.types import Completion, FinishReason, RolloutBatch, Trajectory, TrajectoryGroup
 
 
@@ -51,8 +52,11 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return all rows in order, without a torn last line. Raises ArealAgentError for an earlier broken line."""
-    *lines, _torn = path.read_bytes().split(b"\n")
+    """Return all rows in order, without a torn last line. Raises ArealAgentError for a broken line, or no file."""
+    try:
+        *lines, _torn = no_device(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise ArealAgentError(f"{path} cannot be read: {error}; put the run's file back") from None
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:

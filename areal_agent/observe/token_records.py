@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_agent.errors import LedgerError
+from areal_agent.files import no_device
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ def read_seen(run_dir: Path, step: int, session_id: str) -> Mapping[int, SeenTok
     seen: dict[int, SeenTokens] = {}
     for path in sorted((run_dir / FOLDER).glob(f"step_{step:06d}-*.npz")):
         try:
-            with np.load(path) as file:
+            with np.load(no_device(path)) as file:
                 ends = np.cumsum(file["lengths"]).tolist()
                 found: Sequence[int] = np.flatnonzero(file["sessions"] == session_id).tolist()
                 columns = [file[name] for name in SeenTokens._fields] if found else []

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from areal_agent.errors import ConfigError
+from areal_agent.gateway.auth import usable_key
 from areal_agent.images import SOURCE
 from areal_agent.section import IMPORT_PATH, Section, is_import_path
 from areal_agent.tokens.formats.answer_format import ToolFormat
@@ -177,7 +178,7 @@ class OtherModel(Section):
             raise ConfigError(
                 f"{section}.key_env is {self.key_env!r}, a variable that is not set; export it before the run starts"
             )
-        return key
+        return usable_key(key, f"{section}.key_env: the variable {self.key_env}")
 
 
 class RolloutConfig(Section):

@@ -16,7 +16,7 @@ from httpx_aiohttp import AiohttpTransport
 from openai import APIError, AsyncOpenAI
 
 from areal_agent.errors import ConfigError
-from areal_agent.gateway.auth import MIN_HIDDEN_CHARS
+from areal_agent.gateway.auth import without_key
 from areal_agent.rollout.config import OtherModel
 
 MAX_SHOWN = 200
@@ -113,7 +113,7 @@ class _Recorder(httpx.AsyncBaseTransport):
         self._transport = transport
         self._name = name
         self._logged = logged
-        self._key = key.encode()
+        self._key = key
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         number = sum(key.startswith(f"{self._name}.") for key in self._logged) + 1
@@ -122,8 +122,9 @@ class _Recorder(httpx.AsyncBaseTransport):
         try:
             response = await self._transport.handle_async_request(request)
             body = await response.aread()
-            if len(self._key) >= MIN_HIDDEN_CHARS and self._key in body:
-                body = body.replace(self._key, b"***")
+            told = body.decode(errors="surrogateescape")
+            if (shown := without_key(told, self._key)) != told:
+                body = shown.encode(errors="surrogateescape")
                 headers = {name: value for name, value in response.headers.items() if name not in OF_BYTES}
                 response = httpx.Response(response.status_code, headers=headers, content=body, request=request)
             call["answer"] = answer = _as_json(body)

@@ -20,7 +20,7 @@ import orjson
 from aiohttp import web
 
 from areal_agent.errors import ArealAgentError, ConfigError, RequestError
-from areal_agent.gateway.auth import MIN_HIDDEN_CHARS, caller_hashes, key_hash, new_key
+from areal_agent.gateway.auth import caller_hashes, key_hash, new_key, without_key
 from areal_agent.gateway.bodies import BodyReader, Limits
 from areal_agent.gateway.metrics import Counters, GatewayStats
 from areal_agent.gateway.server import json_reply, serve_app
@@ -241,8 +241,7 @@ class Relay:
         raise RequestError("the key belongs to no open session", status=401, code="invalid_api_key")
 
     def _without_key(self, text: str) -> str:
-        key = self._api.key("eval.api")
-        return hide_keys(text.replace(key, "***") if len(key) >= MIN_HIDDEN_CHARS else text)
+        return hide_keys(without_key(text, self._api.key("eval.api")))
 
 
 @asynccontextmanager

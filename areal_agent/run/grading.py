@@ -20,7 +20,7 @@ from areal_agent.cluster.local import obtain_model
 from areal_agent.cluster.ray_hosts import open_hosts
 from areal_agent.config import Config
 from areal_agent.errors import ArealAgentError, ConfigError, RolloutsFailing
-from areal_agent.files import RunFolder
+from areal_agent.files import RunFolder, no_device
 from areal_agent.ledger import questions
 from areal_agent.ledger.files import reading
 from areal_agent.ledger.ledger import Ledger
@@ -355,7 +355,7 @@ class _Results:
 
 def _results_in(folder: Path) -> _Results:
     try:
-        found: dict[str, Any] = orjson.loads((folder / RESULTS).read_bytes())
+        found: dict[str, Any] = orjson.loads(no_device(folder / RESULTS).read_bytes())
         samples = SAMPLES.validate_python(found["answers"])
         return _Results(
             model=str(found["model"]),

@@ -10,9 +10,10 @@ The snapshot comes before its checkpoint, so the newest checkpoint always has a 
 """
 
 import asyncio
-import json
 import logging
 import shutil
+
+import orjson
 
 from areal_agent.files import RunFolder, newest_claim, replace_private, require_claim
 from areal_agent.ledger import questions
@@ -41,7 +42,7 @@ class Survival:
             await asyncio.to_thread(require_claim, self._folder.checkpoints, self._incarnation)
             if self._folder.is_divided:
                 progress = {"step": step, "num_ended": await self._ledger.ask(questions.num_ended)}
-                await asyncio.to_thread(replace_private, self._folder.progress, json.dumps(progress))
+                await asyncio.to_thread(replace_private, self._folder.progress, orjson.dumps(progress).decode())
         except OSError as error:
             logger.warning("step %d is not noted in %s, and training goes on: %s", step, self._folder.shared, error)
 
@@ -78,7 +79,7 @@ def restore(folder: RunFolder) -> str:
 def _lost(folder: RunFolder, step: int, num_ended: int) -> str:
     """Say what is known to have been done after the snapshot of `step`."""
     try:
-        progress = json.loads(folder.progress.read_bytes())
+        progress = orjson.loads(folder.progress.read_bytes())
         num_lost, newest = progress["num_ended"] - num_ended, progress["step"]
     except (OSError, ValueError, KeyError, TypeError):
         return "how many rollouts that ended after it are lost is not known"

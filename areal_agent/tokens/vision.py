@@ -15,7 +15,6 @@ A model's image processor says how many tokens an image takes. `Vision.load` com
 of blank images; the renderer that uses it proves the ids of whole conversations.
 """
 
-import json
 import secrets
 import threading
 from array import array
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import orjson
 import transformers  # its image processors load torch, so they are imported when an image is asked about
 from PIL import Image
 
@@ -66,7 +66,7 @@ class Vision:
         """
         config = path / "config.json"
         try:
-            pad_id = json.loads(config.read_bytes()).get("image_token_id") if config.is_file() else None
+            pad_id = orjson.loads(config.read_bytes()).get("image_token_id") if config.is_file() else None
         except (AttributeError, ValueError) as error:
             raise ConfigError(f"{config} is no JSON object: {error}") from error
         if pad_id is None:

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from areal_agent.engine.foreign.weight_folders import AdapterForm, read_file_shapes
 from areal_agent.engine.pushes import weight_files
 from areal_agent.errors import ConfigError
-from areal_agent.files import MANIFEST
+from areal_agent.files import MANIFEST, no_device
 from areal_agent.trainer.checkpoint import ADAPTER, RUN_STATE, TRAINING
 from areal_agent.trainer.config import LoraConfig
 from areal_agent.trainer.model import Critic, Policy
@@ -77,7 +77,7 @@ class TrainingProgress(BaseModel):
         """Read that of a checkpoint. Raises ConfigError when it is damaged."""
         path = folder / TRAINING / PROGRESS
         try:
-            return cls.model_validate_json(path.read_bytes())
+            return cls.model_validate_json(no_device(path).read_bytes())
         except (OSError, ValidationError) as error:
             raise ConfigError(
                 f"cannot resume: {str(path)!r} cannot be read ({error!s:.300}); delete the checkpoint {str(folder)!r} "

@@ -154,16 +154,16 @@ def _shared(metrics: Path) -> str | None:
     """Say what the sequences of the last step had in common, if anything."""
     try:
         steps = step_rows(read_metrics(metrics)) if metrics.exists() else []
-    except ArealAgentError:  # a damaged row is no reason not to show rollouts
+        tokens, shared, repeated = (
+            int(steps[-1].get(f"trainer/{name}", 0) if steps else 0)
+            for name in ("num_input_tokens", "shared_positions", "repeated_positions")
+        )
+        if not shared:
+            return None
+        again = f", {repeated:,} computed twice" if repeated else ""
+        return f"step {steps[-1]['step']} was trained on {tokens:,} tokens; branches shared {shared:,} of them{again}"
+    except (ArealAgentError, KeyError, OverflowError, TypeError, ValueError):  # no reason not to show rollouts
         return None
-    tokens, shared, repeated = (
-        int(steps[-1].get(f"trainer/{name}", 0) if steps else 0)
-        for name in ("num_input_tokens", "shared_positions", "repeated_positions")
-    )
-    if not shared:
-        return None
-    again = f", {repeated:,} computed twice" if repeated else ""
-    return f"step {steps[-1]['step']} was trained on {tokens:,} tokens; branches shared {shared:,} of them{again}"
 
 
 def _chosen(snapshot: Snapshot, args: Namespace) -> tuple[int, Mapping[str, Sequence[RolloutSummary]]]:

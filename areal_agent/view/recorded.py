@@ -14,6 +14,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 import orjson
 
 from areal_agent.errors import ConfigError, LedgerError
+from areal_agent.files import no_device
 from areal_agent.images import IMAGES, ImageFolder
 from areal_agent.ledger import pages, questions
 from areal_agent.ledger.files import LedgerFiles, Snapshot, ledger_in, naming
@@ -126,7 +127,7 @@ class RecordedRun:
         if path is None or not path.is_file():
             return None
         try:
-            return orjson.loads(path.read_bytes())
+            return orjson.loads(no_device(path).read_bytes())
         except (OSError, ValueError) as error:
             raise LedgerError(f"{path} cannot be read: {error}; write it again, or leave --values out") from None
 
@@ -190,7 +191,7 @@ def _column(snapshot: Snapshot, query: str) -> list[Any]:
 def _rows(path: Path, offset: int) -> tuple[list[JsonObject], int, int, int]:
     """Return whole rows from `offset` on, the number of damaged ones, where they end, and the size of the file."""
     try:
-        with path.open("rb") as file:
+        with no_device(path).open("rb") as file:
             size = file.seek(0, 2)
             if offset > size:
                 return [], 0, 0, size
@@ -204,8 +205,10 @@ def _rows(path: Path, offset: int) -> tuple[list[JsonObject], int, int, int]:
     for line in read[:end].splitlines():
         try:
             row = orjson.loads(line)
-            rows.append(row | {"step": int(row["step"])})
-        except (ValueError, TypeError, KeyError):  # no JSON, no object, or of no step
+            row |= {"step": int(row["step"])}
+            orjson.dumps(row)  # which nests less deeply than what is read, and has no huge numbers
+            rows.append(row)
+        except (KeyError, OverflowError, TypeError, ValueError):  # no JSON, no object, or of no step
             num_damaged += 1
     return rows, num_damaged, offset + end, size
 

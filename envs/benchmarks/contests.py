@@ -8,7 +8,6 @@ of a method. A problem that these cannot judge (it reads files, or talks to its 
 
 import ast
 import base64
-import io
 import json
 import logging
 import pickle
@@ -22,6 +21,7 @@ from areal_agent.rollout.config import SourceConfig
 from areal_agent.rollout.tasks import open_rows
 from envs.code.conversation import asked_for_code
 from envs.code.judging import open_sandboxes
+from envs.code.records import load_plain
 from sandboxes import Pool
 from sandboxes.judge import CallCase, CloseNumbers, CustomChecker, StdinCase, Verdict, grade
 
@@ -141,7 +141,7 @@ def _tasks(source: str, args: dict[str, str], task: Callable[[Row], dict[str, An
             made = task(cast(Row, row))
         except KeyError as error:
             raise ConfigError(f"{place} has no field {error.args[0]!r}: {row!r:.200}") from None
-        except (TypeError, ValueError, AttributeError, pickle.UnpicklingError, zlib.error) as error:
+        except (TypeError, ValueError, AttributeError, RecursionError, pickle.UnpicklingError, zlib.error) as error:
             raise ConfigError(f"{place} cannot be read ({error}): {row!r:.200}") from None
         tasks += [made] if made else []
         num_left_out += made is None
@@ -187,17 +187,10 @@ def _decoded(text: str) -> list[Any]:
         data = unpacking.decompress(packed, MAX_TESTS_BYTES)
         if not unpacking.eof:
             raise ValueError(f"its tests end too early, or are longer than {MAX_TESTS_BYTES} bytes")
-        text = _PlainData(io.BytesIO(data)).load()
-        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]  # a pickle may hold anything
+        text = load_plain(data)
+        if not isinstance(text, str):
             raise ValueError(f"its tests are a pickle of a {type(text).__name__}, not of a text")
     return list(json.loads(text))
-
-
-class _PlainData(pickle.Unpickler):
-    """Makes texts and other plain data, and nothing that would have to be imported."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> Any:
-        raise pickle.UnpicklingError(f"its tests are a pickle that imports {module_name}.{global_name}; it was not run")
 
 
 # ------------------------------------------------------------------------------------------------- workflow

@@ -10,6 +10,7 @@ import binascii
 import io
 import json
 import pickle
+import pickletools
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -162,6 +163,10 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"this pickle asks for {module_name}.{global_name}; only plain data is read")
 
 
+MEMO = ("PUT", "BINPUT", "LONG_BINPUT")
+"""The codes of a pickle that give an object a number."""
+
+
 def load_plain(data: bytes) -> Any:
     """Return the plain data of a pickle; UnpicklingError for anything else.
 
@@ -169,6 +174,9 @@ def load_plain(data: bytes) -> Any:
     [{'input': '1'}]
     """
     try:
+        memo = (place or 0 for code, place, _ in pickletools.genops(data) if code.name in MEMO)
+        if max(memo, default=0) > len(data):  # Python reserves all places up to the highest
+            raise pickle.UnpicklingError("it numbers more objects than it has bytes")
         return PlainUnpickler(io.BytesIO(data)).load()
     except pickle.UnpicklingError:
         raise

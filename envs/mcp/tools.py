@@ -7,7 +7,6 @@ or is gone raises SandboxError: that is not the model's failure.
 import importlib.util
 import json
 import logging
-import os
 import tempfile
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
@@ -56,8 +55,9 @@ class Tools:
 async def open_tools(server: Mapping[str, Any], *, call_s: float = CALL_S) -> AsyncGenerator[Tools]:
     """Connect to a server: `{url: ...}` for one that runs, or `{command: ..., args: [...], env: {...}}` for its own.
 
-    Use it with `async with` inside a workflow. A call takes at most `call_s`. Raises ConfigError where the package is
-    missing or the server is not one of the two, SandboxError when it cannot be reached.
+    Of this process's environment its own inherits PATH, HOME and the like alone, and no keys. Use it with `async with`
+    inside a workflow. A call takes at most `call_s`. Raises ConfigError where the package is missing or the server is
+    not one of the two, SandboxError when it cannot be reached.
     """
     if importlib.util.find_spec("mcp") is None:
         raise ConfigError(f"the package 'mcp' is missing; {INSTALL}")
@@ -67,8 +67,8 @@ async def open_tools(server: Mapping[str, Any], *, call_s: float = CALL_S) -> As
         if set(server) == {"url"}:
             place = str(server["url"])
         elif "command" in server and set(server) <= {"command", "args", "env"}:
-            env = {**os.environ, **server.get("env", {})}
-            program = StdioServerParameters(command=server["command"], args=list(server.get("args", ())), env=env)
+            args, env = list(server.get("args", ())), server.get("env")
+            program = StdioServerParameters(command=server["command"], args=args, env=env)
             place = stdio_client(program, errlog=log)
         else:
             raise ConfigError(f"server is {dict(server)!r}; give its url, or its command with args and env")

@@ -5,7 +5,8 @@ show replies by function, aborts, cancelled and hanging calls; those of pushes s
 - a stepped completion is interrupted between any two tokens and says which version sampled what
 - chunks as tokens are sampled, one token each unless stepped; scripted likeliest tokens; a grammar if configured
 - pauses hold requests back
-- faults, once each: dying in mid-turn, garbage in an answer
+- faults, once each: dying in mid-turn, garbage in an answer; those that have not happened yet are told
+- plans and replies that cannot be carried out are refused
 - on a virtual clock, tokens come on time
 """
 
@@ -156,6 +157,45 @@ async def test_garbage_breaks_one_promise_once(garbage, ask):
     changed = {f.name for f in dataclasses.fields(whole) if getattr(whole, f.name) != getattr(broken, f.name)}
     assert len(changed) == 1
     assert await engine.generate(ask(3)) == whole
+
+
+async def test_faults_that_have_not_happened_are_told(ask):
+    engine = FakeEngine([[], [11]], vocab_size=100)
+    engine.garble_next(Garbage.ID_OUTSIDE)
+    engine.fail_next(Operation.PAUSE, EngineError("planned"))
+    engine.hang_next(Operation.ABORT)
+    engine.corrupt_next_push()
+    engine.die_after(3)
+    assert (await engine.generate(ask(1))).token_ids == ()
+    calls = ["fail_next(pause)", "hang_next(abort)"]
+    assert engine.planned == [*calls, "die_after(3)", "garble_next(id_outside)", "corrupt_next_push()"]
+    assert (await engine.generate(ask(2))).token_ids == (100,)
+    assert engine.planned == [*calls, "die_after(2)", "corrupt_next_push()"]
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        (lambda engine: engine.fail_next("generat", EngineError("x")), "'generat' is no Operation; give one of gen"),
+        (lambda engine: engine.fail_next(Operation.GENERATE, "boom"), "'boom' is no exception that generate"),
+        (lambda engine: engine.hang_next("pauses"), "'pauses' is no Operation"),
+        (lambda engine: engine.garble_next("nothing"), "'nothing' is no Garbage; give one of id_outside"),
+        (lambda engine: engine.die_after(-1), "num_tokens is -1; give a whole number"),
+        (lambda engine: engine.die_after(1.5), "num_tokens is 1.5; give a whole number"),
+        (lambda engine: VirtualClock().advance(-1.0), "duration_s is -1.0, and this clock never goes back"),
+        (lambda engine: VirtualClock().call_later(float("nan"), print), "delay_s is nan, and this clock"),
+        (lambda engine: FakeEngine(iter([[1]])), "the script is <list_iterator object"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_refused(plan, said):
+    with pytest.raises(ValueError, match=said):
+        plan(FakeEngine([[1]]))
+
+
+@pytest.mark.parametrize("reply", ["ab", ["ab"], 5, None, [1.5], [-1], [100]])
+async def test_a_reply_that_is_none_says_so(ask, reply):
+    with pytest.raises(EngineError, match="a reply of the script"):
+        await FakeEngine([reply], vocab_size=100).generate(ask(1))
 
 
 async def test_on_a_virtual_clock_tokens_come_at_their_time(ask):

@@ -174,7 +174,9 @@ def test_all_tests_of_a_contest_judge(
     [
         (LIVE, {"question_id": "x"}, "rows.jsonl:1 has no field 'question_content'"),
         *((LIVE, TEXTS | {"private_test_cases": text}, message) for text, message in (
-            (packed(os.system), "imports posix.system; it was not run"),
+            (packed(os.system), "asks for posix.system; only plain data is read"),
+            (base64.b64encode(zlib.compress(b"\x80\x04]")).decode(), "this is not a pickle: "),
+            ("[" * 100_000, "maximum recursion depth exceeded"),
             (packed(3), "a pickle of a int, not of a text"),
             (packed("[]")[:12], "end too early"),
             ("?", "rows.jsonl:1 cannot be read (Only base64"),

@@ -1,7 +1,8 @@
 """The tools of a real MCP server, in a process of its own, played by a scripted model.
 
 1. its tools are called and their texts read; 2. errors of the model and of tools, and time-outs, are text; 3. a server
-that dies or is none is `infra`; 4. what a workflow raises inside comes out as it is, also a cancellation.
+that dies or is none is `infra`; 4. what a workflow raises inside comes out as it is, also a cancellation;
+5. a server inherits no keys.
 """
 
 import asyncio
@@ -35,6 +36,10 @@ def fail() -> str:
 @server.tool()
 async def sleep() -> str:
     await asyncio.sleep(60)
+
+@server.tool()
+def variables() -> str:
+    return ", ".join(os.environ)
 
 @server.tool()
 def die() -> str:
@@ -72,6 +77,13 @@ def test_a_server_that_dies_or_is_none_is_not_the_models_failure(task: dict[str,
     trajectory = play(solve, task | change, tool_call("die"), "It is 5.")
     assert (trajectory.status, trajectory.error is None) == (Status.INFRA, False)
     assert "the MCP server" in str(trajectory.error)
+
+
+async def test_a_server_inherits_no_key(task: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AREAL_AGENT_ENGINE_KEY", "secret")
+    async with open_tools(task["server"] | {"env": {"OWN": "1"}}) as tools:
+        names = (await tools.call("variables", "{}")).split(", ")
+    assert ({"PATH", "OWN"} <= set(names), "AREAL_AGENT_ENGINE_KEY" in names) == (True, False)
 
 
 async def test_what_is_raised_inside_comes_out(task: dict[str, Any]) -> None:

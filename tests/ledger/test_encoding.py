@@ -82,12 +82,12 @@ def completions(draw) -> Completion:
     )
 
 
-places = st.integers(0, 2**31)
+places = st.integers(0, 2**31 - 1)
 turns = st.builds(
     Turn,
     id=text,
     parent=st.none() | text,
-    fork_at=st.integers(0, 2**40),
+    fork_at=places,
     new_prompt_ids=token_ids,
     completions=st.lists(completions(), max_size=2).map(tuple),
     request_delta=st.lists(json_objects, max_size=3).map(tuple),

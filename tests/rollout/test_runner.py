@@ -331,6 +331,7 @@ async def judged(task, rollout) -> float:
         *[([(status, "{}")], Status.INFRA, str(status)) for status in (400, 401, 404, 429, 500)],
         ([(200, "<html>")], Status.INFRA, "<html>"),
         ([(401, '{"error": {"message": "no key sk-judge"}}')], Status.INFRA, "no key ***"),
+        ([(401, r'{"error": {"message": "no key s\u006b-judge"}}')], Status.INFRA, "no key ***"),
         ([(200, 'data: {"error": {"message": "overloaded"}}\n\n')], Status.INFRA, "overloaded"),
         ([(200, answered("1", error={"message": "overloaded"}))], Status.INFRA, "overloaded"),
     ],
@@ -362,13 +363,16 @@ async def test_what_another_model_streams_is_kept(play, monkeypatch: pytest.Monk
     assert "0.25" in trajectory.logged["judge.1"]["answer"]
 
 
-async def test_a_model_that_is_gone_or_that_there_is_not(play) -> None:
+async def test_a_model_that_is_gone_or_that_there_is_not(play, monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_models({"judge": OtherModel(url="http://127.0.0.1:9/v1", model="m")}) as models:
         got, trajectory = await play(judged, models=models)
     assert (got, [trajectory.logged[f"judge.{n}"]["error"] != "" for n in (1, 2, 3)]) == (Status.INFRA, [True] * 3)
     with pytest.raises(ConfigError, match=r"rollout.models has no 'critic'; it has none"):
         NO_MODELS.client("critic", {})
     with pytest.raises(ConfigError, match=r"rollout.models.x.key_env is 'JUDGE_KEY', a variable that is not set"):
+        OtherModel(url="http://h", model="m", key_env="JUDGE_KEY").key("rollout.models.x")
+    monkeypatch.setenv("JUDGE_KEY", "secret\r")
+    with pytest.raises(ConfigError, match=r"rollout.models.x.key_env: the variable JUDGE_KEY holds no usable key"):
         OtherModel(url="http://h", model="m", key_env="JUDGE_KEY").key("rollout.models.x")
 
 

@@ -113,6 +113,12 @@ def test_a_damaged_pickle_is_refused(pickled: bytes) -> None:
         load_plain(pickled)
 
 
+@pytest.mark.parametrize("numbered", [b"p268435455\n.", b"r\xff\xff\xff\x0f."])
+def test_a_pickle_that_would_take_gigabytes_is_refused(numbered: bytes) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="it numbers more objects than it has bytes"):
+        load_plain(b"K\x01" + numbered)
+
+
 @pytest.mark.parametrize(
     ("record", "message"),
     [

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from areal_agent.engine.pushes import WEIGHTS, weight_files
 from areal_agent.engine.wire.fields import WireError, as_integer, as_object, decode_json, get
 from areal_agent.errors import WeightUpdateError
-from areal_agent.files import MANIFEST, encode_manifest, read_manifest
+from areal_agent.files import MANIFEST, encode_manifest, no_device, read_manifest
 from areal_agent.process import uninterrupted
 from areal_agent.types import DiskWeights, JsonObject, SharedMemoryWeights, TensorEntry
 
@@ -45,7 +45,7 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def read_file_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Read the shapes of all tensors in a file. Raises WeightUpdateError if it is not whole."""
     try:
-        with safe_open(file, "np") as opened:
+        with safe_open(no_device(file), "np") as opened:
             tensors = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (not a dict)
             for name, tensor in tensors.items():
                 if (dtype := tensor.get_dtype()) not in ITEM_BYTES:
@@ -275,7 +275,7 @@ def is_adapter(folder: Path) -> bool:
 def read_form(folder: Path) -> AdapterForm:
     """Read the description of a folder's adapters. Raises WeightUpdateError if its config is incomplete."""
     try:
-        fields = as_object(decode_json((folder / CONFIG).read_bytes()), CONFIG)
+        fields = as_object(decode_json(no_device(folder / CONFIG).read_bytes()), CONFIG)
         names: list[object] = get(fields, "target_modules", list)
         return AdapterForm(
             base=Path(get(fields, "base_model_name_or_path", str)),
