@@ -23,7 +23,7 @@ from ..transfers import open_channel, parameters_of
 from .conftest import ON_CPU, Watched, serve_again
 
 OLD, NEW, NEXT = (WeightVersion(step=step) for step in (7, 8, 9))
-LENGTH = 1000
+LENGTH = 500
 
 
 @pytest.mark.slow
