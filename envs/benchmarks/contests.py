@@ -187,9 +187,10 @@ def _decoded(text: str) -> list[Any]:
         data = unpacking.decompress(packed, MAX_TESTS_BYTES)
         if not unpacking.eof:
             raise ValueError(f"its tests end too early, or are longer than {MAX_TESTS_BYTES} bytes")
-        text = load_plain(data)
-        if not isinstance(text, str):
-            raise ValueError(f"its tests are a pickle of a {type(text).__name__}, not of a text")
+        loaded: object = load_plain(data)
+        if not isinstance(loaded, str):
+            raise ValueError(f"its tests are a pickle of a {type(loaded).__name__}, not of a text")
+        text = loaded
     return list(json.loads(text))
 
 
