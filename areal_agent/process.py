@@ -324,25 +324,26 @@ class ManagedProcess:
             self._process.kill()
 
     async def aclose(self, grace_s: float = 5.0, *, with_session: bool = False) -> None:
-        """End the process: SIGTERM, then SIGKILL after `grace_s`. Harmless when it has ended already.
+        """End the process: SIGTERM, then SIGKILL after `grace_s`, or at once if cancelled. Harmless when it has ended.
 
         `with_session` also kills the processes that it has left behind, which are of its session.
         """
-        if self.is_running:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
-            try:
-                await asyncio.wait_for(self._process.wait(), grace_s)
-            except TimeoutError:
+        try:
+            if self.is_running:
                 with contextlib.suppress(ProcessLookupError):
-                    self._process.kill()
-                await self._process.wait()
-        if with_session:
+                    self._process.terminate()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.wait(), grace_s)
+        finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-        if self._lifeline is not None:
-            os.close(self._lifeline)
-            self._lifeline = None
+                self._process.kill()
+            if with_session:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
+            if self._lifeline is not None:
+                os.close(self._lifeline)
+                self._lifeline = None
+        await self._process.wait()
 
 
 @asynccontextmanager

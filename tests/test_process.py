@@ -1,7 +1,12 @@
-"""Children of a run: 1. they end with their parent, even one killed by SIGKILL; 2. one that dies by itself is reported
-with its status and its last log lines; 3. closing ends one that ignores SIGTERM. 4. A log line has time, level and
-name; a second process appends; warnings are in it, too, and libraries that log each request from WARNING on. 5. Peak
-memory is at least what a process once held; one that is gone has none."""
+"""Children of a run:
+
+1. They end with their parent, even one killed by SIGKILL.
+2. One that dies by itself is reported with its status and its last log lines.
+3. Closing ends one that ignores SIGTERM, also when it is cancelled.
+4. A log line has time, level and name; a second process appends; warnings are in it, too, and libraries that log each
+   request from WARNING on.
+5. Peak memory is at least what a process once held; one that is gone has none.
+"""
 
 import asyncio
 import os
@@ -63,14 +68,21 @@ async def test_a_death_is_told_with_the_last_lines(tmp_path: Path, end: str, tol
     assert told in error and "the last words" in error
 
 
-async def test_closing_ends_one_that_ignores_sigterm(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_patient", [True, False])
+async def test_closing_ends_one_that_ignores_sigterm(tmp_path: Path, is_patient: bool) -> None:
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )
     process = await ManagedProcess.start("stubborn", [sys.executable, "-c", code], log_path=tmp_path / "log")
     wait_until(lambda: "up" in (tmp_path / "log").read_text())
-    await process.aclose(grace_s=0.1)
-    assert not process.is_running
+    closing = asyncio.create_task(process.aclose(0.1 if is_patient else 600.0))
+    if not is_patient:
+        await asyncio.sleep(0.1)
+        closing.cancel()
+    await asyncio.wait({closing})
+    assert closing.cancelled() is not is_patient
+    async with asyncio.timeout(20.0):
+        assert "was killed by SIGKILL" in str(await process.died())
     await process.aclose()
 
 

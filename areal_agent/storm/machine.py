@@ -430,11 +430,13 @@ class SimulatedProcess:
         self.program.kill()
 
     async def aclose(self, grace_s: float = 5.0, *, with_session: bool = False) -> None:
-        """End it: it is cancelled, then killed after `grace_s`."""
-        if self.is_running:
-            self._task.cancel()
-            await asyncio.wait({asyncio.ensure_future(asyncio.shield(self._end))}, timeout=grace_s)
-        self.kill()
+        """End it: it is cancelled, then killed after `grace_s`, or at once if this is cancelled."""
+        try:
+            if self.is_running:
+                self._task.cancel()
+                await asyncio.wait({asyncio.ensure_future(asyncio.shield(self._end))}, timeout=grace_s)
+        finally:
+            self.kill()
 
 
 class SimulatedHosts:
