@@ -17,7 +17,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
-from areal_agent.errors import ConfigError
+from areal_agent.errors import ConfigError, ProcessDied
 
 LOOPBACK = "127.0.0.1"
 
@@ -93,6 +93,14 @@ def call_back(address: str) -> socket.socket:
     except OSError as error:
         raise ConfigError(f"--connect {address}: the run that started this process does not answer: {error}") from None
     return _ready(sock)
+
+
+def announce(url: str, sock: socket.socket) -> None:
+    """Tell the parent where this process serves. Raises ProcessDied when it is gone."""
+    try:
+        sock.sendall(f"{url}\n".encode())
+    except OSError as error:
+        raise ProcessDied(f"the run that started this process is gone: {error}") from None
 
 
 def _family(host: str) -> socket.AddressFamily:

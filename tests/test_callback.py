@@ -11,8 +11,8 @@ import threading
 
 import pytest
 
-from areal_agent.callback import KEY_VARIABLE, Callback, call_back
-from areal_agent.errors import ConfigError
+from areal_agent.callback import KEY_VARIABLE, Callback, announce, call_back
+from areal_agent.errors import ConfigError, ProcessDied
 
 
 def address_of(callback: Callback) -> str:
@@ -42,6 +42,12 @@ def test_only_the_child_with_the_key_gets_through(monkeypatch: pytest.MonkeyPatc
         assert ours.recv(5) == b"hello"
         ours.sendall(b"you")
         assert theirs.recv(3) == b"you"
+        announce("http://here", theirs)
+        assert ours.recv(12) == b"http://here\n"
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with theirs, pytest.raises(ProcessDied, match="the run that started this process is gone"):
+        announce("http://here", theirs)
 
 
 def test_a_child_that_comes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import torch
 from pydantic import ValidationError
 from transformers.utils.logging import disable_progress_bar
 
-from areal_agent.callback import call_back
+from areal_agent.callback import announce, call_back
 from areal_agent.command import Parser, run_command
 from areal_agent.engine.address import KEY_VARIABLE, key_of_environment
 from areal_agent.engine.config import EngineConfig
@@ -161,7 +161,7 @@ async def _serve(runner: ModelRunner, options: Namespace, version: WeightVersion
             _write_whole(options.announce, server.base_url)
         if options.connect is not None:
             with call_back(options.connect) as sock:
-                sock.sendall(f"{server.base_url}\n".encode())
+                announce(server.base_url, sock)
         print(f"engine ready at {server.base_url}", flush=True)
         await _until_one_ends(stopped.wait(), server.failed.wait())
         if options.drain and not server.failed.is_set():

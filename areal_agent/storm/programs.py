@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import orjson
 from openai import AsyncOpenAI
 
+from areal_agent.callback import announce
 from areal_agent.engine.client import HEALTH_TIMEOUT_S
 from areal_agent.engine.fake import FakeEngine, VirtualClock
 from areal_agent.engine.fleet.fleet import Fleet
@@ -300,7 +301,7 @@ def engine_main(truth: Truth, network: Network, ids: Mapping[str, int], *, end_i
         network.engines[url] = engine
         engine.program.owned.append(lambda: engine.die_after(0))
         try:
-            sock.sendall(f"{url}\n".encode())
+            announce(url, sock)
             await asyncio.get_running_loop().create_future()
         finally:
             engine.die_after(0)
