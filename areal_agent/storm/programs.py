@@ -28,7 +28,7 @@ from areal_agent.engine.fleet.fleet import Fleet
 from areal_agent.engine.fleet.member import Patience
 from areal_agent.engine.transport import CONTROL_TIMEOUT_S
 from areal_agent.engine.wire.control import EngineStats
-from areal_agent.errors import EngineUnreachable, Reject, TrainerError, WeightUpdateError
+from areal_agent.errors import EngineUnreachable, ProcessDied, Reject, TrainerError, WeightUpdateError
 from areal_agent.files import newest_claim
 from areal_agent.storm.machine import PROGRAM, Main, Program, are_apart
 from areal_agent.storm.truth import Truth, digest_of, letter_of
@@ -296,7 +296,12 @@ def engine_main(truth: Truth, network: Network, ids: Mapping[str, int], *, end_i
         port = int(options["--port"]) or next(network.free_ports)
         url = f"http://{options['--host']}:{port}"
         await asyncio.sleep(1.0)
-        weights = digest_of(lineage_in(Path(options["--model"])))
+        try:
+            weights = digest_of(lineage_in(Path(options["--model"])))
+        except FileNotFoundError:
+            if not _is_closed(sock):
+                raise
+            raise ProcessDied("its machine stood still, and its run is gone with its model") from None
         engine = StormEngine(url, truth, ids, end_id, weights, WeightVersion.parse(options["--weight-version"]))
         network.engines[url] = engine
         engine.program.owned.append(lambda: engine.die_after(0))
@@ -307,6 +312,16 @@ def engine_main(truth: Truth, network: Network, ids: Mapping[str, int], *, end_i
             engine.die_after(0)
 
     return main
+
+
+def _is_closed(sock: socket.socket) -> bool:
+    """Return whether the other end is gone."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
 
 
 # ------------------------------------------------------------------------------------------------------- trainer
