@@ -6,6 +6,7 @@ that dies or is none is `infra`; 4. what a workflow raises inside comes out as i
 """
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ server.run()
 def task(tmp_path: Path) -> dict[str, Any]:
     path = tmp_path / "server.py"
     path.write_text(SERVER)
-    server = {"command": sys.executable, "args": [str(path)]}
+    server = {"command": sys.executable, "args": [str(path)], "env": {"PYTHONPATH": os.pathsep.join(sys.path)}}
     return {"messages": [{"role": "user", "content": "2 + 3?"}], "answer": 5, "server": server}
 
 
@@ -81,9 +82,9 @@ def test_a_server_that_dies_or_is_none_is_not_the_models_failure(task: dict[str,
 
 async def test_a_server_inherits_no_key(task: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AREAL_AGENT_ENGINE_KEY", "secret")
-    async with open_tools(task["server"] | {"env": {"OWN": "1"}}) as tools:
+    async with open_tools(task["server"]) as tools:
         names = (await tools.call("variables", "{}")).split(", ")
-    assert ({"PATH", "OWN"} <= set(names), "AREAL_AGENT_ENGINE_KEY" in names) == (True, False)
+    assert ({"PATH", "PYTHONPATH"} <= set(names), "AREAL_AGENT_ENGINE_KEY" in names) == (True, False)
 
 
 async def test_what_is_raised_inside_comes_out(task: dict[str, Any]) -> None:
