@@ -127,7 +127,7 @@ class RecordedRun:
         if path is None or not path.is_file():
             return None
         try:
-            return orjson.loads(no_device(path).read_bytes())
+            return orjson.loads(path.read_bytes())
         except (OSError, ValueError) as error:
             raise LedgerError(f"{path} cannot be read: {error}; write it again, or leave --values out") from None
 
