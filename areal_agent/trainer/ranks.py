@@ -69,7 +69,7 @@ class Ranks:
 
     def __init__(self, ranks: Sequence["_Rank"] = ()) -> None:
         self._ranks = ranks
-        self._is_broken = False
+        self._broken_by = ""  # what failed in one command and ended the other ranks
         self._is_over = threading.Event()  # set when a rank's death needs no report any more
 
     @classmethod
@@ -96,10 +96,10 @@ class Ranks:
     def taking_part(self, command: Frame) -> Generator[None]:
         """Have the other ranks carry out `command` while this rank does so inside the context.
 
-        Raises the error of whichever rank failed; TrainerDied when a rank is gone.
+        Raises the error of whichever rank failed; TrainerDied when a rank is gone, and after any failure.
         """
-        if self._is_broken:
-            raise ProcessDied("a command failed, which ended the other ranks of this trainer; restart the trainer")
+        if self._broken_by:
+            raise TrainerDied(f"a command failed, which ended this trainer's ranks; restart it: {self._broken_by}")
         own: Exception | None = None
         try:
             encoded = command.encode() if self._ranks else b""
@@ -110,7 +110,7 @@ class Ranks:
             own = error
         failures = [rank.failure(timeout_s=GRACE_S if own else None) for rank in self._ranks]
         if (cause := _cause(own, failures)) is not None:
-            self._is_broken = bool(self._ranks)
+            self._broken_by = (str(cause) or type(cause).__name__) if self._ranks else ""
             self.close()
             if cause is not own:
                 raise cause from own
