@@ -117,6 +117,17 @@ def test_what_is_missing_is_waited_for_so_long() -> None:
     assert groups.unrewarded(80.0) == ("b-0",)
 
 
+@pytest.mark.parametrize("bound", [None, Bound(batch_answers=2, max_staleness=0)])
+def test_what_was_awaited_in_vain_is_in_nobodys_way(bound: Bound | None) -> None:
+    groups = Groups(wait_s=WAIT_S, bound=bound)
+    groups.start("a-0", "a", 2, 0.0)  # its sibling never starts
+    groups.end("a-0", None, 0.0)
+    groups.start("b-0", "b", 2, WAIT_S)  # there is room again
+    groups.withdraw("b-0")
+    groups.start("a-1", "a", 1, WAIT_S)  # the same group anew, of another size
+    assert (groups.num_running, groups.num_finished) == (1, 0)
+
+
 def test_a_session_that_could_not_be_opened_leaves_nothing_behind() -> None:
     groups = make_groups()
     groups.start("a-0", "a", 2, 0.0)

@@ -241,7 +241,6 @@ class Consumer:
     def admit(self, session_id: str, group_id: str, group_size: int | None) -> None:
         """Admit a session for training, or raise RequestError: 429 at the staleness bound."""
         now_s = self._clock()
-        self._groups.give_up_unstarted(now_s)
         try:
             self._groups.start(session_id, group_id, group_size, now_s)
         except RequestError:

@@ -223,6 +223,8 @@ class Groups:
         if session_id in self._group_of:  # it has ended and waits
             raise session_exists(session_id)
         self._require_unleased(group_id)
+        if group_id in self._groups:
+            self._forget_if_empty(self._groups[group_id], now_s)  # it may have been awaited in vain
         group = self._groups.get(group_id)
         if group is None:
             group = self._admit(group_id, size or 1, now_s)
@@ -377,6 +379,7 @@ class Groups:
         if self.bound is not None:
             self._require_possible(size, self.bound)
             self._refused_size = size  # reset below when there is room
+            self.give_up_unstarted(now_s)
             self._require_room(size)
         self._refused_size = None
         group = Group(id=group_id, size=size, started_step=self.progress.published, changed_s=now_s)
