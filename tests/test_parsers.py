@@ -590,7 +590,7 @@ def readers(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 @pytest.mark.parametrize("name", PARSERS)
 def test_it_is_taken_or_refused(readers: Readers, name: str) -> None:
     seed = "0" if settings.default.derandomize else str(random.randrange(2**32))
-    assert readers.faults(name, seed, 2 * settings.default.max_examples) == []
+    assert readers.faults(name, seed, settings.default.max_examples) == []
 
 
 if __name__ == "__main__":

@@ -94,6 +94,7 @@ class Server:
         self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
         monkeypatch.setenv("API_KEY", KEY)
+        monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)  # 0.5 s before it tries again
 
     def keys(self, **more: object) -> list[str]:
         api = {"url": self.url, "model": "large", "key_env": "API_KEY", "max_retries": 1, **more}

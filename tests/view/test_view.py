@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import aclosing, closing, redirect_stdout
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -271,8 +272,15 @@ def damage(folder: Path, name: str) -> Iterator[None]:
     ],
 )
 async def test_what_cannot_be_read_gets_one_line(
-    tmp_path: Path, small_model: Path, capsys: pytest.CaptureFixture[str], kind: str, code: int, message: str
+    tmp_path: Path,
+    small_model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    code: int,
+    message: str,
 ) -> None:
+    monkeypatch.setattr(sqlite3, "connect", partial(sqlite3.connect, timeout=0.1))  # 5 s for a lock
     ledger = await Ledger.open(tmp_path / "ledger.sqlite", create=True)
     await talk(Recorder(ledger, small_model))
     await ledger.aclose()
