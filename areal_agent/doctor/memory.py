@@ -10,14 +10,12 @@ trainer's model at once: the budget of a micro-batch, or the longest context whe
                                         4 P" / N        a teacher of P" parameters (algorithm.teacher)
                                        12 (P' + H) / N  a critic, whose P' are the policy's below its output layer
       while it trains, besides          4 P / N         gradients, and 4 (P' + H) / N of a critic
-                                        c (V H + 2 layers)  in bfloat16 or with N > 1: what is gathered at a time;
-                                        2 P + 2 (P' + H)    one rank all in bfloat16 has copies of its weights instead
+                                        c (V H + 2 layers)  with N > 1: what is gathered at a time
+                                        2 P + 2 (P' + H)    one rank in bfloat16: copies of what computes in it
                                         T (L + 1) a     activations; checkpointed: T (c H L + 2 a)
                                         2 min(c T V, 2^27)  logits of one chunk, and their gradient
                                         8 min(T V, 2^23)    float32 of a block of them; on a CPU 2^18
                                         8 V H           the gradient of the output layer on its way (float32: 4 V H)
-      while it updates, besides         4 P / N         gradients
-                              on a CPU  4 P / N         AdamW's own workspace; on a GPU it is one pass
       while it loads                    4 P             of each model
                            with N > 1   4 P / N         of each model; and what its attention is proved with:
                                         4 (P - (L - 1) layer)  one layer, and all that is no layer
@@ -217,7 +215,7 @@ class TrainerMemory:
 
     def at_peak(self) -> Parts:
         """Return the parts of the phase that takes the most."""
-        return max(self.training(), self.updating(), self.loading(), key=Parts.total)
+        return max(self.training(), self.loading(), key=Parts.total)
 
     def training(self) -> Parts:
         """Return the parts while gradients are computed."""
@@ -225,29 +223,22 @@ class TrainerMemory:
         of_rest = self._computed_bytes if self._is_gpu and not self._trainer.fp32_lm_head else FLOAT32_BYTES
         gathered = of_rest * shape.num_embedding_parameters + 2 * self._computed_bytes * shape.num_layer_parameters
         is_alone = self._trainer.num_ranks == 1
-        has_copies = is_alone and of_rest == BFLOAT16_BYTES
-        is_gathered = not has_copies and (self._is_half or not is_alone)
-        adapters = self._trained if self._lora else 0
-        copied = shape.num_parameters - self._in_bfloat16 + adapters + self._critic
+        copied = shape.num_parameters + self._critic
+        if of_rest == FLOAT32_BYTES:  # the rest has no copies
+            copied = shape.num_layers * shape.num_layer_parameters * (2 if self._critic else 1)
+        copied += (self._trained if self._lora else 0) - self._in_bfloat16
         num_logits, block = self.tokens * shape.vocab_size, BLOCK_ON_GPU if self._is_gpu else BLOCK_ON_CPU
         logits = 2 * min(of_rest * num_logits, CHUNK_BYTES) + 2 * FLOAT32_BYTES * min(num_logits, block)
         head = 0 if self._lora else shape.num_embedding_parameters  # adapters do not change the output layer
         return self._always() + Parts(
             {
                 "trainer: gradients": self._gradients(),
-                "trainer: gathered layers": gathered if is_gathered else 0,
-                "trainer: copies in bfloat16": BFLOAT16_BYTES * copied if has_copies else 0,
+                "trainer: gathered layers": 0 if is_alone else gathered,
+                "trainer: copies in bfloat16": BFLOAT16_BYTES * copied if is_alone and self._is_half else 0,
                 "trainer: activations": self._activations(),
                 "trainer: logits": logits,
                 "trainer: output layer's gradient": FLOAT32_BYTES * (2 if self._is_half else 1) * head,
             }
-        )
-
-    def updating(self) -> Parts:
-        """Return the parts while AdamW makes new weights."""
-        workspace = 0 if self._is_gpu else self._share(FLOAT32_BYTES * self._trained)
-        return self._always() + Parts(
-            {"trainer: gradients": self._gradients(), "trainer: AdamW's workspace": workspace}
         )
 
     def loading(self) -> Parts:

@@ -79,9 +79,9 @@ class TrainerConfig(Section):
     of the memory that long sequences take. Gradients do not change."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each layer but its attention (torch.compile): fewer passes over its activations, of which fewer are
-    kept. The first step takes up to a minute longer. Gradients differ by rounding. `auto`: where one rank without FSDP2
-    trains on a GPU. Without FSDP2 the first step tries whether it works, which takes a C compiler; if not, layers run
-    as they are, and the log says so. Not measured on a GPU yet."""
+    kept. The first step takes up to a minute longer. Gradients differ by rounding. `auto`: where one rank trains on a
+    GPU. With one rank the first step tries whether it works, which takes a C compiler; if not, layers run as they are,
+    and the log says so. Not measured on a GPU yet."""
     packing: Literal["tree", "balanced", "first_fit", "padded"] = "tree"
     """How sequences share a micro-batch; none sees another. `tree`: one row in which prefixes that several have are
     there once (docs/trees.md); where that saves little, or the model or `context_parallel` does not permit it, as
@@ -108,9 +108,9 @@ class TrainerConfig(Section):
     """`auto`: cuda if there is a GPU."""
     dtype: DType = "auto"
     """What the model computes in; `auto` decides as `engine.dtype` does. Weights, sums of gradients and the optimiser
-    are float32 in any case; on a CPU embeddings, last norm and output layer too. With bfloat16 one rank on
-    a GPU has a copy of the weights in it while it trains; else a layer's are cast when it runs (FSDP2), and no second
-    copy of the model is kept."""
+    are float32 in any case; on a CPU embeddings, last norm and output layer too. With bfloat16 one rank has a copy of
+    the weights in it while it trains; of several, each casts a layer's when it runs (FSDP2), and none keeps a second
+    copy of the model."""
     fp32_lm_head: bool = False
     """With bfloat16 on a GPU: compute the embeddings, the last norm and the output layer in float32, and so
     log-probabilities as exactly as the layers' outputs allow (MiniMax-M1, arXiv 2506.13585). Products of the output

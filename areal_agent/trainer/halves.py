@@ -7,32 +7,41 @@ Several ranks have FSDP2 for this, which copies weights for each layer and micro
 that takes the CPU longer than the layers themselves, and a GPU waits for it. Outside `on` copies take no memory.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 
 class Halves:
-    """The copies of a module's float32 parameters. Parameters that a module shares with another are copied once."""
+    """The copies of the float32 parameters of modules. Parameters that modules share are copied once.
 
-    def __init__(self, module: nn.Module) -> None:
+    Where the rest of a model computes in float32, `modules` are its layers and `casts` is true: what a layer is called
+    with is cast to bfloat16, and what it returns to float32.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], *, casts: bool = False) -> None:
         self._halves: dict[nn.Parameter, nn.Parameter] = {}
         self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
         self._is_on = False
-        for part in module.modules():
+        for part in (part for module in modules for part in module.modules()):
             parameters: dict[str, nn.Parameter | None] = vars(part)["_parameters"]
             for name, one in parameters.items():
                 if one is not None and one.dtype == torch.float32:
                     if one not in self._halves:
                         self._halves[one] = _half_of(one)
                     self._places.append((parameters, name, one))
+        for module in modules if casts else ():
+            module.register_forward_pre_hook(self._given, with_kwargs=True)
+            module.register_forward_hook(self._returned)
 
     @contextmanager
     def on(self) -> Generator[None]:
-        """Within the context the module has the copies. Make backward passes in it, too. It may be nested."""
+        """Within the context the modules have the copies. Make backward passes in it, too. It may be nested."""
         if self._is_on:
             yield
             return
@@ -51,6 +60,17 @@ class Halves:
             for half in self._halves.values():
                 half.untyped_storage().resize_(0)
             self._is_on = False
+
+    def _given(self, _: nn.Module, args: Any, more: Any) -> Any:
+        return _cast((args, more), torch.bfloat16) if self._is_on else (args, more)
+
+    def _returned(self, _: nn.Module, __: Any, output: Any) -> Any:
+        return _cast(output, torch.float32) if self._is_on else output
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors in a value."""
+    return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, value)
 
 
 def _half_of(weight: nn.Parameter) -> nn.Parameter:

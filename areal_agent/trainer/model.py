@@ -212,7 +212,7 @@ class Policy:
         fill(self.model, self._rows)
         self._rows = {}
         self._group = group
-        self.computing = computing_in(self._loss_tokens, group, precision)
+        self.computing = computing_in(self._loss_tokens, decoder_layers(self._decoder), group, precision)
 
     @property
     def hidden_size(self) -> int:
@@ -381,9 +381,12 @@ class Policy:
         return decoder_of(self.model)
 
 
-def computing_in(module: nn.Module, group: Group, precision: Precision) -> Computing:
-    """Return how a sharded module gets the parameters of this precision: by copies, where one rank has no FSDP2."""
-    return Halves(module).on if group.mesh is None and precision.layers == torch.bfloat16 else nullcontext
+def computing_in(module: nn.Module, layers: Sequence[nn.Module], group: Group, precision: Precision) -> Computing:
+    """Return how a module and the layers in it get the parameters of this precision: one rank by copies, not FSDP2."""
+    if group.mesh is not None or precision.layers == torch.float32:
+        return nullcontext
+    is_whole = precision.rest == precision.layers
+    return Halves([module] if is_whole else layers, casts=not is_whole).on
 
 
 def choose_device(name: str, *, rank: int = 0, num_ranks: int = 1) -> torch.device:
@@ -452,7 +455,7 @@ class Critic:
             recompute(decoder_layers(decoder))
         group.shard(decoder_layers(decoder), self.model, precision)
         fill(decoder, rows)
-        self.computing = computing_in(self.model, group, precision)
+        self.computing = computing_in(self.model, decoder_layers(decoder), group, precision)
         rate = algorithm.critic_learning_rate or config.learning_rate
         own_schedule = None if schedule is None else replace(schedule, peak=rate)
         self.work = Work.of(decoder_layers(decoder), policy.model.config.get_text_config(), num_outputs=1)

@@ -86,7 +86,7 @@ class Optimizer:
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.epsilon,
-            fused=all(one.device.type == "cuda" for one in self._parameters),  # in one pass; on a CPU one by one
+            fused=True,  # one pass over the weights, in place of one for each operation
         )
 
     @property

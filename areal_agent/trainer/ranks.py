@@ -240,11 +240,6 @@ class Precision:
         layers: torch.dtype = getattr(torch, computed_in(config.dtype, hidden_size, is_gpu=is_gpu))
         return cls(layers=layers, rest=layers if is_gpu and not config.fp32_lm_head else torch.float32)
 
-    @property
-    def needs_fsdp(self) -> bool:
-        """Whether one rank needs FSDP2, which casts what goes from a layer to the rest; else `Halves` are enough."""
-        return self.layers != self.rest
-
     def policies(self) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
         """Return FSDP2's policy for a layer, whose outputs are what the rest computes in, and for the rest.
 
@@ -261,7 +256,7 @@ FLOAT32 = Precision()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The ranks that train together, as one of them sees them. `mesh` is None for one rank that needs no FSDP2.
+    """The ranks that train together, as one of them sees them. `mesh` is None for one rank, which needs no FSDP2.
 
     With a `context`, neighbouring ranks share their rows and are one data rank together; all shard the parameters.
     A mesh of two dimensions has replicas of the model, each sharded over neighbouring ranks (HSDP).
@@ -302,30 +297,6 @@ class Group:
         whoever can listen in on that network, or connect there, can read the weights. On loopback these are the users
         of this machine.
         """
-        group = cls._of(rank, size, store, device, address, timeout_s, replicas)
-        if context_parallel == 1:
-            return group
-        shape = (size // context_parallel, context_parallel)
-        both = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
-        context = Context(group=both.get_group("context"), rank=rank % context_parallel, size=context_parallel)
-        return replace(group, context=context, data=both.get_group("data"))
-
-    @classmethod
-    def of_one(cls, device: torch.device) -> Self:
-        """Return a group of this process alone, whose FSDP2 casts between layers and the rest. Undo it with `leave`."""
-        return cls._of(0, 1, dist.HashStore(), device, LOOPBACK, STALLED_S)  # pyright: ignore[reportPrivateImportUsage]
-
-    @classmethod
-    def _of(
-        cls,
-        rank: int,
-        size: int,
-        store: dist.Store,  # pyright: ignore[reportPrivateImportUsage]
-        device: torch.device,
-        address: str,
-        timeout_s: float,
-        replicas: int = 1,
-    ) -> Self:
         interface = interface_of(address)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if address != LOOPBACK:  # NCCL has one interface for all, and engines elsewhere may join it for weights
@@ -334,7 +305,13 @@ class Group:
         limit = timedelta(seconds=timeout_s)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         shape, names = ((size,), ("shard",)) if replicas == 1 else ((replicas, size // replicas), ("replica", "shard"))
-        return cls(rank=rank, size=size, mesh=init_device_mesh(device.type, shape, mesh_dim_names=names))
+        group = cls(rank=rank, size=size, mesh=init_device_mesh(device.type, shape, mesh_dim_names=names))
+        if context_parallel == 1:
+            return group
+        shape = (size // context_parallel, context_parallel)
+        both = init_device_mesh(device.type, shape, mesh_dim_names=("data", "context"))
+        context = Context(group=both.get_group("context"), rank=rank % context_parallel, size=context_parallel)
+        return replace(group, context=context, data=both.get_group("data"))
 
     def aside(self) -> Self:
         """Return the same ranks on the CPU, in process groups that a thread may use beside training. Collective."""
@@ -398,7 +375,6 @@ class Group:
         are fixed over the whole update.
         """
         if self.mesh is None:
-            assert not precision.needs_fsdp, "only FSDP2 casts between layers and the rest; use Group.of_one"
             return
         of_layer, of_rest = precision.policies()
         units = [*((layer, of_layer) for layer in layers), *([] if whole is None else [(whole, of_rest)])]
@@ -443,7 +419,7 @@ class Group:
 
 
 ALONE = Group()
-"""The group of a trainer of one rank that computes in float32."""
+"""The group of a trainer of one rank."""
 
 
 def whole(tensor: Tensor) -> Tensor:

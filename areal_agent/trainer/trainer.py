@@ -84,8 +84,6 @@ class Trainer:
         precision = Precision.of(config, device, policy.hidden_size)
         if slow := slowness("trainer.dtype", config.dtype, is_gpu=device.type == "cuda"):
             logger.warning("%s", slow)
-        if group.mesh is None and precision.needs_fsdp:
-            group = Group.of_one(device)
         self._group = group
         schedule = Schedule.of(config, setup.num_steps * algorithm.minibatches)
         is_compiled = config.compiles(is_gpu=device.type == "cuda", has_fsdp=group.mesh is not None)

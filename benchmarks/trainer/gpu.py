@@ -13,7 +13,7 @@ sequences whose second halves are in the loss: forward, backward, then AdamW. Si
     compiled        the same with compiled layers, on a GPU alone: the trainer's default there
     loop            by copies, attention sequence by sequence
     FSDP2           bfloat16 by FSDP2, one attention call for a row: the trainer of several ranks
-    float32 head    the trainer with trainer.fp32_lm_head, by FSDP2
+    float32 head    the trainer with trainer.fp32_lm_head
     tree            one call (FlexAttention), but the sequences of a row share their first halves, computed once
 
 MFU is that of `trainer/mfu` (docs/metrics.md), but what is shared counts as if it was computed for each sequence.
@@ -28,6 +28,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_agent.algorithms.batching import MicroBatch, Sample, collate
@@ -83,7 +84,7 @@ def main() -> int:
         "\n| shape | side | tokens/s | to autocast | MFU | peak GiB | doctor GiB |\n|---|---|---|---|---|---|---|",
         flush=True,
     )
-    group = Group.of_one(device)
+    group = Group.join(0, 1, dist.HashStore(), device)  # pyright: ignore[reportPrivateImportUsage]
     for shape in args.shapes:
         base, expected = 0.0, expected_bytes(shape, device, args.tokens)
         for side in SIDES:
@@ -122,9 +123,9 @@ def step_s(
     casting = torch.autocast(device.type, dtype=HALF) if precision is None else contextlib.nullcontext()
     computing: Computing = contextlib.nullcontext
     if precision is not None:
-        within = group if side == "FSDP2" or precision.needs_fsdp else ALONE
+        within = group if side == "FSDP2" else ALONE
         within.shard(layers, forward, precision)
-        computing = computing_in(forward, within, precision)
+        computing = computing_in(forward, layers, within, precision)
     optimizer = Optimizer(policy.model.parameters(), TrainerConfig())
     is_tree = side == "tree"
     batches = [batch_of(lengths, SHAPES[shape][-1], device, seed, is_tree=is_tree) for seed in range(MICRO_BATCHES)]

@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
@@ -48,14 +49,15 @@ from tests.trainer.lab import CPU, GRADIENT_DESCENT, Lab
 from tests.trainer.test_families import SAMPLES
 
 HALF = GRADIENT_DESCENT.model_copy(update={"dtype": "bfloat16"})
-BOTH = Precision(layers=torch.bfloat16, rest=torch.bfloat16)
+BOTH, LAYERS = (Precision(layers=torch.bfloat16, rest=one) for one in (torch.bfloat16, torch.float32))
 LENGTHS = (3, 1, 5)
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
 @pytest.fixture
 def group() -> Iterator[Group]:
-    group = Group.of_one(CPU)
+    """A group of this process alone with FSDP2."""
+    group = Group.join(0, 1, dist.HashStore(), CPU)
     yield group
     group.leave()
 
@@ -102,17 +104,17 @@ PENALISED = AlgorithmConfig(reference="initial", kl_coefficient=0.1)
     ],
     ids=["plain", "recomputed", "critic and reference", "adapters"],
 )
-def test_gradients_are_those_of_float32_within_rounding(model_folder, given, group, changes, algorithm) -> None:
+def test_gradients_are_those_of_float32_within_rounding(model_folder, given, changes, algorithm) -> None:
     exact = Lab(model_folder, GRADIENT_DESCENT.model_copy(update=changes), algorithm)
     expected = exact.gradient(given)
-    half = Lab(model_folder, HALF.model_copy(update=changes), algorithm, budget=60, group=group)
+    half = Lab(model_folder, HALF.model_copy(update=changes), algorithm, budget=60)
     assert 0 < off_by(half.gradient(given), expected) < 0.06  # of the critic 0.037 on a CPU that multiplies bfloat16
     assert {one.dtype for one in half.policy.trained_parameters().values()} == {torch.float32}
 
 
-def test_micro_batches_are_summed_in_float32(model_folder, given, group) -> None:
+def test_micro_batches_are_summed_in_float32(model_folder, given) -> None:
     """So the gradient is not rounded to the eight bits that it has in the backward pass of one micro-batch."""
-    lab = Lab(model_folder, HALF, budget=30, group=group)
+    lab = Lab(model_folder, HALF, budget=30)
     assert lab.stepper.train(given)["num_micro_batches"] > 2
     moved = lab.before - lab.weights()
     assert (moved != moved.bfloat16().float()).float().mean() > 0.5
@@ -120,31 +122,33 @@ def test_micro_batches_are_summed_in_float32(model_folder, given, group) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", PACKED)
-def test_each_family_computes_in_bfloat16(model_type, group) -> None:
-    def measured(precision: Precision, within: Group) -> tuple[Tensor, list[Tensor | None]]:
+@pytest.mark.parametrize("precision", [BOTH, LAYERS], ids=["all", "layers"])
+def test_each_family_computes_in_bfloat16(model_type, precision) -> None:
+    def measured(precision: Precision) -> tuple[Tensor, list[Tensor | None]]:
         policy = Policy(make(model_type, PACKED[model_type]), CPU)
-        policy.shard(within, precision)
-        logprobs, _ = policy.logprobs_and_entropy(collate(SAMPLES, CPU))
-        logprobs.sum().backward()
-        found = [one.grad for one in policy.trained_parameters().values()]
-        return logprobs.detach(), [None if one is None else whole(one) for one in found]
+        policy.shard(ALONE, precision)
+        with policy.computing():
+            logprobs, _ = policy.logprobs_and_entropy(collate(SAMPLES, CPU))
+            logprobs.sum().backward()
+        return logprobs.detach(), [one.grad for one in policy.trained_parameters().values()]
 
-    found, ours = measured(BOTH, group)
-    expected, theirs = measured(FLOAT32, ALONE)
+    found, ours = measured(precision)
+    expected, theirs = measured(FLOAT32)
     assert 0 < (found - expected).abs().median() < 0.1  # of all tokens but those that a router sends elsewhere
     assert [one is None for one in ours] == [one is None for one in theirs]
     assert all(bool(one.isfinite().all()) for one in ours if one is not None)
 
 
+@pytest.mark.parametrize("precision", [BOTH, LAYERS], ids=["all", "layers"])
 @pytest.mark.parametrize("is_adapted", [False, True])
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma2", "qwen3_moe"])
-def test_one_rank_computes_what_fsdp2_does(model_type, is_adapted, group) -> None:
+def test_one_rank_computes_what_fsdp2_does(model_type, is_adapted, precision, group) -> None:
     def measured(within: Group) -> list[Tensor]:
         policy = Policy(make(model_type, PACKED[model_type]), CPU)
         if is_adapted:
-            policy.adapt(LoraConfig(target_modules=("q_proj", "v_proj")), 0, BOTH)
+            policy.adapt(LoraConfig(target_modules=("q_proj", "v_proj")), 0, precision)
         policy.recompute_layers()
-        policy.shard(within, BOTH)
+        policy.shard(within, precision)
         found: list[Tensor] = []
         with policy.computing():
             for samples in (SAMPLES, SAMPLES[:1]):
@@ -163,7 +167,7 @@ def test_one_rank_computes_what_fsdp2_does(model_type, is_adapted, group) -> Non
 
 def test_copies_are_gone_when_training_fails() -> None:
     linear = nn.Linear(3, 2)
-    before, halves = dict(linear.named_parameters()), Halves(linear)
+    before, halves = dict(linear.named_parameters()), Halves([linear])
     with pytest.raises(RuntimeError), halves.on(), halves.on():
         copies = list(linear.parameters())
         assert [one.dtype for one in copies] == [torch.bfloat16] * 2
@@ -253,7 +257,7 @@ def test_a_resumed_run_goes_on_exactly(model_folder, make_batch, as_input, open_
     }
 
 
-def test_with_a_float32_output_layer_logits_are_float32(model_folder, given, group) -> None:
+def test_with_a_float32_output_layer_logits_are_float32(model_folder, given) -> None:
     batch = collate([sample_of(one) for one in given.records], CPU)
     batch = replace(batch, temperatures=torch.full_like(batch.temperatures, 0.7))  # which is none of bfloat16
     away: dict[torch.dtype, float] = {}
@@ -262,7 +266,7 @@ def test_with_a_float32_output_layer_logits_are_float32(model_folder, given, gro
         weight = policy.model.lm_head.weight.detach().clone()
         seen: list[tuple[Tensor, Tensor]] = []
         policy.model.lm_head.register_forward_hook(lambda _, given, logits, seen=seen: seen.append((given[0], logits)))
-        policy.shard(group, Precision(layers=torch.bfloat16, rest=rest))
+        policy.shard(ALONE, replace(BOTH, rest=rest))
         with torch.no_grad():
             found, _ = policy.logprobs_and_entropy(batch)
         ((hidden, logits),) = seen
