@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -77,6 +78,16 @@ def has_processor(model: Path) -> bool:
     except (OSError, ValueError):
         whole = None
     return (model / PROCESSOR).is_file() or (isinstance(whole, dict) and "image_processor" in whole)
+
+
+def image_processor(model: Path) -> Any:
+    """Return the image processor of a model's folder, which scales by PIL. Raises what transformers raises.
+
+    Before transformers 5.18 its top level has processors only beside torchvision, which nothing here needs.
+    """
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # takes seconds, and loads torch
+
+    return AutoImageProcessor.from_pretrained(model, backend="pil", local_files_only=True)
 
 
 class ImageFolder:

@@ -210,6 +210,7 @@ _REPLACED = {
     "torch.cuda.get_device_name": lambda *_: "a fake H100",
     "torch.cuda.get_device_capability": lambda *_: (9, 0),
     "torch.cuda.empty_cache": lambda: None,
+    "torch.cuda.is_current_stream_capturing": lambda: False,  # asks for a driver, where torch is built for CUDA
     "torch.cuda.graph_pool_handle": lambda: _refuse_graphs(),
     "torch.cuda.mem_get_info": lambda *_: (2**30, 2**30),
     "torch.cuda.max_memory_allocated": lambda *_: 0,

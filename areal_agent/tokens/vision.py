@@ -25,11 +25,10 @@ from typing import Any, Self
 
 import numpy as np
 import orjson
-import transformers  # its image processors load torch, so they are imported when an image is asked about
 from PIL import Image
 
 from areal_agent.errors import ConfigError, RequestError
-from areal_agent.images import PROCESSOR, has_processor
+from areal_agent.images import PROCESSOR, has_processor, image_processor
 from areal_agent.tokens.template import ChatTemplate
 from areal_agent.types import ImageSpan, JsonObject
 
@@ -76,7 +75,7 @@ class Vision:
         if pad_id not in text_of:
             raise ConfigError(f"{config} has the image_token_id {pad_id!r}, which the tokenizer does not add")
         try:
-            processor: Any = transformers.AutoImageProcessor.from_pretrained(path, backend="pil")  # pyright: ignore
+            processor = image_processor(path)
         except Exception as error:  # transformers raises almost anything on a damaged file
             raise ConfigError(f"the image processor in {path} cannot be loaded: {error}") from error
         before, after = _around(template, text_of[pad_id])

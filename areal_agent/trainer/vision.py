@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from areal_agent.algorithms.batching import MicroBatch
-from areal_agent.images import FORMATS
+from areal_agent.images import FORMATS, image_processor
 from areal_agent.types import ImageSpan, PromptImage
 
 KEPT_BYTES = 2**31
@@ -43,7 +43,7 @@ class Vision:
     @classmethod
     def load(cls, folder: Path, config: PreTrainedConfig) -> Self:
         """Read the processor of a Hugging Face folder. Raises what transformers raises."""
-        return cls(AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True), config)
+        return cls(image_processor(folder), config)
 
     @contextmanager
     def shown(self, decoder: nn.Module, batch: MicroBatch) -> Generator[dict[str, Any]]:
@@ -53,31 +53,37 @@ class Vision:
         each = {one.span.digest: one.data for one in shown}
         numbers = {digest: number for number, digest in enumerate(each)}
         places = [numbers[one.span.digest] for one in shown]
-        pixels, grids = zip(*map(self._of, each.values()), strict=True)
+        all_pixels, grids = zip(*map(self._of, each.values()), strict=True)
+        pixels = torch.cat(all_pixels).to(device)
         for one, place in zip(shown, places, strict=True):
             self._require_size(one.span, grids[place])
         is_trained = any(one.requires_grad for part in tower_of(decoder) for one in part.parameters())
         with torch.set_grad_enabled(torch.is_grad_enabled() and is_trained):
-            found: Any = cast(Any, decoder).get_image_features(
-                torch.cat(pixels).to(device), torch.cat(grids).to(device), return_dict=True
-            )
+            found: Any = cast(Any, decoder).get_image_features(pixels, torch.cat(grids).to(device), return_dict=True)
+        sizes = [len(one) for one in found.pooler_output]
         found.pooler_output = [found.pooler_output[place] for place in places]
         if found.get("deepstack_features") is not None:
-            found.deepstack_features = [[layer[place] for place in places] for layer in found.deepstack_features]
+            found.deepstack_features = [_of_places(layer, sizes, places) for layer in found.deepstack_features]
         kinds = _kinds(batch.images, batch.inputs.shape[1])
         positions, _ = cast(Any, decoder).get_rope_index(
             batch.inputs.cpu(), kinds, image_grid_thw=torch.cat([grids[place] for place in places])
         )
         mask = kinds.bool().to(device)[..., None]
 
+        def features_of(*_: Any, **__: Any) -> Any:
+            return found
+
         def places_of(*_: Any, **__: Any) -> tuple[Tensor, None]:
             return mask, None
 
-        vars(decoder)["get_placeholder_mask"] = places_of  # the model's own looks for ids
+        # The model's own see an image as often as it is there, and look for ids.
+        asked = {"get_image_features": features_of, "get_placeholder_mask": places_of}
+        vars(decoder).update(asked)
         try:
-            yield {"mm_encoder_outputs": {"image": found}, "position_ids": positions.to(device)}
+            yield {"pixel_values": pixels, "position_ids": positions.to(device)}
         finally:
-            del vars(decoder)["get_placeholder_mask"]
+            for name in asked:
+                del vars(decoder)[name]
 
     def plainly(self, images: Sequence[PromptImage], num_tokens: int, device: torch.device) -> dict[str, Any]:
         """Return what the model's own forward pass takes besides the tokens of one sequence."""
@@ -129,6 +135,14 @@ def tower_of(decoder: nn.Module) -> list[nn.Module]:
     """Return what sees images: the parts of a decoder beside that of its text."""
     text = cast(PreTrainedModel, decoder).get_decoder()
     return [part for part in decoder.children() if part is not text]
+
+
+def _of_places(layer: Tensor | Sequence[Tensor], sizes: Sequence[int], places: Sequence[int]) -> Any:
+    """Return the features of the images that these places show; before transformers 5.18, all are one tensor."""
+    if isinstance(layer, Tensor):
+        each = layer.split(sizes)
+        return torch.cat([each[place] for place in places])
+    return [layer[place] for place in places]
 
 
 def _kinds(images: Sequence[Sequence[PromptImage]], num_tokens: int) -> Tensor:

@@ -29,11 +29,11 @@ from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from transformers import AutoImageProcessor, AutoTokenizer
+from transformers import AutoTokenizer
 
 from areal_agent.gateway.bodies import Limits
 from areal_agent.gateway.images import ImageIntake
-from areal_agent.images import ImageFolder, digest_of
+from areal_agent.images import ImageFolder, digest_of, image_processor
 from areal_agent.ledger.verify import ImageCheck
 from areal_agent.tokens.renderer import Renderer
 from areal_agent.types import ImageSpan
@@ -91,7 +91,7 @@ class Model:
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+        self.processor = image_processor(folder)
         self.pad = int(self.tokenizer.convert_tokens_to_ids("<|image_pad|>"))
 
     def ids(self, messages: list[Any], images: list[bytes], tools: list[Any] | None = None) -> list[int]:

@@ -28,12 +28,13 @@ from PIL import Image
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from areal_agent.algorithms.batching import collate, sample_of
 from areal_agent.algorithms.config import AlgorithmConfig
 from areal_agent.engine.config import EngineConfig
 from areal_agent.errors import ConfigError
+from areal_agent.images import image_processor
 from areal_agent.run.preflight import require_trainable
 from areal_agent.trainer.attention import ATTENTION_NAME
 from areal_agent.trainer.config import LoraConfig, TrainerConfig, TrainerSetup
@@ -112,7 +113,7 @@ def together(policy: Policy, records: Sequence[TokenRecord]) -> Tensor:
 @pytest.fixture
 def lab(folder: Path) -> Lab:
     lab = Lab(folder)
-    lab.processor = partial(AutoImageProcessor.from_pretrained(folder, backend="pil"), return_tensors="pt")
+    lab.processor = partial(image_processor(folder), return_tensors="pt")
     return lab
 
 
