@@ -59,7 +59,9 @@ def _parse() -> argparse.Namespace:
     if args.gpus is not None and (args.gpus < 0 or not all(0 < size < math.inf for size in told.values())):
         given = " ".join(f"--{name} {size:g}" for name, size in {"gpus": args.gpus, **told}.items())
         raise ConfigError(f"{given}: there is no such machine; give 0 or more GPUs, and more than 0 GiB")
-    if args.gpus is not None and (args.gpus > 0) != ("memory" in sizes):
+    if args.gpus and "memory" not in sizes:
+        parser.error(f"--gpus {args.gpus}: give the --memory of each as well, in GiB")
+    if args.gpus == 0 and "memory" in sizes:
         parser.error("--memory is that of each GPU: give it with --gpus of 1 or more; a machine's own is --ram")
     return args
 

@@ -373,8 +373,7 @@ def _thinking(renderer: Renderer, history_thinking: HistoryThinking) -> Finding:
 def _tools(renderer: Renderer) -> Finding:
     found = told_calls(renderer)
     if not renderer.answer_format.has_calls:
-        remedy = "fine for workflows without tools; otherwise use a template with tools, or set rollout.tool_format"
-        return Finding("template", State.WARN, found, remedy)
+        return Finding("template", State.WARN, found, "fine for workflows without tools")
     try:
         reason, where = continued(renderer, RESULT, content="", calls=True)
     except RequestError as error:

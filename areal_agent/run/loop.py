@@ -238,7 +238,7 @@ async def _learn(run: Run, outcome: Outcome) -> None:
     await _grade_before(run, outcome)
     if run.preflight.is_evaluated:
         told = told_success(outcome.success_before, outcome.benchmarks_before)
-        run.progress.note(f"success before training: {told or 'not graded before the first step'}")
+        run.progress.note(f"success before training: {told or 'these tasks were not graded before the first step'}")
     if await is_evaluation_owed(run):
         run.evaluate_beside()
     while run.step < run.config.steps:

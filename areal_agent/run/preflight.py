@@ -316,7 +316,8 @@ def told_images(renderer: Renderer) -> str:
 def told_calls(renderer: Renderer) -> str:
     """Return how the model's chat template has tool calls, and what it can serve, for people."""
     if not renderer.answer_format.has_calls:
-        return "writes no tool calls that can be read back, so requests with tools are refused"
+        refused = "writes no tool calls that can be read back, so requests with tools are refused"
+        return f"{refused} unless rollout.tool_format (hermes, for example) is set, or it is a template with tools"
     (served, refused), changes = renderer.arrangement.clients(), renderer.arrangement.changes()
     told = [f"tool calls as {renderer.answer_format.tool_format}", f"serves {', '.join(served) or 'nobody'}"]
     told += [f"would refuse some messages of {', '.join(refused)}"] if refused else []

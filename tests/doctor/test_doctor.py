@@ -223,7 +223,7 @@ async def test_the_other_machine_may_be_too_small(tmp_path: Path) -> None:
         (["--ram", "64"], "--ram describes a machine elsewhere: give its --gpus as well"),
         (["--nodes", "4"], "--nodes describes a machine elsewhere: give its --gpus as well"),
         (["--gpus", "0", "--nodes", "0"], "--gpus 0 --nodes 0: there is no such machine"),
-        (["--gpus", "2"], "--memory is that of each GPU"),
+        (["--gpus", "2"], "--gpus 2: give the --memory of each as well, in GiB"),
         (["--gpus", "0", "--memory", "80"], "--memory is that of each GPU"),
         (["--gpus", "1", "--memory", "80", "--shm", "0"], "--gpus 1 --memory 80 --shm 0: there is no such machine"),
     ],
